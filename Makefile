@@ -1,0 +1,49 @@
+# Each target does all of its own set-up, from a fresh clone, with nothing but Python 3.11 to 3.13, make and git.
+# Variables: PYTHON=python3.12 (interpreter of .venv), SEED=123 (repeat a test run), ARGS="..." (passed on).
+
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
+export PYTHON
+
+# A run must not depend on what else lies on the caller's path.
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help demo test test-ci check format bench clean
+.NOTPARALLEL:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
+	  do printf '  make %-8s  %s\n' "$$name" "$$what"; done
+
+demo: ## Gemma-4 26B-A4B's cache, prefill TP 4 -> decode TP 8, one process per rank over NIXL, every byte checked
+	@scripts/venv run
+	@.venv/bin/kvreshard verify --model gemma-4-26b-a4b --prefill tp=4 --decode tp=8 $(ARGS)
+
+test: ## the test suite; under ten minutes on 2 cores
+	@scripts/venv test
+	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) --hypothesis-profile=ci $(ARGS)
+
+test-ci: ## slower suites that CI runs after `make test`
+	@echo "test-ci: no slower suites yet; everything is in 'make test'"
+
+check: ## format, lint, strict types, architecture, fast tests; before each commit
+	@scripts/venv dev
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PYTEST) -q -m "not nixl and not slow" $(ARGS)
+
+format: ## rewrite the sources the way `make check` wants them
+	@scripts/venv dev
+	@$(PY) -m ruff check --fix --exit-zero --quiet .
+	@$(PY) -m ruff format .
+
+bench: ## what the planner costs
+	@scripts/venv run
+	@set -e; found=; for file in bench/bench_*.py; do \
+	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file" $(ARGS); done; \
+	  [ -n "$$found" ] || echo "bench: no benchmarks yet"
+
+clean: ## remove .venv, caches and builds
+	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
