@@ -1,0 +1,279 @@
+"""From layers, groups and an order of dimensions to the layout of a whole engine.
+
+Every rank keeps one buffer. Each group starts at byte 0 of it, so groups overlay; within a group, tensors of equal shape
+form a block of logical shape (L layers, B pages, H slots, N states, C cell bytes) whose memory order is the engine's:
+
+| order | also called | a page of one layer |
+|---|---|---|
+| `LBNHC` | NHD | contiguous, token after token |
+| `LBHNC` | HND | contiguous, head after head |
+| `LHBNC` | | one piece per head; heads lie outside the pages |
+| `BLNHC`, `BLHNC` | block-outermost | contiguous; the layers of a page side by side |
+| `BHLNC` | block-outermost | one piece per head |
+
+1. Per rank, take the layers of its pipeline stage, and the page shape of each from its kind.
+2. Groups that overlay in a layer-outermost order get equal page strides: smaller pages are padded.
+3. Strides follow from the order; kinds turn them into fields; slabs say which bytes belong to a page.
+
+The orders and the overlaying are vLLM 0.32's (`v1/kv_cache_layout.py`, `KVCacheTensor`). Refused: an order that cannot hold
+padded or unequal pages, a layer in no group or in two, tensors that end outside their region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
+from kvreshard.kinds.place import Place
+from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
+
+ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
+ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
+POOL = "pages"
+REGION = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's cache: its kind, the pipeline stage that holds it, and whether a peer may lack it."""
+
+    name: str
+    kind: Kind
+    stage: int = 0
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """Layers that share a block table. `tokens_per_page`: tokens of a page on one rank; ignored by states."""
+
+    name: str
+    layers: tuple[str, ...]
+    tokens_per_page: int
+    padded_page_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Parallel sizes of an engine: `num_stages` pipeline stages of `tp_size` tensor-parallel ranks each."""
+
+    tp_size: int = 1
+    num_stages: int = 1
+    dcp_size: int = 1
+    interleave: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.tp_size
+
+    def place(self, rank: int) -> Place:
+        return Place(rank % self.tp_size, self.tp_size, self.dcp_size, self.interleave)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of one layer in one group, with where it starts and its strides. All in bytes."""
+
+    layer: str
+    shape: TensorShape
+    offset: int
+    page_stride: int
+    slot_step: int
+    state_step: int
+
+
+def assemble(
+    engine: str,
+    layers: Sequence[Layer],
+    groups: Sequence[PagedGroup],
+    grid: Grid,
+    *,
+    order: str,
+    num_pages: int,
+    style: Style = Style(),  # noqa: B008 (frozen)
+    null_page: int | None = None,
+    first_address: int = 1 << 40,
+) -> EngineLayout:
+    """The layout of every rank; region addresses are made up (`relocate` gives real ones). Raises LayoutError."""
+    order = ALIASES.get(order, order)
+    if order not in ORDERS:
+        raise LayoutError(f"order '{order}' is not known; use one of {', '.join([*ALIASES, *ORDERS])}")
+    by_name = _check_groups(layers, groups)
+    fields: dict[str, Field] = {}
+    ranks, address = [], first_address
+    for number in range(grid.num_ranks):
+        rank = _rank(number, by_name, groups, grid, order, num_pages, style, fields, address)
+        address += -(-rank.regions[0].size_bytes // (1 << 30)) * (1 << 30) if rank.regions else 0
+        ranks.append(rank)
+    ordered = [name for layer in layers for name in fields if name.startswith(layer.name + ".")]
+    return EngineLayout(
+        engine,
+        tuple(fields[name] for name in dict.fromkeys(ordered)),
+        tuple(_group(group, by_name, grid, num_pages, style, null_page) for group in groups),
+        tuple(ranks),
+    )
+
+
+def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], device: str = "cpu") -> EngineLayout:
+    """The same layout with every region at a real address: rank -> region name -> address."""
+    return replace(
+        layout,
+        ranks=tuple(
+            replace(
+                rank,
+                regions=tuple(
+                    replace(region, address=addresses[rank.rank][region.name], device=device) for region in rank.regions
+                ),
+            )
+            for rank in layout.ranks
+        ),
+    )
+
+
+def _check_groups(layers: Sequence[Layer], groups: Sequence[PagedGroup]) -> dict[str, Layer]:
+    by_name = {layer.name: layer for layer in layers}
+    if len(by_name) != len(layers):
+        raise LayoutError("two layers have one name; names must be unique")
+    grouped = [name for group in groups for name in group.layers]
+    for name in grouped:
+        if name not in by_name:
+            raise LayoutError(f"layer '{name}' is in a group, but is not one of the engine's layers")
+    for name in by_name:
+        if grouped.count(name) != 1:
+            raise LayoutError(f"layer '{name}' is in {grouped.count(name)} groups; each layer is in exactly one")
+    return by_name
+
+
+def _group(
+    group: PagedGroup, by_name: Mapping[str, Layer], grid: Grid, num_pages: int, style: Style, null_page: int | None
+) -> Group:
+    kinds = [by_name[name].kind for name in group.layers]
+    if len({kind.is_state for kind in kinds}) > 1:
+        raise LayoutError(f"group '{group.name}': mixes states and tokens; give each a group of its own")
+    capacity = getattr(kinds[0], "capacity", None)
+    if capacity is not None:
+        tokens: int | None = capacity(style) * getattr(kinds[0], "tokens_per_state", 1)
+    else:
+        tokens = None if kinds[0].is_state else group.tokens_per_page * grid.dcp_size
+    windows = {kind.window_tokens for kind in kinds}
+    window = None if None in windows else max(w for w in windows if w is not None)
+    return Group(group.name, POOL, num_pages, tokens, null_page, window)
+
+
+def _rank(
+    number: int,
+    by_name: Mapping[str, Layer],
+    groups: Sequence[PagedGroup],
+    grid: Grid,
+    order: str,
+    num_pages: int,
+    style: Style,
+    fields: dict[str, Field],
+    address: int,
+) -> Rank:
+    stage, place = number // grid.tp_size, grid.place(number)
+    shapes = {
+        group.name: [
+            (name, shape, max(shape.page_bytes, group.padded_page_bytes))
+            for name in group.layers
+            if by_name[name].stage == stage
+            for shape in by_name[name].kind.tensors(place, style, group.tokens_per_page)
+        ]
+        for group in groups
+    }
+    if order[0] == "L" and sum(bool(found) for found in shapes.values()) > 1:
+        stride = max(padded for found in shapes.values() for _, _, padded in found)
+        shapes = {group: [(name, shape, stride) for name, shape, _ in found] for group, found in shapes.items()}
+    block_bytes = max((sum(padded for _, _, padded in found) for found in shapes.values()), default=0)
+    shards: list[Shard] = []
+    slabs: dict[Slab, None] = {}
+    for group in groups:
+        tensors = _place_tensors(shapes[group.name], order, num_pages, block_bytes)
+        for name in dict.fromkeys(tensor.layer for tensor in tensors):
+            own = {tensor.shape.name: tensor for tensor in tensors if tensor.layer == name}
+            views = {key: _view(tensor, style) for key, tensor in own.items()}
+            for piece in by_name[name].kind.pieces(name, place, style, views):
+                shards.append(_shard(piece, own[piece.tensor], group.name))
+                fields.setdefault(piece.field.name, replace(piece.field, optional=by_name[name].optional))
+        padded = {(name, shape.name): stride for name, shape, stride in shapes[group.name]}
+        for tensor in tensors:
+            slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes, padded[tensor.layer, tensor.shape.name])))
+    size = block_bytes * num_pages
+    regions = (Region(REGION, address, size),) if size else ()
+    pp_tp = (("pp", stage), ("tp", place.tp_rank), *((("dcp", place.dcp_rank),) if grid.dcp_size > 1 else ()))
+    return Rank(number, pp_tp, regions, tuple(slabs), tuple(shards))
+
+
+def _place_tensors(
+    found: Sequence[tuple[str, TensorShape, int]], order: str, num_pages: int, block_bytes: int
+) -> list[_Tensor]:
+    """Tensors of one group: those of equal shape form one L dimension, one such block after another."""
+    classes: dict[tuple[TensorShape, int], list[str]] = {}
+    for name, shape, padded in found:
+        classes.setdefault((shape, padded), []).append(name)
+    tensors, offset = [], 0
+    for (shape, padded), names in classes.items():
+        compact = order[:2] in ("LB", "BL")
+        if padded != shape.page_bytes and not compact:
+            raise LayoutError(
+                f"order '{order}': layer '{names[0]}' has pages of {shape.page_bytes} bytes padded to {padded}; orders "
+                "that cut pages into heads need pages without padding"
+            )
+        slot_step, state_step, layer_step, page_stride = _strides(
+            shape, padded, len(names), order, num_pages, block_bytes
+        )
+        for index, name in enumerate(names):
+            tensors.append(_Tensor(name, shape, offset + index * layer_step, page_stride, slot_step, state_step))
+        offset += padded * len(names) * (num_pages if order[0] == "L" else 1)
+    return tensors
+
+
+def _strides(
+    shape: TensorShape, padded: int, num_layers: int, order: str, num_pages: int, block_bytes: int
+) -> tuple[int, int, int, int]:
+    """Byte steps of slots, states, layers and pages, from the innermost dimension outwards."""
+    extents = {"L": num_layers, "B": num_pages, "H": shape.slots, "N": shape.states}
+    steps, step = {}, shape.cell_bytes
+    for dimension in reversed(order[:-1]):
+        if dimension in "LB" and order[:2] in ("LB", "BL"):
+            step = max(step, padded)
+        steps[dimension] = step
+        step *= extents[dimension]
+    if order[0] == "B":
+        steps["B"] = block_bytes
+    return steps["H"], steps["N"], steps["L"], steps["B"]
+
+
+def _view(tensor: _Tensor, style: Style) -> PageView:
+    """Kernel blocks cut a page only where the page is one piece; each is laid out like a small page."""
+    shape, kernel = tensor.shape, style.kernel_tokens
+    if kernel is None or shape.states <= kernel or shape.states % kernel:
+        return PageView(shape, tensor.slot_step, tensor.state_step, shape.states, 0)
+    kernel_bytes = shape.slots * kernel * shape.cell_bytes
+    head_major = tensor.slot_step == shape.states * shape.cell_bytes and shape.slots > 1
+    slot_step = kernel * shape.cell_bytes if head_major else tensor.slot_step
+    if not head_major and shape.slots > 1 and tensor.state_step == shape.cell_bytes:
+        raise LayoutError(
+            f"layer '{tensor.layer}': kernel blocks of {kernel} tokens need pages in one piece; its heads are "
+            f"{tensor.slot_step} bytes apart"
+        )
+    return PageView(shape, slot_step, tensor.state_step, kernel, kernel_bytes)
+
+
+def _shard(piece: Piece, tensor: _Tensor, group: str) -> Shard:
+    return Shard(
+        piece.field.name, REGION, tensor.offset + piece.offset_bytes, Geometry(group, tensor.page_stride, piece.axes)
+    )
+
+
+def _slabs(tensor: _Tensor, order: str, block_bytes: int, padded: int) -> list[Slab]:
+    if order[0] == "B":
+        return [Slab(POOL, REGION, 0, block_bytes, block_bytes)]
+    if order == "LHBNC":
+        size = tensor.shape.states * tensor.shape.cell_bytes
+        return [
+            Slab(POOL, REGION, tensor.offset + slot * tensor.slot_step, tensor.page_stride, size)
+            for slot in range(tensor.shape.slots)
+        ]
+    return [Slab(POOL, REGION, tensor.offset, tensor.page_stride, padded)]

@@ -1,0 +1,63 @@
+"""Where in its engine's grid is the rank that is described, and what does that rank hold of an axis?
+
+A place is given, never looked up: a peer's layout is described by the same call as our own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreshard.model import Cyclic, Interval, LayoutError, Ownership, split_evenly
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank of a tensor-parallel group of `tp_size`, in which `dcp_size` neighbours share the sequence.
+
+    Decode context parallelism (DCP) gives `interleave` consecutive tokens to each of the `dcp_size` ranks in turn;
+    these ranks are consecutive in the tensor-parallel group and hold the same heads.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    dcp_size: int = 1
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp_size <= 0 or not 0 <= self.tp_rank < self.tp_size:
+            raise LayoutError(f"tensor-parallel rank {self.tp_rank} of {self.tp_size}: sizes must be positive")
+        if self.dcp_size <= 0 or self.interleave <= 0 or self.tp_size % self.dcp_size:
+            raise LayoutError(
+                f"context parallel size {self.dcp_size} (interleave {self.interleave}) must be positive and divide the "
+                f"tensor-parallel size {self.tp_size}"
+            )
+
+    @property
+    def dcp_rank(self) -> int:
+        return self.tp_rank % self.dcp_size
+
+    def tokens(self) -> Ownership:
+        """The tokens (or states) of the sequence that this rank holds."""
+        if self.dcp_size == 1:
+            return Interval(0, None)
+        return Cyclic(self.dcp_rank * self.interleave, self.interleave, self.dcp_size * self.interleave)
+
+    def heads(self, num_heads: int) -> Interval:
+        """KV heads on this rank: ranks that share the sequence hold the same ones."""
+        return split_evenly(num_heads, self.tp_size // self.dcp_size, self.tp_rank // self.dcp_size)
+
+    def part(self, extent: int) -> Interval:
+        """An axis that only tensor parallelism splits (states have no sequence to share)."""
+        return split_evenly(extent, self.tp_size, self.tp_rank)
+
+
+def whole(extent: int) -> Interval:
+    """An axis that every rank holds whole."""
+    return Interval(0, extent)
+
+
+def size(interval: Interval) -> int:
+    """How many coordinates an interval with an end holds. Raises LayoutError for one without."""
+    if interval.stop is None:
+        raise LayoutError(f"interval {interval} has no end, so no size")
+    return interval.stop - interval.start

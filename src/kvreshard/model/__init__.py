@@ -1,0 +1,32 @@
+"""The nouns: what an engine holds, in which pages, at which address. No I/O; NumPy and the wire codec only."""
+
+from kvreshard.model.address import AxisMap, Digit, canonical
+from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, WireError
+from kvreshard.model.field import Axis, Field
+from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, Slab
+from kvreshard.model.ownership import Cyclic, Interval, Ownership, count_within, split_evenly
+
+__all__ = [
+    "Axis",
+    "AxisMap",
+    "BindError",
+    "Cyclic",
+    "Digit",
+    "EngineLayout",
+    "Field",
+    "Geometry",
+    "Group",
+    "Interval",
+    "KvReshardError",
+    "LayoutError",
+    "LayoutMismatch",
+    "Ownership",
+    "Rank",
+    "Region",
+    "Shard",
+    "Slab",
+    "WireError",
+    "canonical",
+    "count_within",
+    "split_evenly",
+]

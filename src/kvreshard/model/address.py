@@ -1,0 +1,158 @@
+"""At which page and byte does a held coordinate lie?
+
+An `AxisMap` takes the local index of a coordinate (its index among those that the rank holds), writes it in mixed
+radix, innermost digit first, and each digit advances some pages and some bytes:
+
+    local = d0 + extent0 * (d1 + extent1 * (d2 + ...))
+    page  = sum(d_i * page_step_i)        byte = sum(d_i * byte_step_i)
+
+One digit describes an ordinary axis, two describe a page or a tile, a last digit that advances nothing is the lap of
+a ring. Maps of different axes add up, and the page is looked up in a request's block table last.
+
+On a sequence axis (no end) the digits are, in order: those inside a page, at most one that advances one page per step,
+at most one lap. Everything else is refused at birth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvreshard.model.errors import LayoutError
+from kvreshard.model.ownership import Coordinates, Ownership
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """One digit: `extent` values (None: no end), each step advancing `page_step` pages and `byte_step` bytes."""
+
+    extent: int | None
+    page_step: int
+    byte_step: int
+
+    def __post_init__(self) -> None:
+        if self.extent is not None and self.extent <= 0:
+            raise LayoutError(f"digit of extent {self.extent}: a size must be positive")
+        if self.page_step < 0 or self.byte_step < 0:
+            raise LayoutError(f"digit steps {self.page_step} pages and {self.byte_step} bytes: must not be negative")
+
+
+def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+    """The same map with the fewest digits: extents of one are dropped, a digit that continues the one before is merged.
+
+    Post-condition: every local index has the page and byte that it had.
+    """
+    kept: list[Digit] = []
+    for digit in digits:
+        if digit.extent == 1:
+            continue
+        last = kept[-1] if kept else None
+        if last is not None and last.extent is not None:
+            continues_bytes = digit.byte_step == last.byte_step * last.extent
+            continues_pages = digit.page_step == last.page_step * last.extent
+            if continues_bytes and continues_pages and (digit.byte_step or digit.page_step):
+                extent = None if digit.extent is None else last.extent * digit.extent
+                kept[-1] = Digit(extent, last.page_step, last.byte_step)
+                continue
+        kept.append(digit)
+    return tuple(kept) or (Digit(1, 0, 0),)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisMap:
+    """What a rank holds of one axis, and where: ownership plus digits, innermost first.
+
+    Raises LayoutError when the digits have fewer values than the ownership has coordinates, or (on an axis without
+    end) are not pages of a fixed number of indices.
+    """
+
+    axis: str
+    owned: Ownership
+    digits: tuple[Digit, ...]
+
+    def __post_init__(self) -> None:
+        if not self.digits:
+            raise LayoutError(f"axis '{self.axis}': has no digits, so no address")
+        if any(digit.extent is None for digit in self.digits[:-1]):
+            raise LayoutError(f"axis '{self.axis}': only the last digit may have no end")
+        if self.num_held is None:
+            self._check_sequence()
+        else:
+            self._check_bounded(self.num_held)
+
+    @property
+    def num_held(self) -> int | None:
+        """How many coordinates the rank holds; None on a sequence axis."""
+        stop = getattr(self.owned, "stop", None)
+        return None if stop is None else stop - self.owned.start
+
+    @property
+    def indices_per_page(self) -> int:
+        """Local indices inside one page (of a sequence axis: its tokens or states per page on this rank)."""
+        return math.prod(digit.extent or 1 for digit in self.digits if not digit.page_step and digit.extent is not None)
+
+    @property
+    def ring_pages(self) -> int | None:
+        """In how many pages a ring wraps; None if the pages go on without end."""
+        if self.digits[-1].extent is not None or self.digits[-1].page_step:
+            return None
+        return math.prod(digit.extent or 1 for digit in self.digits if digit.page_step)
+
+    def locate(self, local: Coordinates) -> tuple[Coordinates, Coordinates]:
+        """Page index and byte offset of each local index."""
+        pages, offsets, rest = np.zeros_like(local), np.zeros_like(local), local
+        for digit in self.digits:
+            value = rest if digit.extent is None else rest % digit.extent
+            rest = rest if digit.extent is None else rest // digit.extent
+            pages = pages + value * digit.page_step
+            offsets = offsets + value * digit.byte_step
+        return pages, offsets
+
+    def last_byte_offset(self) -> int:
+        """The largest byte offset that any held coordinate has within its page."""
+        return sum((digit.extent - 1) * digit.byte_step for digit in self.used_digits() if digit.extent is not None)
+
+    def used_digits(self) -> tuple[Digit, ...]:
+        """The digits, each cut to the values that a held coordinate really takes (an upper bound where they mix)."""
+        held, used = self.num_held, []
+        for digit in self.digits:
+            if held is None or digit.extent is None:
+                used.append(digit)
+                continue
+            used.append(Digit(min(digit.extent, held), digit.page_step, digit.byte_step))
+            held = -(-held // digit.extent)
+        return tuple(used)
+
+    def _check_bounded(self, num_held: int) -> None:
+        if self.digits[-1].extent is None:
+            raise LayoutError(f"axis '{self.axis}': holds {self.owned}, so its last digit must have an end")
+        num_values = math.prod(digit.extent or 1 for digit in self.digits)
+        if num_values < num_held:
+            raise LayoutError(
+                f"axis '{self.axis}': holds {num_held} coordinates {self.owned}, but its digits have only {num_values} values"
+            )
+        if any(digit.page_step for digit in self.digits):
+            raise LayoutError(f"axis '{self.axis}': advances pages, but only an axis without end is cut into pages")
+
+    def _check_sequence(self) -> None:
+        if self.owned.start and self.owned.period == 1:
+            raise LayoutError(f"axis '{self.axis}': holds {self.owned}; an axis without end starts at 0")
+        if self.digits[-1].extent is not None:
+            raise LayoutError(f"axis '{self.axis}': has no end, so its last digit must have none")
+        inside = [digit for digit in self.digits if not digit.page_step and digit.extent is not None]
+        paging = self.digits[len(inside) :]
+        in_order = list(self.digits[: len(inside)]) == inside
+        lap = paging[-1:] if paging and not paging[-1].page_step else ()
+        steps = paging[: len(paging) - len(lap)]
+        if (
+            not in_order
+            or len(steps) > 1
+            or any(d.page_step != 1 or d.byte_step for d in steps)
+            or any(d.byte_step for d in lap)
+        ):
+            raise LayoutError(
+                f"axis '{self.axis}': its digits must be those inside a page, then one that steps by one page, "
+                f"then at most one lap; got {self.digits}"
+            )

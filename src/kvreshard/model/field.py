@@ -1,0 +1,68 @@
+"""What is one logical tensor, apart from who holds it and where?
+
+A `Field` is named, and both engines mean the same tensor by the same name. Its axes have names and extents; an axis
+without extent is the sequence. Its `encoding` says what the bytes mean (dtype, quantisation, scales): equal tags may be
+copied, others not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreshard.model.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis: `extent` coordinates, or None for the sequence.
+
+    On the sequence one coordinate stands for `tokens_per_index` tokens. Of tokens [a, b) the complete indices are
+    moved; with `keep_partial` the last, incomplete one too (a page whose inside is unknown is one index).
+    """
+
+    name: str
+    extent: int | None
+    tokens_per_index: int = 1
+    keep_partial: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise LayoutError("an axis has no name")
+        if self.extent is not None and self.extent <= 0:
+            raise LayoutError(f"axis '{self.name}': extent {self.extent}; a size must be positive")
+        if self.tokens_per_index <= 0:
+            raise LayoutError(f"axis '{self.name}': {self.tokens_per_index} tokens per index; must be positive")
+        if self.extent is not None and (self.tokens_per_index != 1 or self.keep_partial):
+            raise LayoutError(f"axis '{self.name}': only the sequence axis counts tokens")
+
+    def indices_of(self, start_token: int, stop_token: int) -> tuple[int, int]:
+        """The half-open range of indices that tokens `[start_token, stop_token)` bring."""
+        stop = stop_token + self.tokens_per_index - 1 if self.keep_partial else stop_token
+        return start_token // self.tokens_per_index, stop // self.tokens_per_index
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One logical tensor. `optional`: an engine may lack it (a draft model's cache), which is then only a warning."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    element_bytes: int
+    encoding: str
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise LayoutError("a field has no name")
+        if self.element_bytes <= 0:
+            raise LayoutError(f"field '{self.name}': element of {self.element_bytes} bytes; a size must be positive")
+        names = [axis.name for axis in self.axes]
+        if not names or len(set(names)) != len(names):
+            raise LayoutError(f"field '{self.name}': axes {names}; needs at least one, each with a name of its own")
+        if sum(axis.extent is None for axis in self.axes) > 1:
+            raise LayoutError(f"field '{self.name}': has more than one sequence axis among {names}")
+
+    @property
+    def sequence(self) -> Axis | None:
+        """The axis without extent; None for a state, whose page holds a whole state."""
+        return next((axis for axis in self.axes if axis.extent is None), None)

@@ -1,0 +1,259 @@
+"""Does an engine's layout hold together by itself?
+
+1. Names are unique and every reference (field, group, region, pool) resolves.
+2. Each shard has exactly its field's axes, holds coordinates inside the extents, and pages as long as its group's.
+3. Slabs lie inside their regions for every page of their pool; slabs of different pools do not touch.
+4. Each shard's cells lie inside slabs of its group's pool, no two cells share a byte, neither within a shard nor
+   between shards of one group.
+
+Steps 2 and 4 are done once per distinct geometry, not per layer. Raises LayoutError with both values and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.errors import LayoutError
+from kvreshard.model.field import Field
+from kvreshard.model.ownership import Cyclic
+
+if TYPE_CHECKING:
+    from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Shard, Slab
+
+Int64s = NDArray[np.int64]
+# A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.
+MAX_RUNS_PER_PAGE = 1 << 20
+
+
+def check_layout(layout: EngineLayout) -> None:
+    """Raises LayoutError unless the layout holds together."""
+    _unique(f"engine '{layout.engine}': field", (field.name for field in layout.fields))
+    _unique(f"engine '{layout.engine}': group", (group.name for group in layout.groups))
+    _unique(f"engine '{layout.engine}': rank", (str(rank.rank) for rank in layout.ranks))
+    if not layout.ranks:
+        raise LayoutError(f"engine '{layout.engine}': has no ranks")
+    pages_of_pool: dict[str, int] = {}
+    for group in layout.groups:
+        if pages_of_pool.setdefault(group.pool, group.num_pages) != group.num_pages:
+            raise LayoutError(
+                f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
+                f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
+            )
+    checked: dict[tuple[Field, Geometry], Int64s] = {}
+    disjoint: set[tuple[object, ...]] = set()
+    for rank in layout.ranks:
+        _check_rank_names(layout, rank)
+        _check_slabs(rank, pages_of_pool)
+        by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
+        for shard in rank.shards:
+            field = layout.field_by_name[shard.field]
+            group = layout.group_by_name[shard.geometry.group]
+            anonymous = Field("any", field.axes, field.element_bytes, field.encoding)
+            runs = checked.get((anonymous, shard.geometry))
+            if runs is None:
+                where = f"rank {rank.rank}, field '{field.name}'"
+                _check_geometry(where, field, shard.geometry, group)
+                runs = page_runs(where, field, shard.geometry)
+                checked[anonymous, shard.geometry] = runs
+            by_group[group.name].append((shard, runs))
+        for name, members in by_group.items():
+            _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
+            _check_disjoint(rank, members, disjoint)
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise LayoutError(f"{what} '{name}' is given twice; names must be unique")
+        seen.add(name)
+
+
+def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
+    _unique(f"rank {rank.rank}: region", (region.name for region in rank.regions))
+    _unique(f"rank {rank.rank}: field", (shard.field for shard in rank.shards))
+    pools = {group.pool for group in layout.groups}
+    for slab in rank.slabs:
+        if slab.pool not in pools or slab.region not in rank.region_by_name:
+            raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
+    for shard in rank.shards:
+        if shard.field not in layout.field_by_name:
+            raise LayoutError(f"rank {rank.rank}: shard of field '{shard.field}', which the engine does not list")
+        if shard.geometry.group not in layout.group_by_name or shard.region not in rank.region_by_name:
+            raise LayoutError(
+                f"rank {rank.rank}, field '{shard.field}': group '{shard.geometry.group}' or region '{shard.region}' "
+                "is not listed"
+            )
+
+
+def _check_slabs(rank: Rank, pages_of_pool: dict[str, int]) -> None:
+    by_region: defaultdict[str, list[Slab]] = defaultdict(list)
+    for slab in rank.slabs:
+        if slab.offset_bytes < 0 or slab.page_bytes <= 0 or slab.page_stride_bytes < slab.page_bytes:
+            raise LayoutError(
+                f"rank {rank.rank}: slab in region '{slab.region}' has pages of {slab.page_bytes} bytes every "
+                f"{slab.page_stride_bytes} from {slab.offset_bytes}; pages would overlap or lie below the region"
+            )
+        end = slab.offset_bytes + (pages_of_pool[slab.pool] - 1) * slab.page_stride_bytes + slab.page_bytes
+        size = rank.region_by_name[slab.region].size_bytes
+        if end > size:
+            raise LayoutError(
+                f"rank {rank.rank}: region '{slab.region}' has {size} bytes, but {pages_of_pool[slab.pool]} pages of "
+                f"{slab.page_stride_bytes} bytes end at {end}; register a larger region or fewer pages"
+            )
+        by_region[slab.region].append(slab)
+    for region, slabs in by_region.items():
+        _check_slabs_apart(rank, region, slabs, pages_of_pool)
+
+
+def _check_slabs_apart(rank: Rank, region: str, slabs: list[Slab], pages_of_pool: dict[str, int]) -> None:
+    """Slabs of one stride interleave (their phases must not meet); of different strides they must lie one after another."""
+    by_stride: defaultdict[int, list[Slab]] = defaultdict(list)
+    for slab in slabs:
+        by_stride[slab.page_stride_bytes].append(slab)
+    extents = []
+    for stride, members in by_stride.items():
+        members.sort(key=lambda slab: slab.offset_bytes)
+        cluster: list[Slab] = []
+        cluster_end = 0
+        for slab in members:
+            end = slab.offset_bytes + (pages_of_pool[slab.pool] - 1) * stride + slab.page_bytes
+            if cluster and slab.offset_bytes < cluster_end:
+                cluster.append(slab)
+                cluster_end = max(cluster_end, end)
+            else:
+                if cluster:
+                    _check_phases(rank, region, stride, cluster)
+                    extents.append((cluster[0].offset_bytes, cluster_end))
+                cluster, cluster_end = [slab], end
+        _check_phases(rank, region, stride, cluster)
+        extents.append((cluster[0].offset_bytes, cluster_end))
+    extents.sort()
+    for (_, end), (start, _) in pairwise(extents):
+        if start < end:
+            raise LayoutError(
+                f"rank {rank.rank}, region '{region}': slabs of different page strides overlap at byte {start}; "
+                "overlaid groups must share one pool and one stride"
+            )
+
+
+def _check_phases(rank: Rank, region: str, stride: int, cluster: list[Slab]) -> None:
+    spans = sorted((slab.offset_bytes % stride, slab.page_bytes) for slab in cluster)
+    wrapped = [*spans, (spans[0][0] + stride, spans[0][1])]
+    for (start, size), (following, _) in pairwise(wrapped):
+        if len(cluster) > 1 and start + size > following:
+            raise LayoutError(
+                f"rank {rank.rank}, region '{region}': two slabs of page stride {stride} share bytes at {following}; "
+                "each byte of a page belongs to one slab"
+            )
+
+
+def _check_geometry(where: str, field: Field, geometry: Geometry, group: Group) -> None:
+    got, wanted = [axis.axis for axis in geometry.axes], [axis.name for axis in field.axes]
+    if got != wanted:
+        raise LayoutError(f"{where}: its shard maps axes {got}, the field has {wanted}")
+    for axis, mapped in zip(field.axes, geometry.axes, strict=True):
+        if axis.extent is None:
+            if mapped.num_held is not None:
+                raise LayoutError(f"{where}, axis '{axis.name}': holds {mapped.owned}, but a sequence has no end")
+            continue
+        if isinstance(mapped.owned, Cyclic) or mapped.num_held is None:
+            raise LayoutError(f"{where}, axis '{axis.name}': holds {mapped.owned}; needs an interval with an end")
+        if mapped.owned.stop is not None and mapped.owned.stop > axis.extent:
+            raise LayoutError(f"{where}, axis '{axis.name}': holds {mapped.owned}, but its extent is {axis.extent}")
+    sequence = field.sequence
+    spanned = None
+    if sequence is not None:
+        mapped = geometry.axis(sequence.name)
+        tokens, rest = divmod(
+            mapped.indices_per_page * mapped.owned.period * sequence.tokens_per_index, mapped.owned.run
+        )
+        spanned = tokens
+        if rest:
+            raise LayoutError(
+                f"{where}, axis '{sequence.name}': pages of {mapped.indices_per_page} indices and "
+                f"{mapped.owned} do not span a whole number of tokens"
+            )
+    if spanned != group.tokens_per_page:
+        raise LayoutError(
+            f"{where}: its pages span {spanned} tokens, but group '{group.name}' says {group.tokens_per_page}"
+        )
+
+
+def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
+    """The contiguous byte runs of one full page of a shard, relative to its first cell: shape (n, 2), start and stop.
+
+    Sorted and merged. Raises LayoutError if two cells share a byte.
+    """
+    run_bytes, loops = field.element_bytes, []
+    for mapped in geometry.axes:
+        digits = [digit for digit in mapped.used_digits() if digit.extent is not None and not digit.page_step]
+        loops += [(digit.byte_step, digit.extent) for digit in digits if digit.extent is not None and digit.extent > 1]
+    loops.sort()
+    while loops and loops[0][0] == run_bytes:
+        run_bytes *= loops.pop(0)[1]
+    num_runs = int(np.prod([count for _, count in loops], dtype=np.float64))
+    if num_runs > MAX_RUNS_PER_PAGE:
+        raise LayoutError(f"{where}: a page of {num_runs} separate pieces; more than {MAX_RUNS_PER_PAGE} are refused")
+    starts = np.zeros(1, dtype=np.int64)
+    for step, count in loops:
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
+    starts.sort()
+    if len(starts) > 1 and int(np.diff(starts).min()) < run_bytes:
+        raise LayoutError(f"{where}: two cells of one page share bytes; check the strides of {geometry.axes}")
+    breaks = np.flatnonzero(np.diff(starts) != run_bytes)
+    first = np.concatenate([[0], breaks + 1])
+    last = np.concatenate([breaks, [len(starts) - 1]])
+    return np.stack([starts[first], starts[last] + run_bytes], axis=1)
+
+
+def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s]]) -> None:
+    slabs = [slab for slab in rank.slabs if slab.pool == pool]
+    by_place: defaultdict[tuple[str, int], list[Slab]] = defaultdict(list)
+    for slab in slabs:
+        by_place[slab.region, slab.page_stride_bytes].append(slab)
+    sorted_places = {
+        place: np.array(sorted((s.offset_bytes, s.offset_bytes + s.page_bytes) for s in found), dtype=np.int64)
+        for place, found in by_place.items()
+    }
+    for shard, runs in members:
+        table = sorted_places.get((shard.region, shard.geometry.page_stride_bytes))
+        starts, stops = runs[:, 0] + shard.offset_bytes, runs[:, 1] + shard.offset_bytes
+        inside = table is not None
+        if table is not None:
+            found = np.searchsorted(table[:, 0], starts, side="right") - 1
+            inside = bool((found >= 0).all() and (stops <= table[found, 1]).all())
+        if not inside:
+            raise LayoutError(
+                f"rank {rank.rank}, field '{shard.field}': bytes [{int(starts.min())}, {int(stops.max())}) of page 0 in "
+                f"region '{shard.region}' with page stride {shard.geometry.page_stride_bytes} lie outside the slabs of "
+                f"pool '{pool}'; check its offset, strides and page size"
+            )
+
+
+def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], seen: set[tuple[object, ...]]) -> None:
+    placed = sorted(members, key=lambda member: (member[0].region, member[0].offset_bytes))
+    for index, (shard, runs) in enumerate(placed):
+        end = shard.offset_bytes + int(runs[-1, 1])
+        for other, other_runs in placed[index + 1 :]:
+            if other.region != shard.region or other.offset_bytes >= end:
+                break
+            delta = other.offset_bytes - shard.offset_bytes
+            key = (id(runs), id(other_runs), delta)
+            if key in seen:
+                continue
+            starts = np.concatenate([runs[:, 0], other_runs[:, 0] + delta])
+            stops = np.concatenate([runs[:, 1], other_runs[:, 1] + delta])
+            order = np.argsort(starts, kind="stable")
+            if (stops[order][:-1] > starts[order][1:]).any():
+                raise LayoutError(
+                    f"rank {rank.rank}: fields '{shard.field}' and '{other.field}' of one group share bytes in region "
+                    f"'{shard.region}'; each byte of a page belongs to one field"
+                )
+            seen.add(key)

@@ -1,0 +1,135 @@
+"""Which coordinates of one axis does a rank hold?
+
+Two answers cover every engine: a half-open `Interval` (heads, channels, all tokens), and a `Cyclic` set (context
+parallelism: `run` consecutive coordinates out of every `step`). Both answer the same four questions, on whole NumPy
+arrays, so that nobody asks which of the two it is:
+
+1. `contains`: is a coordinate held;
+2. `to_local` / `to_global`: its index among the held ones, and back;
+3. `edges`: where does membership change within a window;
+4. `count_below`: how many held coordinates lie below a bound.
+
+Refused at birth: empty, negative or overlapping sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.errors import LayoutError
+
+Coordinates = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The coordinates `start <= c < stop`; `stop=None` has no end (a sequence)."""
+
+    start: int
+    stop: int | None
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise LayoutError(f"interval {self}: starts below zero; a coordinate counts from 0")
+        if self.stop is not None and self.stop <= self.start:
+            raise LayoutError(f"interval {self}: stop {self.stop} is not above start {self.start}; it holds nothing")
+
+    @property
+    def period(self) -> int:
+        """After how many coordinates the pattern of membership repeats."""
+        return 1
+
+    @property
+    def run(self) -> int:
+        """How many consecutive coordinates are held within a period."""
+        return 1
+
+    def contains(self, coordinates: Coordinates) -> NDArray[np.bool_]:
+        held = coordinates >= self.start
+        return held if self.stop is None else held & (coordinates < self.stop)
+
+    def to_local(self, coordinates: Coordinates) -> Coordinates:
+        return coordinates - self.start
+
+    def to_global(self, local: Coordinates) -> Coordinates:
+        return local + self.start
+
+    def edges(self, low: int, high: int) -> Coordinates:
+        ends = [self.start] if self.stop is None else [self.start, self.stop]
+        return np.array([end for end in ends if low <= end <= high], dtype=np.int64)
+
+    def count_below(self, bound: int) -> int:
+        top = bound if self.stop is None else min(bound, self.stop)
+        return max(0, top - self.start)
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {'...' if self.stop is None else self.stop})"
+
+
+@dataclass(frozen=True, slots=True)
+class Cyclic:
+    """The coordinates with `start <= c mod step < start + run`, without end."""
+
+    start: int
+    run: int
+    step: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.run <= 0 or self.start + self.run > self.step:
+            raise LayoutError(
+                f"cyclic set start={self.start} run={self.run} step={self.step}: "
+                "needs start >= 0, run >= 1 and start + run <= step"
+            )
+
+    @property
+    def period(self) -> int:
+        return self.step
+
+    def contains(self, coordinates: Coordinates) -> NDArray[np.bool_]:
+        phase = coordinates % self.step
+        return (phase >= self.start) & (phase < self.start + self.run)
+
+    def to_local(self, coordinates: Coordinates) -> Coordinates:
+        lap = coordinates // self.step
+        return lap * self.run + (coordinates - lap * self.step - self.start)
+
+    def to_global(self, local: Coordinates) -> Coordinates:
+        lap, phase = np.divmod(local, self.run)
+        return lap * self.step + self.start + phase
+
+    def edges(self, low: int, high: int) -> Coordinates:
+        laps = np.arange(low // self.step, high // self.step + 1, dtype=np.int64) * self.step
+        ends = np.concatenate([laps + self.start, laps + self.start + self.run])
+        return ends[(ends >= low) & (ends <= high)]
+
+    def count_below(self, bound: int) -> int:
+        lap, phase = divmod(bound, self.step)
+        return lap * self.run + min(max(0, phase - self.start), self.run)
+
+    def __str__(self) -> str:
+        return f"{self.run} of every {self.step} from {self.start}"
+
+
+Ownership = Interval | Cyclic
+
+
+def count_within(owned: Ownership, low: int, high: int) -> int:
+    """How many coordinates of `owned` lie in `[low, high)`."""
+    return owned.count_below(high) - owned.count_below(low)
+
+
+def split_evenly(extent: int, parts: int, index: int) -> Interval:
+    """The interval of part `index` of `parts` of an axis of `extent` coordinates.
+
+    While there are enough coordinates, part r holds `[floor(r*E/t), floor((r+1)*E/t))`; with more parts than
+    coordinates, part r holds coordinate `floor(r*E/t)` alone, so that several parts hold the same one.
+    """
+    if extent <= 0 or parts <= 0 or not 0 <= index < parts:
+        raise LayoutError(f"cannot take part {index} of {parts} of an axis of {extent}: sizes must be positive")
+    low = index * extent // parts
+    if parts > extent:
+        return Interval(low, low + 1)
+    return Interval(low, (index + 1) * extent // parts)

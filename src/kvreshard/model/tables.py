@@ -1,0 +1,69 @@
+"""Where do one request's tokens lie in one engine's pages?
+
+A `PageTable` is one group's block table for one request. Lists are never aligned by their tails (lookahead adds pages
+at the end, windows drop pages at the front), so a table says which logical page its first entry is and how many tokens
+are valid. A `Request` says, per destination group, which token intervals to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvreshard.model.errors import BindError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageTable:
+    """One group's pages of one request.
+
+    `pages`: page ids, shape (n,), in logical order. `first_page`: logical index of `pages[0]`. `num_tokens`: tokens of
+    the request that the pages hold (source) or hold once loaded (destination); for a state, the tokens it has absorbed.
+    """
+
+    pages: NDArray[np.int64]
+    num_tokens: int
+    first_page: int = 0
+
+    def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None:
+        array = np.asarray(pages)
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise BindError(f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}")
+        if num_tokens < 0 or first_page < 0:
+            raise BindError(f"a block table holds {num_tokens} tokens from page {first_page}: must not be negative")
+        object.__setattr__(self, "pages", array.astype(np.int64))
+        object.__setattr__(self, "num_tokens", int(num_tokens))
+        object.__setattr__(self, "first_page", int(first_page))
+
+
+Tokens = tuple[int, int]
+"""Half-open token interval [start, stop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to move for one request.
+
+    `src_tables`, `dst_tables`: block table of each group, by the group's name in its own engine. `intervals`: per
+    *destination* group the token intervals to move, ascending and disjoint; an empty list moves nothing, and a state
+    moves whole when its list is not empty. `dst_new_pages`: page ids per destination group that were allocated for
+    this request and hold nothing yet: bytes that no copy writes are zeroed there.
+    """
+
+    src_tables: Mapping[str, PageTable]
+    dst_tables: Mapping[str, PageTable]
+    intervals: Mapping[str, Sequence[Tokens]]
+    dst_new_pages: Mapping[str, NDArray[np.int64]]
+
+    def __post_init__(self) -> None:
+        for group, intervals in self.intervals.items():
+            end = 0
+            for start, stop in intervals:
+                if start < end or stop <= start:
+                    raise BindError(
+                        f"group '{group}': token intervals {list(intervals)} must be ascending, disjoint and not empty"
+                    )
+                end = stop

@@ -1,0 +1,1 @@
+"""Shipped for tests: the slow oracle, random engine pairs, the contract that each transport must pass."""

@@ -1,0 +1,161 @@
+"""What must a transfer leave in the destination's memory? The slow answer, straight from the definition.
+
+For each destination cell: find a source rank that holds it, read there, write here. No intersection of intervals, no
+merging, no election; coordinates are listed one by one and addresses computed digit by digit in plain Python. This file
+was written before the planner and imports the model's nouns only, none of their methods.
+
+1. The pages that were allocated for the request are zeroed, in full (their slabs).
+2. Every cell that the request's intervals name, on every destination rank that holds it, is copied from the first
+   source rank that holds it. A cell that nobody holds raises AssertionError, unless the source lacks an optional field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.address import AxisMap
+from kvreshard.model.field import Axis, Field
+from kvreshard.model.layout import EngineLayout, Rank, Shard
+from kvreshard.model.ownership import Cyclic
+from kvreshard.model.tables import PageTable, Request, Tokens
+
+Bytes = NDArray[np.uint8]
+Memory = Mapping[tuple[int, str], Bytes]
+"""An engine's memory: (rank, region name) -> its bytes, shape (size_bytes,)."""
+
+
+def oracle_transfer(
+    src: EngineLayout, dst: EngineLayout, src_memory: Memory, dst_memory: Memory, request: Request
+) -> dict[tuple[int, str], Bytes]:
+    """The destination's memory after the request, as a copy; `dst_memory` is not changed."""
+    after = {place: content.copy() for place, content in dst_memory.items()}
+    for rank in dst.ranks:
+        _zero_new_pages(dst, rank, after, request)
+    for rank in dst.ranks:
+        for shard in rank.shards:
+            field = next(f for f in dst.fields if f.name == shard.field)
+            _copy_field(src, rank, shard, field, src_memory, after, request)
+    return after
+
+
+def _zero_new_pages(dst: EngineLayout, rank: Rank, memory: dict[tuple[int, str], Bytes], request: Request) -> None:
+    for group in dst.groups:
+        for page in request.dst_new_pages.get(group.name, np.zeros(0, np.int64)).tolist():
+            for slab in rank.slabs:
+                if slab.pool == group.pool:
+                    start = slab.offset_bytes + page * slab.page_stride_bytes
+                    memory[rank.rank, slab.region][start : start + slab.page_bytes] = 0
+
+
+def _copy_field(
+    src: EngineLayout,
+    dst_rank: Rank,
+    dst_shard: Shard,
+    field: Field,
+    src_memory: Memory,
+    after: dict[tuple[int, str], Bytes],
+    request: Request,
+) -> None:
+    if not any(shard.field == field.name for rank in src.ranks for shard in rank.shards) and field.optional:
+        return
+    intervals = request.intervals[dst_shard.geometry.group]
+    if not intervals:
+        return
+    coordinates = [
+        [c for c in _all_coordinates(axis, intervals) if _holds(mapped, c)]
+        for axis, mapped in zip(field.axes, dst_shard.geometry.axes, strict=True)
+    ]
+    missing = np.ones([len(found) for found in coordinates], dtype=bool)
+    if missing.size == 0:
+        return
+    dst_bytes = _offsets(dst_shard, coordinates, request.dst_tables[dst_shard.geometry.group])
+    for src_rank in src.ranks:
+        for src_shard in src_rank.shards:
+            if src_shard.field != field.name:
+                continue
+            held = np.ones(missing.shape, dtype=bool)
+            for number, mapped in enumerate(src_shard.geometry.axes):
+                flags = np.array([_holds(mapped, c) for c in coordinates[number]])
+                held &= flags.reshape([-1 if i == number else 1 for i in range(missing.ndim)])
+            take = held & missing
+            if not take.any():
+                continue
+            src_bytes = _offsets(src_shard, coordinates, request.src_tables[src_shard.geometry.group], take)
+            source, target = src_memory[src_rank.rank, src_shard.region], after[dst_rank.rank, dst_shard.region]
+            for byte in range(field.element_bytes):
+                target[dst_bytes[take] + byte] = source[src_bytes[take] + byte]
+            missing &= ~take
+    assert not missing.any(), f"no source rank holds {int(missing.sum())} cells of field '{field.name}'"
+
+
+def _all_coordinates(axis: Axis, intervals: Sequence[Tokens]) -> list[int]:
+    if axis.extent is not None:
+        return list(range(axis.extent))
+    found: list[int] = []
+    for start, stop in intervals:
+        for index in range(start // axis.tokens_per_index, stop // axis.tokens_per_index + 1):
+            first_token, next_token = index * axis.tokens_per_index, (index + 1) * axis.tokens_per_index
+            complete = first_token < stop and next_token <= stop
+            touched = first_token < stop and next_token > start
+            if complete or (axis.keep_partial and touched):
+                found.append(index)
+    return sorted(set(found))
+
+
+def _holds(mapped: AxisMap, coordinate: int) -> bool:
+    owned = mapped.owned
+    if isinstance(owned, Cyclic):
+        return owned.start <= coordinate % owned.step < owned.start + owned.run
+    return owned.start <= coordinate and (owned.stop is None or coordinate < owned.stop)
+
+
+def _page_and_byte(mapped: AxisMap, coordinate: int) -> tuple[int, int]:
+    owned = mapped.owned
+    if isinstance(owned, Cyclic):
+        rest = (coordinate // owned.step) * owned.run + coordinate % owned.step - owned.start
+    else:
+        rest = coordinate - owned.start
+    page = byte = 0
+    for digit in mapped.digits:
+        value = rest if digit.extent is None else rest % digit.extent
+        rest = 0 if digit.extent is None else rest // digit.extent
+        page += value * digit.page_step
+        byte += value * digit.byte_step
+    return page, byte
+
+
+def _offsets(
+    shard: Shard, coordinates: list[list[int]], table: PageTable, wanted: NDArray[np.bool_] | None = None
+) -> NDArray[np.int64]:
+    """Byte offset in the region of every listed cell, shape = lengths of the coordinate lists.
+
+    Cells outside `wanted` get offset -1: their page may not be in the table.
+    """
+    shape = [len(found) for found in coordinates]
+    pages, offsets = np.zeros(shape, dtype=np.int64), np.full(shape, shard.offset_bytes, dtype=np.int64)
+    for number, mapped in enumerate(shard.geometry.axes):
+        places = [_page_and_byte(mapped, c) if _holds(mapped, c) else (0, 0) for c in coordinates[number]]
+        along = [-1 if i == number else 1 for i in range(len(shape))]
+        pages += np.array([page for page, _ in places], dtype=np.int64).reshape(along)
+        offsets += np.array([byte for _, byte in places], dtype=np.int64).reshape(along)
+    wanted = np.ones(shape, dtype=bool) if wanted is None else wanted
+    logical = pages[wanted] - table.first_page
+    assert logical.size == 0 or (logical.min() >= 0 and logical.max() < len(table.pages)), "block table too short"
+    result = np.full(shape, -1, dtype=np.int64)
+    result[wanted] = offsets[wanted] + table.pages[logical] * shard.geometry.page_stride_bytes
+    return result
+
+
+def differing_bytes(expected: Memory, got: Memory) -> dict[tuple[int, str], list[tuple[int, int]]]:
+    """Half-open byte ranges per (rank, region) where two memories differ; an empty dict when they are equal."""
+    found = {}
+    for place, content in expected.items():
+        wrong = np.flatnonzero(content != got[place])
+        if wrong.size:
+            cuts = [0, *(np.flatnonzero(np.diff(wrong) > 1) + 1).tolist(), len(wrong)]
+            found[place] = [(int(wrong[a]), int(wrong[b - 1]) + 1) for a, b in pairwise(cuts)]
+    return found
