@@ -1,0 +1,21 @@
+"""From two layouts to addresses: compile once per pair, bind once per request. Pure; no I/O and no model vocabulary."""
+
+from kvreshard.plan.bind import bind
+from kvreshard.plan.copies import ByteRanges, CopyList
+from kvreshard.plan.election import Election, elect
+from kvreshard.plan.fill import find_unwritten
+from kvreshard.plan.match import match_fields
+from kvreshard.plan.route import Lane, Route, compile_route
+
+__all__ = [
+    "ByteRanges",
+    "CopyList",
+    "Election",
+    "Lane",
+    "Route",
+    "bind",
+    "compile_route",
+    "elect",
+    "find_unwritten",
+    "match_fields",
+]

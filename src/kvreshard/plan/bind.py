@@ -1,0 +1,192 @@
+"""For one request: which addresses are copied?
+
+The hot path. Block tables and token intervals come in, plain addresses go out; no loop over pages, no geometry.
+
+1. Check the tables once per request: ids inside the pool, no null page, no page twice on the destination, long enough,
+   states at one position.
+2. Per pair of groups, cut each interval at both sides' spans; every piece lies in one source span and one destination
+   span. The distinct overlaps are few.
+3. Per lane, look up each overlap's pattern, add page addresses and base addresses, and merge pieces that continue one
+   another on both sides.
+
+Refused with BindError, before anything is moved: see `tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.plan.copies import CopyList
+from kvreshard.plan.pattern import Pattern
+from kvreshard.plan.request_check import check_request, entries
+from kvreshard.plan.route import Lane, Route, Span
+
+Int64s = NDArray[np.int64]
+# 2**17 copies are 3 MB of arrays: large enough to amortise a call, small enough to start moving early.
+MAX_COPIES_PER_LIST = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """One piece of a request per entry: spans and overlap. Arrays of shape (n,)."""
+
+    src_span: Int64s
+    dst_span: Int64s
+    src_low: Int64s
+    dst_low: Int64s
+    length: Int64s
+
+
+def bind(route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList]:
+    """Copy lists of at most about `max_copies` entries, lane by lane. Checks everything before the first one.
+
+    Raises BindError.
+    """
+    check_request(route, request)
+    return _bind_lanes(route, request, max_copies)
+
+
+def _bind_lanes(route: Route, request: Request, max_copies: int) -> Iterator[CopyList]:
+    cut: dict[object, Pieces] = {}
+    for lane in route.lanes:
+        intervals = request.intervals[lane.dst_group.name]
+        key = (
+            lane.dst_group.name,
+            lane.src_span,
+            lane.dst_span,
+            lane.tokens_per_index,
+            lane.keep_partial,
+            lane.is_state,
+        )
+        if key not in cut:
+            cut[key] = cut_pieces(lane, intervals)
+        src = entries(request.src_tables[lane.src_group.name], lane.src_span)
+        dst = entries(request.dst_tables[lane.dst_group.name], lane.dst_span)
+        yield from _bind_lane(lane, cut[key], src, dst, max_copies)
+
+
+def cut_pieces(lane: Lane, intervals: Iterable[Tokens]) -> Pieces:
+    """Cut intervals of tokens at the edges of both sides' spans. A state is one piece."""
+    if lane.is_state:
+        count = 1 if list(intervals) else 0
+        zero = np.zeros(count, dtype=np.int64)
+        return Pieces(zero, zero, zero, zero, zero + 1)
+    src_size, dst_size = lane.src_span.indices, lane.dst_span.indices
+    lows, highs = [], []
+    for start, stop in _index_ranges(lane, intervals):
+        inner = [np.arange(-(-start // size), -(-stop // size), dtype=np.int64) * size for size in {src_size, dst_size}]
+        edges = np.unique(np.concatenate([np.array([start, stop], dtype=np.int64), *inner]))
+        lows.append(edges[:-1])
+        highs.append(edges[1:])
+    low = np.concatenate(lows) if lows else np.zeros(0, dtype=np.int64)
+    high = np.concatenate(highs) if highs else low
+    src_span, src_low = np.divmod(low, src_size)
+    dst_span, dst_low = np.divmod(low, dst_size)
+    return Pieces(src_span, dst_span, src_low, dst_low, high - low)
+
+
+def _index_ranges(lane: Lane, intervals: Iterable[Tokens]) -> Iterator[tuple[int, int]]:
+    """Ranges of indices, without repeats: two intervals may touch the same compressed index."""
+    end = 0
+    for start_token, stop_token in intervals:
+        stop_token += lane.tokens_per_index - 1 if lane.keep_partial else 0
+        start, stop = max(end, start_token // lane.tokens_per_index), stop_token // lane.tokens_per_index
+        if stop > start:
+            yield start, stop
+            end = stop
+
+
+def _bind_lane(lane: Lane, pieces: Pieces, src: PageTable, dst: PageTable, max_copies: int) -> Iterator[CopyList]:
+    overlaps, which = _distinct(pieces)
+    patterns = [lane.pattern(overlap) for overlap in overlaps]
+    together: dict[tuple[int, bytes], list[int]] = {}
+    for index, pattern in enumerate(patterns):
+        together.setdefault((len(pattern.lengths), pattern.bases.src.tobytes()), []).append(index)
+    for (num_runs, _), members in together.items():
+        if not num_runs:
+            continue
+        chosen = np.arange(len(which)) if len(members) == len(patterns) else np.flatnonzero(np.isin(which, members))
+        place = np.zeros(len(patterns), dtype=np.int64)
+        place[members] = np.arange(len(members))
+        runs = _page_runs(lane, pieces, [patterns[m] for m in members], place[which[chosen]], chosen, src, dst)
+        yield from _expand(lane, patterns[members[0]], *_merge_pages(*runs), max_copies)
+
+
+def _distinct(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64s]:
+    """The distinct overlaps, and for each piece which of them it is."""
+    if not len(pieces.length):
+        return [], pieces.length
+    table = np.stack([pieces.src_low, pieces.dst_low, pieces.length], axis=1)
+    scale = int(table.max()) + 1
+    code = (table[:, 0] * scale + table[:, 1]) * scale + table[:, 2]
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    return [(int(a), int(b), int(c)) for a, b, c in table[first]], which.reshape(-1)
+
+
+def _page_runs(
+    lane: Lane,
+    pieces: Pieces,
+    patterns: list[Pattern],
+    pattern_of: Int64s,
+    chosen: Int64s,
+    src: PageTable,
+    dst: PageTable,
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Source offset, destination offset and length of every run of every piece, without bases; shape (pieces, runs)."""
+    src_offsets = np.stack([p.src_offsets for p in patterns])[pattern_of]
+    dst_offsets = np.stack([p.dst_offsets for p in patterns])[pattern_of]
+    lengths = np.stack([p.lengths for p in patterns])[pattern_of]
+    src_page = _page_ids(src, lane.src_span, pieces.src_span[chosen], [p.src_pages for p in patterns], pattern_of)
+    dst_page = _page_ids(dst, lane.dst_span, pieces.dst_span[chosen], [p.dst_pages for p in patterns], pattern_of)
+    order = np.lexsort((src_offsets[:, 0], src_page[:, 0]))
+    src_at = src_page * lane.src_page_stride_bytes + src_offsets
+    dst_at = dst_page * lane.dst_page_stride_bytes + dst_offsets
+    if (order[1:] < order[:-1]).any():
+        return src_at[order], dst_at[order], lengths[order]
+    return src_at, dst_at, lengths
+
+
+def _page_ids(table: PageTable, span: Span, spans: Int64s, page_steps: list[Int64s], pattern_of: Int64s) -> Int64s:
+    """Page id of every run of every piece: shape (pieces, runs), or (pieces, 1) where a span is one page."""
+    if span.pages == 1:
+        logical = spans[:, None]
+    else:
+        logical = spans[:, None] * span.pages + np.stack(page_steps)[pattern_of]
+    if span.ring_pages is not None:
+        logical = logical % span.ring_pages
+    return table.pages[logical - table.first_page]
+
+
+def _merge_pages(src_at: Int64s, dst_at: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Join neighbouring pieces all of whose runs continue on both sides."""
+    if len(lengths) < 2:
+        return src_at, dst_at, lengths
+    continues = (src_at[:-1] + lengths[:-1] == src_at[1:]) & (dst_at[:-1] + lengths[:-1] == dst_at[1:])
+    starts = np.flatnonzero(np.concatenate([[True], ~continues.all(axis=1)]))
+    if len(starts) == len(lengths):
+        return src_at, dst_at, lengths
+    return src_at[starts], dst_at[starts], np.add.reduceat(lengths, starts, axis=0)
+
+
+def _expand(
+    lane: Lane, pattern: Pattern, src_at: Int64s, dst_at: Int64s, lengths: Int64s, max_copies: int
+) -> Iterator[CopyList]:
+    """Add the base of every field, in lists of bounded size."""
+    src_flat, dst_flat, length_flat = src_at.reshape(-1), dst_at.reshape(-1), lengths.reshape(-1)
+    for low in range(0, len(length_flat), max_copies):
+        part = slice(low, low + max_copies)
+        per_list = max(1, max_copies // len(length_flat[part]))
+        for first in range(0, len(pattern.bases.src), per_list):
+            src_bases, dst_bases = (b[first : first + per_list] for b in (pattern.bases.src, pattern.bases.dst))
+            yield CopyList(
+                lane.src_rank,
+                lane.dst_rank,
+                (src_bases[:, None] + src_flat[part]).reshape(-1),
+                (dst_bases[:, None] + dst_flat[part]).reshape(-1),
+                np.tile(length_flat[part], len(src_bases)),
+            )

@@ -1,0 +1,149 @@
+"""Is a route right, whoever made it?
+
+The proof looks at the finished route and at both layouts, not at how the route was made:
+
+1. Each lane says of every field what the layouts say: encoding, element size, axis maps, page strides, addresses.
+2. Bounds: from base address to the last cell of the last page lies inside one region on each side.
+3. Exact cover, per field that the destination rank holds: each box lies inside what its source rank holds, no two boxes
+   share a cell, and together they have as many cells as the destination's shard.
+
+Raises LayoutMismatch with all findings (the first few in full), each naming field, axis and both values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations
+from math import prod
+
+from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.ownership import Ownership
+from kvreshard.plan.cover import common_period, count_common
+from kvreshard.plan.match import SHOWN
+from kvreshard.plan.route import Lane, Route
+
+
+def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
+    """Raises LayoutMismatch unless the route is an exact, in-bounds cover of its destination rank."""
+    findings = list(find_faults(route, src, dst))
+    if findings:
+        more = f" (and {len(findings) - SHOWN} more)" if len(findings) > SHOWN else ""
+        raise LayoutMismatch(
+            f"route from engine '{src.engine}' to rank {route.dst_rank} of engine '{dst.engine}' is not provable: "
+            + "; ".join(findings[:SHOWN])
+            + more
+        )
+
+
+def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[str]:
+    """Everything that is wrong with a route, as sentences; nothing for a right one."""
+    rank = dst.rank_by_number[route.dst_rank]
+    lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
+    for lane in route.lanes:
+        for index, name in enumerate(lane.fields):
+            lanes_of[name].append(lane)
+            yield from _lane_faults(lane, index, name, src.rank_by_number[lane.src_rank], src, "source")
+            yield from _lane_faults(lane, index, name, rank, dst, "destination")
+    covered: dict[tuple[int, ...], list[str]] = {}
+    for shard in rank.shards:
+        if shard.field not in src.field_by_name:
+            continue
+        lanes = lanes_of[shard.field]
+        key = (id(shard.geometry), *(id(lane) for lane in lanes))
+        if key not in covered:
+            covered[key] = list(_cover_faults(shard.field, lanes, rank, dst))
+            yield from covered[key]
+
+
+def _lane_faults(lane: Lane, index: int, name: str, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
+    source = side == "source"
+    shard = rank.shard_by_field.get(name)
+    field = layout.field_by_name[name]
+    who = f"field '{name}', {side} rank {rank.rank}"
+    if shard is None:
+        yield f"{who}: does not hold the field"
+        return
+    if field.element_bytes != lane.element_bytes:
+        yield f"{who}: elements of {lane.element_bytes} bytes, its layout says {field.element_bytes}"
+    maps = tuple(axis.src if source else axis.dst for axis in lane.axes)
+    for mapped, told in zip(maps, shard.geometry.axes, strict=False):
+        if mapped != told:
+            yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
+    if len(maps) != len(shard.geometry.axes):
+        yield f"{who}: {len(maps)} axes, its layout has {len(shard.geometry.axes)}"
+    stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
+    if stride != shard.geometry.page_stride_bytes:
+        yield f"{who}: pages every {stride} bytes, its layout says {shard.geometry.page_stride_bytes}"
+    base = int((lane.bases.src if source else lane.bases.dst)[index])
+    if base != rank.base_address(shard):
+        yield f"{who}: first cell at address {base}, its layout says {rank.base_address(shard)}"
+    group = lane.src_group if source else lane.dst_group
+    if group != layout.group_by_name[shard.geometry.group]:
+        yield f"{who}: block table of group '{group.name}', its layout says '{shard.geometry.group}'"
+    region = rank.region_by_name[shard.region]
+    inside = sum(mapped.last_byte_offset() for mapped in shard.geometry.axes)
+    end = base + (group.num_pages - 1) * stride + inside + lane.element_bytes
+    if base < region.address or end > region.address + region.size_bytes:
+        yield (
+            f"{who}: addresses [{base}, {end}) are out of bounds of region '{region.name}' "
+            f"[{region.address}, {region.address + region.size_bytes})"
+        )
+
+
+def _cover_faults(name: str, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:
+    field = dst.field_by_name[name]
+    held = {mapped.axis: mapped.owned for mapped in rank.shard_by_field[name].geometry.axes}
+    for lane in lanes:
+        for axis in lane.axes:
+            wanted = count_common(axis.extent, axis.chosen, axis.dst.owned)
+            given = count_common(axis.extent, axis.chosen, axis.dst.owned, axis.src.owned)
+            periods = [
+                common_period(axis.extent, o)
+                for o in ((axis.chosen, axis.dst.owned), (axis.chosen, axis.dst.owned, axis.src.owned))
+            ]
+            if wanted * periods[1] != given * periods[0]:
+                yield (
+                    f"field '{name}', axis '{axis.name}': {axis.chosen} is read from rank {lane.src_rank}, "
+                    f"which holds only {axis.src.owned}"
+                )
+    for first, second in combinations(lanes, 2):
+        shared = [
+            count_common(a.extent, a.chosen, b.chosen, a.dst.owned)
+            for a, b in zip(first.axes, second.axes, strict=True)
+        ]
+        if all(shared):
+            axes = ", ".join(
+                f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True)
+            )
+            yield (
+                f"field '{name}': ranks {first.src_rank} and {second.src_rank} both write the same cells "
+                f"(overlap: {axes})"
+            )
+    periods_of = {
+        axis.name: common_period(
+            axis.extent,
+            [held[axis.name], *(a.chosen for lane in lanes for a in lane.axes if a.name == axis.name)],
+        )
+        for axis in field.axes
+    }
+    wanted = prod(_count(axis.extent, periods_of[axis.name], held[axis.name]) for axis in field.axes)
+    written = sum(
+        prod(_count(axis.extent, periods_of[axis.name], axis.chosen, axis.dst.owned) for axis in lane.axes)
+        for lane in lanes
+    )
+    if written < wanted:
+        parts = "; ".join(
+            f"rank {lane.src_rank} gives {', '.join(f'{a.name} {a.chosen}' for a in lane.axes)}" for lane in lanes
+        )
+        yield (
+            f"field '{name}': a hole, {wanted - written} of {wanted} cells (per period) of rank {rank.rank} have no "
+            f"source; it holds {', '.join(f'{n} {o}' for n, o in held.items())}, and {parts or 'nobody gives anything'}"
+        )
+
+
+def _count(extent: int | None, period: int, *owners: Ownership) -> int:
+    """Cells of one common period, scaled from the owners' own period."""
+    own = common_period(extent, owners)
+    return count_common(extent, *owners) * (period // own)

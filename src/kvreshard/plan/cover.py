@@ -1,0 +1,57 @@
+"""How do ownerships of one axis overlap, and into which atoms do they cut it?
+
+An axis is looked at over one period: its extent, or for the sequence the least common multiple of the cyclic steps. An
+atom is a maximal part of it that every owner holds whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+
+from kvreshard.model.ownership import Cyclic, Interval, Ownership
+
+
+def common_period(extent: int | None, owners: Iterable[Ownership]) -> int:
+    """Coordinates after which membership of all `owners` repeats; the extent of a bounded axis."""
+    return extent if extent is not None else math.lcm(*(owned.period for owned in owners))
+
+
+def count_common(extent: int | None, *owners: Ownership) -> int:
+    """How many coordinates of one common period all `owners` hold."""
+    period = common_period(extent, owners)
+    edges = np.unique(np.concatenate([np.array([0, period], dtype=np.int64), *(o.edges(0, period) for o in owners)]))
+    starts, lengths = edges[:-1], np.diff(edges)
+    held = np.ones(len(starts), dtype=bool)
+    for owned in owners:
+        held &= owned.contains(starts)
+    return int(lengths[held].sum())
+
+
+def atoms(extent: int | None, owners: Iterable[Ownership]) -> list[Ownership]:
+    """The axis cut at every edge of every owner, in order; residues of the common period on the sequence axis."""
+    distinct = list(dict.fromkeys(owners))
+    period = common_period(extent, distinct)
+    edges = np.unique(
+        np.concatenate([np.array([0, period], dtype=np.int64), *(owned.edges(0, period) for owned in distinct)])
+    ).tolist()
+    return [_part(extent, low, high, period) for low, high in pairwise(edges)]
+
+
+def join(extent: int | None, first: Ownership, second: Ownership) -> Ownership | None:
+    """One ownership for two neighbouring atoms of one axis; None if they are not neighbours."""
+    if isinstance(first, Interval) and isinstance(second, Interval) and first.stop == second.start:
+        return Interval(first.start, second.stop)
+    if not (isinstance(first, Cyclic) and isinstance(second, Cyclic)) or first.step != second.step:
+        return None
+    touching = first.start + first.run == second.start
+    return _part(extent, first.start, second.start + second.run, first.step) if touching else None
+
+
+def _part(extent: int | None, low: int, high: int, period: int) -> Ownership:
+    if extent is not None:
+        return Interval(low, high)
+    return Interval(0, None) if (low, high) == (0, period) else Cyclic(low, high - low, period)

@@ -1,0 +1,193 @@
+"""Which source rank gives each destination rank which box, and who reports to whom?
+
+Every destination rank computes the same whole table from the same two layouts:
+
+1. Fields whose shards have equal geometry on all ranks form a family (all layers of a kind in one pipeline stage).
+2. The source's ownerships cut each axis into atoms; a product of atoms is a cell of the family, held whole or not at all.
+3. Cells with one owner are settled first. A replicated cell goes to an owner that the destination rank reads anyway, else
+   to the one with the fewest bytes so far, else the lowest rank; once per destination rank and set of owners.
+4. Neighbouring cells of one source rank are joined to boxes.
+5. A source rank that nobody reads gets one appointed reporter, so that it learns when its pages are free.
+
+Refused: a cell that a destination rank holds and no source rank does (LayoutMismatch naming field, axis and both sides).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.field import Field
+from kvreshard.model.layout import EngineLayout, Geometry
+from kvreshard.model.ownership import Ownership
+from kvreshard.plan.cover import atoms, count_common, join
+
+Box = tuple[Ownership, ...]
+"""One ownership per axis of the field, in the field's order."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Fields of equal shape and equal geometry on every rank of both engines."""
+
+    fields: tuple[str, ...]
+    shape: Field
+    src: Mapping[int, Geometry]
+    dst: Mapping[int, Geometry]
+
+
+@dataclass(frozen=True)
+class Election:
+    """Per destination rank: the families it holds and, per family, (source rank, box) pairs that cover its shard."""
+
+    families: tuple[Family, ...]
+    boxes: Mapping[tuple[int, int], tuple[tuple[int, Box], ...]]
+    """(destination rank, index of family) -> sources."""
+    src_ranks: tuple[int, ...]
+    dst_ranks: tuple[int, ...]
+
+    @cached_property
+    def readers(self) -> Mapping[int, tuple[int, ...]]:
+        """Source rank -> destination ranks that read from it, ascending."""
+        found: dict[int, set[int]] = {rank: set() for rank in self.src_ranks}
+        for (dst_rank, _), sources in self.boxes.items():
+            for src_rank, _ in sources:
+                found[src_rank].add(dst_rank)
+        return {rank: tuple(sorted(readers)) for rank, readers in found.items()}
+
+    @cached_property
+    def reporters(self) -> Mapping[int, tuple[int, ...]]:
+        """Source rank -> destination ranks that report to it: its readers, or one appointed rank if it has none."""
+        unread = [rank for rank in self.src_ranks if not self.readers[rank]]
+        appointed = {rank: (self.dst_ranks[i % len(self.dst_ranks)],) for i, rank in enumerate(unread)}
+        return {rank: appointed.get(rank, self.readers[rank]) for rank in self.src_ranks}
+
+
+def families(src: EngineLayout, dst: EngineLayout, names: list[str]) -> tuple[Family, ...]:
+    """The named fields, grouped by equal geometry on all ranks, in the order of `names`."""
+    src_holders, dst_holders = _holders(src), _holders(dst)
+    grouped: dict[object, list[str]] = {}
+    for name in names:
+        field = dst.field_by_name[name]
+        shape = (field.axes, field.element_bytes, field.encoding)
+        grouped.setdefault((shape, tuple(src_holders[name]), tuple(dst_holders[name])), []).append(name)
+    return tuple(
+        Family(
+            tuple(members),
+            dst.field_by_name[members[0]],
+            {rank: src.rank_by_number[rank].shard_by_field[members[0]].geometry for rank, _ in src_holders[members[0]]},
+            {rank: dst.rank_by_number[rank].shard_by_field[members[0]].geometry for rank, _ in dst_holders[members[0]]},
+        )
+        for members in grouped.values()
+    )
+
+
+def _holders(layout: EngineLayout) -> defaultdict[str, list[tuple[int, int]]]:
+    """Field -> (rank, number of its geometry) of every rank that holds a part of it."""
+    numbers: dict[Geometry, int] = {}
+    by_identity: dict[int, int] = {}
+    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank in layout.ranks:
+        for shard in rank.shards:
+            number = by_identity.get(id(shard.geometry))
+            if number is None:
+                number = numbers.setdefault(shard.geometry, len(numbers))
+                by_identity[id(shard.geometry)] = number
+            found[shard.field].append((rank.rank, number))
+    return found
+
+
+def elect(src: EngineLayout, dst: EngineLayout, names: list[str]) -> Election:
+    """The whole table. Raises LayoutMismatch where the source has a hole."""
+    found = families(src, dst, names)
+    reads: defaultdict[int, set[int]] = defaultdict(set)
+    load: dict[int, int] = {rank.rank: 0 for rank in src.ranks}
+    wanted = [
+        (index, dst_rank, cell, owners)
+        for index, family in enumerate(found)
+        for dst_rank in sorted(family.dst)
+        for cell, owners in _cells(src, dst, family, dst_rank)
+    ]
+    settled: dict[tuple[int, frozenset[int]], int] = {}
+    chosen: defaultdict[tuple[int, int], dict[int, list[Box]]] = defaultdict(dict)
+    for index, dst_rank, cell, owners in sorted(wanted, key=lambda item: len(item[3]) > 1):
+        src_rank = settled.get((dst_rank, owners))
+        if src_rank is None:
+            candidates = (owners & reads[dst_rank]) or owners
+            src_rank = min(candidates, key=lambda rank: (load[rank], rank))
+            settled[dst_rank, owners] = src_rank
+        reads[dst_rank].add(src_rank)
+        load[src_rank] += _cell_bytes(found[index], cell)
+        chosen[dst_rank, index].setdefault(src_rank, []).append(cell)
+    boxes = {
+        place: tuple(
+            (src_rank, box)
+            for src_rank in sorted(by_source)
+            for box in _join_cells(found[place[1]].shape, by_source[src_rank])
+        )
+        for place, by_source in chosen.items()
+    }
+    return Election(found, boxes, tuple(rank.rank for rank in src.ranks), tuple(rank.rank for rank in dst.ranks))
+
+
+def _cells(src: EngineLayout, dst: EngineLayout, family: Family, dst_rank: int) -> list[tuple[Box, frozenset[int]]]:
+    """The cells that a destination rank needs, each with the source ranks that hold it."""
+    everyone = frozenset(family.src)
+    per_axis: list[list[tuple[Ownership, frozenset[int]]]] = []
+    for number, axis in enumerate(family.shape.axes):
+        held = {rank: geometry.axes[number].owned for rank, geometry in family.src.items()}
+        mine = family.dst[dst_rank].axes[number].owned
+        options = []
+        for atom in atoms(axis.extent, held.values()):
+            if not count_common(axis.extent, atom, mine):
+                continue
+            owners = frozenset(r for r in everyone if count_common(axis.extent, atom, held[r]))
+            if not owners:
+                raise LayoutMismatch(
+                    f"field '{family.fields[0]}', axis '{axis.name}': rank {dst_rank} of engine '{dst.engine}' holds "
+                    f"{mine}, but {atom} has no source; the ranks of engine '{src.engine}' hold "
+                    f"{', '.join(sorted({str(o) for o in held.values()}))}: check its parallel sizes"
+                )
+            options.append((atom, owners))
+        per_axis.append(options)
+    cells = []
+    for combination in product(*per_axis):
+        owners = everyone.intersection(*(owners for _, owners in combination))
+        if not owners:
+            box = ", ".join(f"{a.name} {o}" for a, (o, _) in zip(family.shape.axes, combination, strict=True))
+            raise LayoutMismatch(
+                f"field '{family.fields[0]}': no rank of engine '{src.engine}' holds the whole cell ({box}) that rank "
+                f"{dst_rank} of engine '{dst.engine}' needs: check its parallel sizes"
+            )
+        cells.append((tuple(owned for owned, _ in combination), owners))
+    return cells
+
+
+def _cell_bytes(family: Family, cell: Box) -> int:
+    volume = family.shape.element_bytes * len(family.fields)
+    for axis, owned in zip(family.shape.axes, cell, strict=True):
+        volume *= count_common(axis.extent, owned)
+    return volume
+
+
+def _join_cells(shape: Field, cells: list[Box]) -> list[Box]:
+    """Fewer boxes with the same cells: neighbours that differ on one axis only are joined, axis by axis."""
+    boxes = list(cells)
+    for number, axis in enumerate(shape.axes):
+        joined: list[Box] = []
+        for box in sorted(
+            boxes, key=lambda b: (tuple(str(o) for i, o in enumerate(b) if i != number), b[number].start)
+        ):
+            last = joined[-1] if joined else None
+            if last is not None and last[:number] + last[number + 1 :] == box[:number] + box[number + 1 :]:
+                whole = join(axis.extent, last[number], box[number])
+                if whole is not None:
+                    joined[-1] = (*last[:number], whole, *last[number + 1 :])
+                    continue
+            joined.append(box)
+        boxes = joined
+    return boxes

@@ -1,0 +1,146 @@
+"""Which bytes of a source page go to which bytes of a destination page?
+
+A `Pattern` answers for one overlap of a source page and a destination page, for all fields of a lane at once:
+
+1. Refine every axis; a run is one strip per axis, with their loops together.
+2. Coalesce: a loop that continues the run on both sides lengthens it.
+3. Fuse: fields that continue one another on both sides (K next to V, layers side by side) lengthen it too; repeat 2.
+4. List the remaining loops as byte offsets, sorted by the source.
+
+Post-condition, checked here: the runs have exactly the bytes of the cells that both sides share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.plan.refine import Loop, Strip
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`length` contiguous bytes on both sides, repeated by `loops`; pages relative to the overlap's first pages."""
+
+    src_page: int
+    dst_page: int
+    src_byte: int
+    dst_byte: int
+    length: int
+    loops: tuple[Loop, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bases:
+    """Addresses of each field's first cell in page 0, shape (num_fields,), and for how many fields one base stands."""
+
+    src: Int64s
+    dst: Int64s
+    fields_each: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """Runs listed flat: offsets within the page and lengths, shape (num_runs,); pages relative to the first, same shape."""
+
+    bases: Bases
+    runs: tuple[Run, ...]
+    src_offsets: Int64s
+    dst_offsets: Int64s
+    lengths: Int64s
+    src_pages: Int64s
+    dst_pages: Int64s
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pattern moves over all its fields."""
+        return int(self.lengths.sum()) * len(self.bases.src)
+
+
+def coalesce(length: int, loops: Sequence[Loop]) -> tuple[int, tuple[Loop, ...]]:
+    """Lengthen a run by every loop that continues it on both sides; join loops that continue one another."""
+    left = [loop for loop in loops if loop.count > 1]
+    while True:
+        grown = next((loop for loop in left if loop.src_step == length and loop.dst_step == length), None)
+        if grown is None:
+            break
+        left.remove(grown)
+        length *= grown.count
+    left.sort(key=lambda loop: (loop.src_step, loop.dst_step))
+    joined: list[Loop] = []
+    for loop in left:
+        last = joined[-1] if joined else None
+        if last and loop.src_step == last.src_step * last.count and loop.dst_step == last.dst_step * last.count:
+            joined[-1] = Loop(last.count * loop.count, last.src_step, last.dst_step)
+        else:
+            joined.append(loop)
+    return length, tuple(joined)
+
+
+def fuse(bases: Bases, length: int) -> Bases | None:
+    """Join fields whose bases lie `length` apart on both sides; None unless all join in equal numbers."""
+    if len(bases.src) < 2:
+        return None
+    order = np.lexsort((bases.dst, bases.src))
+    src, dst = bases.src[order], bases.dst[order]
+    continues = (np.diff(src) == length) & (np.diff(dst) == length)
+    starts = np.flatnonzero(np.concatenate([[True], ~continues]))
+    sizes = np.diff(np.append(starts, len(src)))
+    if sizes[0] == 1 or (sizes != sizes[0]).any():
+        return None
+    return Bases(src[starts], dst[starts], bases.fields_each * int(sizes[0]))
+
+
+def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Sequence[Strip]]) -> Pattern:
+    """The pattern of one overlap from the strips of each axis."""
+    num_cells = int(np.prod([sum(strip.num_cells for strip in strips) for strips in strips_per_axis], dtype=np.int64))
+    runs = []
+    for strips in product(*strips_per_axis):
+        length, loops = coalesce(element_bytes, [loop for strip in strips for loop in strip.loops])
+        runs.append(
+            Run(
+                sum(strip.src_page for strip in strips),
+                sum(strip.dst_page for strip in strips),
+                sum(strip.src_byte for strip in strips),
+                sum(strip.dst_byte for strip in strips),
+                length,
+                loops,
+            )
+        )
+    total = num_cells * element_bytes * len(bases.src)
+    while len({run.length for run in runs}) == 1:
+        fused = fuse(bases, runs[0].length)
+        if fused is None:
+            break
+        factor = len(bases.src) // len(fused.src)
+        bases = fused
+        grown = [coalesce(run.length * factor, run.loops) for run in runs]
+        runs = [
+            Run(run.src_page, run.dst_page, run.src_byte, run.dst_byte, length, loops)
+            for run, (length, loops) in zip(runs, grown, strict=True)
+        ]
+    pattern = _flatten(bases, tuple(runs))
+    if pattern.num_bytes != total:
+        raise AssertionError(f"pattern of {pattern.num_bytes} bytes for cells of {total} bytes")  # a bug, never input
+    return pattern
+
+
+def _flatten(bases: Bases, runs: tuple[Run, ...]) -> Pattern:
+    parts: list[Int64s] = []
+    for run in runs:
+        src, dst = np.array([run.src_byte], dtype=np.int64), np.array([run.dst_byte], dtype=np.int64)
+        for loop in reversed(run.loops):
+            steps = np.arange(loop.count, dtype=np.int64)
+            src = (src[:, None] + steps * loop.src_step).reshape(-1)
+            dst = (dst[:, None] + steps * loop.dst_step).reshape(-1)
+        constant = np.ones_like(src)
+        parts.append(np.stack([src, dst, constant * run.length, constant * run.src_page, constant * run.dst_page]))
+    table = np.concatenate(parts, axis=1) if parts else np.zeros((5, 0), dtype=np.int64)
+    table = table[:, np.lexsort((table[0], table[3]))]
+    return Pattern(bases, runs, *table)

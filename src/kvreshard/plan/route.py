@@ -1,0 +1,199 @@
+"""From a pair of engines to everything that a destination rank needs to know about its sources.
+
+A `Lane` is the unit of work: congruent fields that one destination rank reads from one source rank, as one box. It
+knows base addresses, page strides and, per axis, both address maps; block tables come later, at bind. Its patterns
+depend only on where two pages overlap, so they are computed at first use and kept.
+
+`compile_route`:
+1. match fields by name (`match`), 2. elect sources (`election`), 3. make a lane per source and box, 4. prove that the
+lanes cover the destination exactly once and stay in bounds (`check`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.address import AxisMap
+from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.layout import EngineLayout, Group, Rank
+from kvreshard.model.ownership import Interval, Ownership, count_within
+from kvreshard.plan.election import Box, Election, Family, elect
+from kvreshard.plan.match import match_fields
+from kvreshard.plan.pattern import Bases, Pattern, build_pattern
+from kvreshard.plan.refine import Strip, refine
+
+# Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
+MAX_KEPT_PATTERNS = 4096
+
+Overlap = tuple[int, int, int]
+"""Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How one side's pages cut the sequence: `indices` coordinates lie in `pages` consecutive pages.
+
+    `ring_pages`: in how many pages a ring wraps, None without a ring. `capacity`: coordinates that a ring holds.
+    """
+
+    indices: int
+    pages: int
+    ring_pages: int | None
+    capacity: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAxis:
+    """One axis of a lane: both sides' maps and the elected part."""
+
+    name: str
+    extent: int | None
+    src: AxisMap
+    dst: AxisMap
+    chosen: Ownership
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Congruent fields that `dst_rank` reads from `src_rank`. Bases have shape (len(fields),), addresses in bytes.
+
+    For the sequence axis, if there is one: `tokens_per_index`, `keep_partial`, and both sides' spans.
+    """
+
+    src_rank: int
+    dst_rank: int
+    src_group: Group
+    dst_group: Group
+    fields: tuple[str, ...]
+    bases: Bases
+    element_bytes: int
+    src_page_stride_bytes: int
+    dst_page_stride_bytes: int
+    axes: tuple[LaneAxis, ...]
+    tokens_per_index: int
+    keep_partial: bool
+    src_span: Span
+    dst_span: Span
+    _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a page holds a whole state, without a sequence axis."""
+        return all(axis.extent is not None for axis in self.axes)
+
+    def pattern(self, overlap: Overlap) -> Pattern:
+        """The runs where a source page and a destination page overlap; computed once per overlap."""
+        found = self._patterns.get(overlap)
+        if found is None:
+            if len(self._patterns) >= MAX_KEPT_PATTERNS:
+                self._patterns.clear()
+            found = build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
+            self._patterns[overlap] = found
+        return found
+
+    def _strips(self, axis: LaneAxis, overlap: Overlap) -> list[Strip]:
+        if axis.extent is None:
+            return refine(axis.src, axis.dst, axis.chosen, *overlap)
+        return refine(axis.src, axis.dst, axis.chosen, 0, 0, axis.extent)
+
+    def full_overlap(self) -> Overlap:
+        """The largest overlap of two pages: what a page costs in the middle of a sequence."""
+        return (0, 0, min(self.src_span.indices, self.dst_span.indices))
+
+
+@dataclass(frozen=True)
+class Route:
+    """All lanes of one destination rank from one source engine, and who reports to which source rank."""
+
+    src_engine: str
+    dst_engine: str
+    dst_rank: int
+    lanes: tuple[Lane, ...]
+    reporters: Mapping[int, tuple[int, ...]]
+    warnings: tuple[str, ...]
+
+    @property
+    def src_ranks(self) -> tuple[int, ...]:
+        """The source ranks that this destination rank reads from, ascending."""
+        return tuple(sorted({lane.src_rank for lane in self.lanes}))
+
+
+def compile_route(src: EngineLayout, dst: EngineLayout, dst_rank: int, election: Election | None = None) -> Route:
+    """The proved route of one destination rank. Raises LayoutMismatch naming field, axis, both values and the remedy.
+
+    `election`: the table of this pair, if another destination rank's route has already needed it.
+    """
+    from kvreshard.plan.check import prove
+
+    if dst_rank not in dst.rank_by_number:
+        raise LayoutMismatch(
+            f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}"
+        )
+    matched = match_fields(src, dst)
+    table = election if election is not None else elect(src, dst, list(matched.names))
+    lanes = tuple(
+        _lane(src, dst, family, src_rank, dst_rank, box)
+        for index, family in enumerate(table.families)
+        for src_rank, box in table.boxes.get((dst_rank, index), ())
+    )
+    route = Route(src.engine, dst.engine, dst_rank, lanes, table.reporters, matched.warnings)
+    prove(route, src, dst)
+    return route
+
+
+def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box) -> Lane:
+    src_geometry, dst_geometry = family.src[src_rank], family.dst[dst_rank]
+    axes = tuple(
+        LaneAxis(axis.name, axis.extent, src_map, dst_map, chosen)
+        for axis, src_map, dst_map, chosen in zip(
+            family.shape.axes, src_geometry.axes, dst_geometry.axes, box, strict=True
+        )
+    )
+    sequence = family.shape.sequence
+    along = next((axis for axis in axes if axis.extent is None), None)
+    state = Span(1, 1, None, None)
+    return Lane(
+        src_rank=src_rank,
+        dst_rank=dst_rank,
+        src_group=src.group_by_name[src_geometry.group],
+        dst_group=dst.group_by_name[dst_geometry.group],
+        fields=family.fields,
+        bases=Bases(
+            _base_addresses(src.rank_by_number[src_rank], family.fields),
+            _base_addresses(dst.rank_by_number[dst_rank], family.fields),
+        ),
+        element_bytes=family.shape.element_bytes,
+        src_page_stride_bytes=src_geometry.page_stride_bytes,
+        dst_page_stride_bytes=dst_geometry.page_stride_bytes,
+        axes=axes,
+        tokens_per_index=sequence.tokens_per_index if sequence else 1,
+        keep_partial=sequence.keep_partial if sequence else False,
+        src_span=_span(along.src, along.chosen) if along else state,
+        dst_span=_span(along.dst, Interval(0, None)) if along else state,
+    )
+
+
+def _base_addresses(rank: Rank, fields: tuple[str, ...]) -> NDArray[np.int64]:
+    return np.array([rank.base_address(rank.shard_by_field[name]) for name in fields], dtype=np.int64)
+
+
+def _span(mapped: AxisMap, chosen: Ownership) -> Span:
+    """The smallest stretch of the sequence that is a whole number of pages and of periods of both ownerships."""
+    per_page = mapped.indices_per_page
+    local = math.lcm(per_page, mapped.owned.run)
+    indices = local // mapped.owned.run * mapped.owned.period
+    whole = math.lcm(indices, chosen.period)
+    pages = local // per_page * (whole // indices)
+    ring = mapped.ring_pages
+    capacity = None if ring is None else ring * per_page // mapped.owned.run * mapped.owned.period
+    return Span(whole, pages, ring, capacity)
+
+
+def held_per_span(axis: LaneAxis, span: Span) -> int:
+    """How many coordinates of a source span the lane really reads."""
+    return count_within(axis.chosen, 0, span.indices)
