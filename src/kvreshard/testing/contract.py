@@ -1,0 +1,335 @@
+"""What must every transport do?
+
+`TransportContract` is a suite of tests. A transport passes it by a subclass with a `ranks` fixture, which may live
+as long as the module:
+
+    @pytest.fixture(scope="module")
+    def my_ranks():
+        with LocalRanks(NUM_RANKS, MEMORY_BYTES, make_mine) as ranks:
+            ranks.connect_all()
+            yield ranks
+
+    class TestMine(TransportContract):
+        @pytest.fixture
+        def ranks(self, my_ranks):
+            return my_ranks
+
+Each test leaves all ranks open and connected. Every test of bytes compares the **whole** memory of all ranks with
+what a byte-by-byte oracle leaves, so that guard bytes need no separate test: what no piece names must not change.
+Random cases are drawn from fixed seeds; where there are several, the test's name says which.
+
+Not required: an order of pieces or transfers, and any result of destination pieces that overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvreshard.testing.ranks import Ranks
+from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, TransportError
+
+NUM_RANKS = 3
+
+# Room for pieces above the 16 MiB at which NIXL's pieces are cut.
+MEMORY_BYTES = 40 * 1024 * 1024
+
+# 1, odd, powers of two and their neighbours, and 1 MiB: lengths at which copy loops change their ways.
+LENGTHS_BYTES = (1, 2, 3, 7, 8, 31, 64, 255, 256, 1000, 4095, 4096, 65537, 1024 * 1024)
+
+_READ_WRITE = pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+
+
+def random_pieces(
+    random: np.random.Generator, num_pieces: int, first_byte: int = 0, end_byte: int = MEMORY_BYTES
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Local offsets, remote offsets and lengths of pieces that overlap on neither side.
+
+    Gaps of 0 to 40 bytes between pieces make addresses unaligned; each side has its own order and gaps. Offsets lie
+    in [first_byte, end_byte); fewer pieces come out when that is too small.
+    """
+    lengths = random.choice(LENGTHS_BYTES, size=num_pieces).astype(np.uint64)
+    room = np.cumsum(lengths + np.uint64(40)) <= end_byte - first_byte
+    lengths = lengths[room]
+    offsets = []
+    for _side in range(2):
+        order = random.permutation(len(lengths))
+        gaps = random.integers(0, 41, size=len(lengths)).astype(np.uint64)
+        ends = np.cumsum(lengths[order] + gaps)
+        side = np.empty(len(lengths), dtype=np.uint64)
+        side[order] = np.uint64(first_byte) + ends - lengths[order]
+        offsets.append(side)
+    return offsets[0], offsets[1], lengths
+
+
+def copies_of(
+    ranks: Ranks, local_rank: int, remote_rank: int, pieces: tuple[Sequence[int] | NDArray[np.uint64], ...]
+) -> Copies:
+    """Pieces given as offsets (local, remote, length), as addresses of two ranks."""
+    local, remote, length = (np.asarray(column, dtype=np.uint64) for column in pieces)
+    base = np.uint64(ranks.address(local_rank)), np.uint64(ranks.address(remote_rank))
+    return Copies(local + base[0], remote + base[1], length)
+
+
+class Expectation:
+    """What all memory must be after some transfers: the oracle. Made before they are posted."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._memory = [ranks.memory(rank).copy() for rank in range(ranks.num_ranks)]
+
+    def copied(self, rank: int, peer: int, direction: Direction, pieces: tuple[NDArray[np.uint64], ...]) -> None:
+        """One more transfer, posted by `rank`, of pieces given as offsets."""
+        local, remote = self._memory[rank], self._memory[peer]
+        for here, there, length in zip(*(column.tolist() for column in pieces), strict=True):
+            if direction is Direction.READ:
+                local[here : here + length] = remote[there : there + length]
+            else:
+                remote[there : there + length] = local[here : here + length]
+
+    def check(self) -> None:
+        """Compare every byte of every rank."""
+        for rank, expected in enumerate(self._memory):
+            actual = self._ranks.memory(rank)
+            if not np.array_equal(actual, expected):
+                wrong = np.flatnonzero(actual != expected)
+                raise AssertionError(
+                    f"rank {rank}: {wrong.size} bytes differ, the first at offset {wrong[0]}: "
+                    f"{actual[wrong[0]]} instead of {expected[wrong[0]]}"
+                )
+
+
+class TransportContract:
+    """The suite. Subclasses bring the `ranks` fixture: `NUM_RANKS` ranks of `MEMORY_BYTES`, all connected."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self, ranks: Ranks) -> None:
+        random = np.random.default_rng(20)
+        block = random.integers(0, 256, size=1 << 20, dtype=np.uint8)
+        ranks.reset(fill_byte=None)
+        for rank in range(ranks.num_ranks):
+            # Each rank and each MiB differs, at the price of one random MiB.
+            tiled = ranks.memory(rank).reshape(-1, block.size)
+            tiled[:] = block + np.arange(len(tiled), dtype=np.uint8)[:, None] * np.uint8(3) + np.uint8(rank * 85)
+
+    # Bytes
+
+    @_READ_WRITE
+    @pytest.mark.parametrize("seed", range(4), ids=lambda seed: f"seed={seed}")
+    def test_random_pieces_arrive_exactly(self, ranks: Ranks, direction: Direction, seed: int) -> None:
+        pieces = random_pieces(np.random.default_rng(seed), 400)
+        expected = Expectation(ranks)
+        expected.copied(0, 1, direction, pieces)
+        report = ranks.run(0, 1, direction, copies_of(ranks, 0, 1, pieces))
+        assert report.num_bytes == int(pieces[2].sum())
+        assert report.num_descriptors == len(pieces[2])
+        assert report.seconds is not None
+        assert report.seconds >= 0.0
+        expected.check()
+
+    @_READ_WRITE
+    @pytest.mark.parametrize(("local_stride", "remote_stride", "length"), [(64, 192, 64), (129, 7, 7), (5000, 4096, 1)])
+    def test_strided_pieces_arrive_exactly(
+        self, ranks: Ranks, direction: Direction, local_stride: int, remote_stride: int, length: int
+    ) -> None:
+        index = np.arange(5000, dtype=np.uint64)
+        lengths = np.full(5000, length, dtype=np.uint64)
+        pieces = (index * np.uint64(local_stride) + np.uint64(1), index * np.uint64(remote_stride), lengths)
+        expected = Expectation(ranks)
+        expected.copied(2, 0, direction, pieces)
+        ranks.run(2, 0, direction, copies_of(ranks, 2, 0, pieces))
+        expected.check()
+
+    @_READ_WRITE
+    def test_one_piece_of_all_memory_arrives_exactly(self, ranks: Ranks, direction: Direction) -> None:
+        zero = np.zeros(1, dtype=np.uint64)
+        pieces = (zero, zero, np.array([MEMORY_BYTES], dtype=np.uint64))
+        expected = Expectation(ranks)
+        expected.copied(1, 2, direction, pieces)
+        ranks.run(1, 2, direction, copies_of(ranks, 1, 2, pieces))
+        expected.check()
+
+    @_READ_WRITE
+    def test_a_hundred_thousand_pieces_arrive_exactly(self, ranks: Ranks, direction: Direction) -> None:
+        random = np.random.default_rng(5)
+        index = np.arange(100_000, dtype=np.uint64) * np.uint64(400)
+        pieces = (random.permutation(index), random.permutation(index), np.full(100_000, 333, dtype=np.uint64))
+        expected = Expectation(ranks)
+        expected.copied(0, 1, direction, pieces)
+        ranks.run(0, 1, direction, copies_of(ranks, 0, 1, pieces))
+        expected.check()
+
+    @_READ_WRITE
+    def test_an_empty_list_is_done_and_notifies(self, ranks: Ranks, direction: Direction) -> None:
+        expected = Expectation(ranks)
+        report = ranks.run(0, 1, direction, Copies.of([], [], []), b"nothing to do")
+        assert (report.num_bytes, report.num_descriptors) == (0, 0)
+        assert ranks.notifications(1, 1) == [("rank0", b"nothing to do")]
+        expected.check()
+
+    @pytest.mark.parametrize("seed", range(2), ids=lambda seed: f"seed={seed}")
+    def test_concurrent_transfers_with_several_peers(self, ranks: Ranks, seed: int) -> None:
+        random = np.random.default_rng(100 + seed)
+        # A share of all memories for each of six transfers, so that they touch different bytes.
+        share = MEMORY_BYTES // 6
+        routes = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+        expected = Expectation(ranks)
+        jobs = []
+        for number, (rank, peer) in enumerate(routes):
+            pieces = random_pieces(random, 300, number * share, (number + 1) * share)
+            direction = Direction.READ if number % 2 else Direction.WRITE
+            expected.copied(rank, peer, direction, pieces)
+            jobs.append((rank, ranks.post(rank, peer, direction, copies_of(ranks, rank, peer, pieces))))
+        for rank, job in jobs:
+            report = ranks.wait(rank, job)
+            assert report.state == "done", report.error
+        expected.check()
+
+    def test_many_small_transfers_at_once(self, ranks: Ranks) -> None:
+        expected = Expectation(ranks)
+        jobs = []
+        for number in range(200):
+            pieces = random_pieces(np.random.default_rng(number), 3, number * 200_000, (number + 1) * 200_000)
+            expected.copied(0, 1, Direction.READ, pieces)
+            jobs.append(ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, pieces), b"%d" % number))
+        assert [ranks.wait(0, job).state for job in jobs] == ["done"] * 200
+        expected.check()
+        messages = ranks.notifications(1, 200)
+        assert sorted(messages) == sorted(("rank0", b"%d" % number) for number in range(200))
+        assert ranks.notifications(1, 1, timeout_s=0.05) == []
+
+    # Notifications
+
+    @pytest.mark.parametrize("round_number", range(5))
+    def test_a_notification_comes_after_the_last_byte(self, ranks: Ranks, round_number: int) -> None:
+        pieces = random_pieces(np.random.default_rng(round_number), 500)
+        expected = Expectation(ranks)
+        expected.copied(0, 1, Direction.WRITE, pieces)
+        job = ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, pieces), b"written")
+        # The receiver knows nothing else of the transfer: all bytes must be there when the word is.
+        assert ranks.notifications(1, 1) == [("rank0", b"written")]
+        expected.check()
+        assert ranks.wait(0, job).state == "done"
+        assert ranks.notifications(1, 1, timeout_s=0.02) == []
+
+    @pytest.mark.parametrize(
+        "payload",
+        [b"x", b"", bytes(range(256)), b"\0" * 9, b"y" * MAX_NOTIFICATION_BYTES],
+        ids=["one", "empty", "all values", "zeros", "largest"],
+    )
+    def test_payloads_arrive_as_they_are(self, ranks: Ranks, payload: bytes) -> None:
+        ranks.notify(0, 2, payload)
+        ranks.run(1, 2, Direction.READ, copies_of(ranks, 1, 2, ([0], [0], [1])), payload)
+        assert sorted(ranks.notifications(2, 2)) == [("rank0", payload), ("rank1", payload)]
+        assert ranks.notifications(2, 1, timeout_s=0.02) == []
+        assert ranks.notifications(0, 1, timeout_s=0.0) == []
+
+    def test_a_payload_above_the_limit_is_refused(self, ranks: Ranks) -> None:
+        payload = b"y" * (MAX_NOTIFICATION_BYTES + 1)
+        with pytest.raises(TransportError, match=str(MAX_NOTIFICATION_BYTES)):
+            ranks.notify(0, 1, payload)
+        with pytest.raises(TransportError, match=str(MAX_NOTIFICATION_BYTES)):
+            ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, ([0], [0], [1])), payload)
+        assert ranks.notifications(1, 1, timeout_s=0.02) == []
+
+    # Refusals
+
+    @_READ_WRITE
+    @pytest.mark.parametrize("side", ["local", "remote"])
+    @pytest.mark.parametrize("offset", [-1, -(2**20), MEMORY_BYTES - 4, MEMORY_BYTES, 2**40], ids=hex)
+    def test_a_piece_out_of_bounds_moves_no_byte(
+        self, ranks: Ranks, direction: Direction, side: str, offset: int
+    ) -> None:
+        local = np.array([0, 100], dtype=np.uint64) + np.uint64(ranks.address(0))
+        remote = np.array([0, 100], dtype=np.uint64) + np.uint64(ranks.address(1))
+        outside, rank = (local, 0) if side == "local" else (remote, 1)
+        outside[1] = ranks.address(rank) + offset
+        expected = Expectation(ranks)
+        with pytest.raises(TransportError, match=rf"piece 1 of 2: {side}.*registered"):
+            ranks.post(0, 1, direction, Copies.of(local, remote, 8), b"never")
+        expected.check()
+        assert ranks.notifications(1, 1, timeout_s=0.0) == []
+
+    def test_an_unknown_peer_is_refused(self, ranks: Ranks) -> None:
+        with pytest.raises(TransportError, match="'rank7' is unknown"):
+            ranks.post(0, 7, Direction.READ, Copies.of([], [], []))
+        with pytest.raises(TransportError, match="'rank7' is unknown"):
+            ranks.notify(0, 7, b"hello")
+        with pytest.raises(TransportError, match="'rank7' is unknown"):
+            ranks.disconnect(0, 7)
+
+    def test_a_known_peer_is_not_added_twice(self, ranks: Ranks) -> None:
+        with pytest.raises(TransportError, match="remove_peer"):
+            ranks.connect(0, 1)
+
+    # Ends
+
+    def test_a_removed_peer_can_come_back(self, ranks: Ranks) -> None:
+        copies = copies_of(ranks, 0, 1, ([0], [0], [64]))
+        for _ in range(3):
+            ranks.disconnect(0, 1)
+            with pytest.raises(TransportError, match="'rank1' is unknown"):
+                ranks.post(0, 1, Direction.READ, copies)
+            ranks.run(0, 2, Direction.READ, copies_of(ranks, 0, 2, ([0], [0], [64])))
+            ranks.connect(0, 1)
+            ranks.run(0, 1, Direction.READ, copies, b"back")
+            assert ranks.notifications(1, 1) == [("rank0", b"back")]
+
+    def test_removing_a_peer_settles_its_transfers_and_no_others(self, ranks: Ranks) -> None:
+        random = np.random.default_rng(9)
+        half = MEMORY_BYTES // 2
+        gone = [copies_of(ranks, 0, 1, random_pieces(random, 5000, 0, half)) for _ in range(3)]
+        stays = random_pieces(random, 5000, half, MEMORY_BYTES)
+        gone_jobs = [ranks.post(0, 1, Direction.READ, copies) for copies in gone]
+        stays_job = ranks.post(0, 2, Direction.READ, copies_of(ranks, 0, 2, stays))
+        ranks.disconnect(0, 1)
+        reports = [ranks.wait(0, job) for job in gone_jobs]
+        assert all(report.state in ("done", "failed") for report in reports)
+        assert all("removed" in (report.error or "removed") for report in reports)
+        assert ranks.wait(0, stays_job).state == "done"
+        before = Expectation(ranks)
+        ranks.connect(0, 1)
+        ranks.run(0, 1, Direction.READ, Copies.of([], [], []))
+        before.check()
+
+    def test_closing_settles_what_is_pending(self, ranks: Ranks) -> None:
+        pieces = random_pieces(np.random.default_rng(11), 5000)
+        jobs = [ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, pieces)) for _ in range(3)]
+        ranks.shut(0)
+        after = Expectation(ranks)
+        reports = [ranks.wait(0, job, timeout_s=0.0) for job in jobs]
+        assert all(report.state in ("done", "failed") for report in reports)
+        assert all("closed" in (report.error or "closed") for report in reports)
+        ranks.shut(0)
+        with pytest.raises(TransportError, match="closed"):
+            ranks.notify(0, 1, b"")
+        with pytest.raises(TransportError, match="closed"):
+            ranks.connect(0, 1)
+        with pytest.raises(TransportError, match="closed"):
+            ranks.disconnect(0, 1)
+        with pytest.raises(TransportError, match="closed"):
+            ranks.post(0, 1, Direction.READ, Copies.of([], [], []))
+        after.check()
+        self._reopen(ranks, 0)
+        ranks.run(0, 1, Direction.READ, copies_of(ranks, 0, 1, pieces))
+        ranks.run(1, 0, Direction.READ, copies_of(ranks, 1, 0, pieces))
+
+    def test_a_peer_that_closed_does_not_disturb_the_others(self, ranks: Ranks) -> None:
+        ranks.shut(1)
+        ranks.run(0, 2, Direction.READ, copies_of(ranks, 0, 2, ([0], [0], [4096])), b"still here")
+        assert ranks.notifications(2, 1) == [("rank0", b"still here")]
+        self._reopen(ranks, 1)
+        ranks.run(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, ([0], [0], [4096])))
+
+    @staticmethod
+    def _reopen(ranks: Ranks, rank: int) -> None:
+        """A new transport for a rank, known to all others under the old name."""
+        ranks.open(rank)
+        for peer in range(ranks.num_ranks):
+            if peer != rank:
+                ranks.disconnect(peer, rank)
+                ranks.connect(peer, rank)
+                ranks.connect(rank, peer)

@@ -1,0 +1,273 @@
+"""What does one rank of a test do when its controller asks?
+
+A `RankWorker` has one block of memory and one transport, and serves one request at a time:
+
+1. `Hello`: make the transport, register the memory; answers with its address.
+2. `Metadata`, `Connect`, `Disconnect`: peers are called "rank0", "rank1", ...
+3. `Post` starts a copy list and returns a job number at once; `Wait` tells how the job ended.
+4. `Notify`, `Notifications`, `Attend`; `Reset` forgets settled jobs and unread messages.
+5. `Close` closes the transport; the next `Hello` makes a new one, as a restarted engine would.
+
+As a program it serves a controller over an inherited socket: frames of a 4-byte length and msgpack. A refusal by the
+transport is an answer, not the end of the worker. It ends when the socket closes, so that no worker outlives its
+controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, Transport, TransportError
+
+
+class Hello(msgspec.Struct, tag=True):
+    """Make the transport and register the memory."""
+
+
+class Metadata(msgspec.Struct, tag=True):
+    """Tell the transport's metadata."""
+
+
+class Connect(msgspec.Struct, tag=True):
+    """Add a peer."""
+
+    peer: str
+    metadata: bytes
+
+
+class Disconnect(msgspec.Struct, tag=True):
+    """Remove a peer."""
+
+    peer: str
+
+
+class Post(msgspec.Struct, tag=True):
+    """Start a copy list; the arrays are uint64 in this machine's byte order."""
+
+    peer: str
+    direction: Direction
+    local_address: bytes
+    remote_address: bytes
+    length_bytes: bytes
+    notify: bytes | None
+
+
+class Wait(msgspec.Struct, tag=True):
+    """Tell how a job ended, or that it has not within the time."""
+
+    job: int
+    timeout_s: float
+
+
+class Notify(msgspec.Struct, tag=True):
+    """Send a message."""
+
+    peer: str
+    payload: bytes
+
+
+class Notifications(msgspec.Struct, tag=True):
+    """Tell the messages, once there are `count` of them or the time is over."""
+
+    count: int
+    timeout_s: float
+
+
+class Attend(msgspec.Struct, tag=True):
+    """Set the transport attentive or not."""
+
+    attentive: bool
+
+
+class Reset(msgspec.Struct, tag=True):
+    """Forget settled jobs and unread messages."""
+
+
+class Close(msgspec.Struct, tag=True):
+    """Close the transport."""
+
+
+Request = Hello | Metadata | Connect | Disconnect | Post | Wait | Notify | Notifications | Attend | Reset | Close
+
+
+class Report(msgspec.Struct, frozen=True):
+    """How a job stands: `state` is a `TransferState` value, `seconds` from post to settlement."""
+
+    state: str
+    error: str | None
+    seconds: float | None
+    num_bytes: int
+    num_descriptors: int
+
+
+class Answer(msgspec.Struct):
+    """The reply to every request; which fields are set depends on the request.
+
+    `refused` is the text of a `TransportError`; `crashed` the traceback of anything else.
+    """
+
+    refused: str | None = None
+    crashed: str | None = None
+    address: int = 0
+    start_s: float = 0.0
+    data: bytes = b""
+    job: int = 0
+    report: Report | None = None
+    messages: list[tuple[str, bytes]] = []
+
+
+class RankWorker:
+    """One rank: `size_bytes` of memory at `address`, and the transport that `make_transport` makes."""
+
+    def __init__(self, address: int, size_bytes: int, make_transport: Callable[[], Transport]) -> None:
+        self._region = MemoryRegion(address, size_bytes)
+        self._make_transport = make_transport
+        self._transport: Transport | None = None
+        self._jobs: dict[int, Transfer] = {}
+        self._num_jobs = 0
+        self._unread: list[tuple[str, bytes]] = []
+
+    def serve(self, request: Request) -> Answer:
+        """Do what is asked; never raises."""
+        try:
+            return self._serve(request)
+        except TransportError as error:
+            return Answer(refused=str(error))
+        except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
+            return Answer(crashed=traceback.format_exc())
+
+    def _serve(self, request: Request) -> Answer:
+        if isinstance(request, Hello):
+            return self._hello()
+        transport = self._transport
+        if transport is None:
+            raise TransportError("this rank has no transport yet; say Hello first")
+        match request:
+            case Metadata():
+                return Answer(data=transport.metadata())
+            case Post():
+                return self._post(transport, request)
+            case Wait():
+                return Answer(report=self._wait(request))
+            case Notifications():
+                return Answer(messages=self._messages(transport, request))
+            case _:
+                self._change(transport, request)
+                return Answer()
+
+    def _change(self, transport: Transport, request: Request) -> None:
+        """The requests without a result."""
+        match request:
+            case Connect():
+                transport.add_peer(request.peer, request.metadata)
+            case Disconnect():
+                transport.remove_peer(request.peer)
+            case Notify():
+                transport.notify(request.peer, request.payload)
+            case Attend():
+                transport.set_attentive(request.attentive)
+            case Reset():
+                self._jobs = {number: job for number, job in self._jobs.items() if job.state is TransferState.PENDING}
+                transport.notifications()
+                self._unread = []
+            case Close():
+                transport.close()
+
+    def _hello(self) -> Answer:
+        started_s = time.monotonic()
+        self._transport = self._make_transport()
+        self._transport.register([self._region])
+        return Answer(address=self._region.address, start_s=time.monotonic() - started_s)
+
+    def _post(self, transport: Transport, request: Post) -> Answer:
+        arrays = (request.local_address, request.remote_address, request.length_bytes)
+        copies = Copies(*(np.frombuffer(array, dtype=np.uint64) for array in arrays))
+        transfer = transport.post(request.peer, request.direction, copies, request.notify)
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = transfer
+        return Answer(job=self._num_jobs)
+
+    def _wait(self, request: Wait) -> Report:
+        transfer = self._jobs[request.job]
+        with contextlib.suppress(TransportError, TimeoutError):  # the report tells
+            transfer.wait(request.timeout_s)
+        error = None if transfer.error is None else str(transfer.error)
+        return Report(transfer.state.value, error, transfer.seconds, transfer.num_bytes, transfer.num_descriptors)
+
+    def _messages(self, transport: Transport, request: Notifications) -> list[tuple[str, bytes]]:
+        deadline_s = time.monotonic() + request.timeout_s
+        while True:
+            self._unread += [(message.peer, message.payload) for message in transport.notifications()]
+            if len(self._unread) >= request.count or time.monotonic() >= deadline_s:
+                messages, self._unread = self._unread, []
+                return messages
+            time.sleep(0.0002)  # a poll with a deadline: transports have no blocking receive
+
+    def stop(self) -> None:
+        """Close the transport, if there is one."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def send_frame(channel: socket.socket, message: Any) -> None:
+    """Send one message."""
+    data = msgspec.msgpack.encode(message)
+    channel.sendall(struct.pack("!I", len(data)))
+    channel.sendall(data)
+
+
+def receive_frame(channel: socket.socket) -> bytearray:
+    """Receive one message's bytes; raises `EOFError` when the other side is gone."""
+    (size,) = struct.unpack("!I", _receive_exactly(channel, 4))
+    return _receive_exactly(channel, size)
+
+
+def _receive_exactly(channel: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = channel.recv_into(view)
+        if count == 0:
+            raise EOFError("the other side of the channel is gone")
+        view = view[count:]
+    return data
+
+
+def make_process_transport(kind: str, name: str) -> Transport:
+    """The transport of a rank that is a process of its own: only "nixl" reaches other processes."""
+    if kind != "nixl":
+        raise TransportError(f"transport {kind!r} does not reach other processes; use 'nixl', or ranks in one process")
+    from kvreshard.transport.nixl import NixlTransport
+
+    return NixlTransport(name)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the socket closes. Arguments: socket and memory file descriptors, memory bytes, transport, name."""
+    channel = socket.socket(fileno=int(arguments[0]))
+    size_bytes = int(arguments[2])
+    memory = mmap.mmap(int(arguments[1]), size_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    worker = RankWorker(address, size_bytes, lambda: make_process_transport(arguments[3], arguments[4]))
+    decoder = msgspec.msgpack.Decoder(Request)
+    try:
+        while True:
+            send_frame(channel, worker.serve(decoder.decode(receive_frame(channel))))
+    except (EOFError, ConnectionError):
+        worker.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,310 @@
+"""How does a test drive several ranks that copy bytes among each other, and see all their memory?
+
+1. `LocalRanks` keeps all ranks in this process (any transport); `ProcessRanks` starts one worker process per rank
+   (NIXL), without fork. Both are the same `Ranks` to a test, and are reused over many cases: `reset` between them.
+2. Each rank has one block of memory, registered as one region. The test sees it as an array (`memory`) and uses the
+   rank's own address of it (`address`) in copy lists. Between processes the block is an anonymous memory file, so
+   nothing is left behind in a file system, whatever dies.
+3. `connect_all`, then `post` and `wait`, `notify` and `notifications`.
+
+A refusal by a rank's transport is raised here as the same `TransportError`. A worker that dies or does not answer is
+reported as `RankDiedError` with its exit code and last words, never waited for.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import kvreshard
+from kvreshard.testing import rank_worker as ask
+from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
+from kvreshard.transport.base import Copies, Direction, Transport, TransportError
+
+# Starting NIXL takes 0.5 s alone and some seconds on a busy machine; nothing else takes longer than its own timeout.
+ANSWER_TIMEOUT_S = 60.0
+
+
+class RankDiedError(Exception):
+    """A worker process ended, or did not answer in time and was ended."""
+
+
+class Ranks(abc.ABC):
+    """Several ranks with memory and transports. Jobs are numbers that belong to their rank."""
+
+    def __init__(self, num_ranks: int, memory_bytes: int) -> None:
+        self.num_ranks = num_ranks
+        self.memory_bytes = memory_bytes
+        # How long `notifications` waits unless told: long for a busy machine, since only a failing test waits for it.
+        self.patience_s = 10.0
+        self._address = [0] * num_ranks
+
+    @abc.abstractmethod
+    def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """Send one request to a rank and return its answer, whatever it is."""
+
+    @abc.abstractmethod
+    def memory(self, rank: int) -> NDArray[np.uint8]:
+        """The rank's memory, shape (memory_bytes,), writable; all ranks see changes at once."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop all ranks and free their memory."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def address(self, rank: int) -> int:
+        """Where the rank itself sees the first byte of its memory."""
+        return self._address[rank]
+
+    def open(self, rank: int) -> float:
+        """Make a rank's transport, also after `shut`; returns the seconds it took."""
+        answer = self._ask(rank, ask.Hello())
+        self._address[rank] = answer.address
+        return answer.start_s
+
+    def shut(self, rank: int) -> None:
+        """Close a rank's transport; its memory stays."""
+        self._ask(rank, ask.Close())
+
+    def connect(self, rank: int, peer: int) -> None:
+        """Make `peer` known to `rank`, as "rank<peer>"."""
+        self._ask(rank, ask.Connect(f"rank{peer}", self._ask(peer, ask.Metadata()).data))
+
+    def connect_all(self) -> None:
+        """Make all ranks known to each other."""
+        for rank, peer in itertools.permutations(range(self.num_ranks), 2):
+            self.connect(rank, peer)
+
+    def disconnect(self, rank: int, peer: int) -> None:
+        """Remove `peer` from `rank`."""
+        self._ask(rank, ask.Disconnect(f"rank{peer}"))
+
+    def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
+        """Start a transfer on `rank`; returns its job number without waiting."""
+        arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
+        local, remote, length = (array.tobytes() for array in arrays)
+        return self._ask(rank, ask.Post(f"rank{peer}", direction, local, remote, length, notify)).job
+
+    def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
+        """How a job of `rank` ended; its state is "pending" if it has not within the time."""
+        report = self._ask(rank, ask.Wait(job, timeout_s), timeout_s + ANSWER_TIMEOUT_S).report
+        assert report is not None
+        return report
+
+    def run(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> Report:
+        """`post` and `wait`; raises `TransportError` unless the transfer was done."""
+        report = self.wait(rank, self.post(rank, peer, direction, copies, notify))
+        if report.state != "done":
+            raise TransportError(f"transfer of rank {rank} with rank {peer} is {report.state}: {report.error}")
+        return report
+
+    def notify(self, rank: int, peer: int, payload: bytes) -> None:
+        """Send a message from `rank` to `peer`."""
+        self._ask(rank, ask.Notify(f"rank{peer}", payload))
+
+    def notifications(self, rank: int, count: int, timeout_s: float | None = None) -> list[tuple[str, bytes]]:
+        """What arrived at `rank`: (peer name, payload). Returns once there are `count`, or the time is over."""
+        timeout_s = self.patience_s if timeout_s is None else timeout_s
+        return self._ask(rank, ask.Notifications(count, timeout_s), timeout_s + ANSWER_TIMEOUT_S).messages
+
+    def attend(self, rank: int, attentive: bool) -> None:
+        """`Transport.set_attentive` on a rank."""
+        self._ask(rank, ask.Attend(attentive))
+
+    def reset(self, fill_byte: int | None = 0) -> None:
+        """Ready for the next case: forget jobs and messages, fill all memory unless `fill_byte` is None."""
+        for rank in range(self.num_ranks):
+            self._ask(rank, ask.Reset())
+            if fill_byte is not None:
+                self.memory(rank)[:] = fill_byte
+
+    def _ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        answer = self.ask(rank, request, timeout_s)
+        if answer.refused is not None:
+            raise TransportError(answer.refused)
+        if answer.crashed is not None:
+            raise RuntimeError(f"rank {rank} could not serve {type(request).__name__}:\n{answer.crashed}")
+        return answer
+
+
+class LocalRanks(Ranks):
+    """All ranks in this process. `make_transport(rank)` makes the transport of a rank, again after `shut`."""
+
+    def __init__(self, num_ranks: int, memory_bytes: int, make_transport: Callable[[int], Transport]) -> None:
+        super().__init__(num_ranks, memory_bytes)
+        self._memory = [np.zeros(memory_bytes, dtype=np.uint8) for _ in range(num_ranks)]
+        self._workers: list[RankWorker] = []
+        for rank, memory in enumerate(self._memory):
+
+            def make(rank: int = rank) -> Transport:
+                return make_transport(rank)
+
+            self._workers.append(RankWorker(memory.ctypes.data, memory_bytes, make))
+            self.open(rank)
+
+    def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """See `Ranks.ask`; the time does not matter here."""
+        return self._workers[rank].serve(request)
+
+    def memory(self, rank: int) -> NDArray[np.uint8]:
+        """See `Ranks.memory`."""
+        return self._memory[rank]
+
+    def close(self) -> None:
+        """See `Ranks.close`."""
+        for worker in self._workers:
+            worker.stop()
+
+
+class _Worker:
+    """A worker process, its channel and its memory file, as the controller holds them."""
+
+    def __init__(self, rank: int, memory_bytes: int, transport: str, environment: Mapping[str, str]) -> None:
+        self._rank = rank
+        memory_fd = os.memfd_create(f"kvreshard-rank{rank}")
+        numbers = [str(memory_fd), str(memory_bytes)]
+        try:
+            os.ftruncate(memory_fd, memory_bytes)
+            self._map = mmap.mmap(memory_fd, memory_bytes)
+            self.channel, theirs = socket.socketpair()
+            self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", ask.__name__, str(theirs.fileno()), *numbers, transport, f"rank{rank}"],
+                    pass_fds=(theirs.fileno(), memory_fd),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._words,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment, "PYTHONPATH": _python_path()},
+                )
+        finally:
+            os.close(memory_fd)
+        self.memory = np.frombuffer(self._map, dtype=np.uint8)
+
+    def ask(self, request: Request, timeout_s: float) -> Answer:
+        """One exchange; raises `RankDiedError` when the worker cannot or does not answer."""
+        self.channel.settimeout(timeout_s)
+        try:
+            ask.send_frame(self.channel, request)
+            return msgspec.msgpack.decode(ask.receive_frame(self.channel), type=Answer)
+        except TimeoutError as error:
+            self.end(0.0)
+            raise self._died(request, f"did not answer within {timeout_s} s and was ended") from error
+        except (EOFError, OSError) as error:
+            self.end(5.0)
+            raise self._died(request, f"ended with exit code {self.process.returncode}") from error
+
+    def end(self, grace_s: float) -> None:
+        """Close the channel, which ends the worker; end it by force after `grace_s` seconds."""
+        self.channel.close()
+        try:
+            self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def free(self) -> None:
+        """Let the memory go, once nobody looks at the array any more."""
+        self._words.close()
+        self.memory = np.zeros(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):  # a test still holds a view: freed with it
+            self._map.close()
+
+    def _died(self, request: Request, fact: str) -> RankDiedError:
+        self._words.seek(0)
+        words = self._words.read()[-2000:].decode(errors="replace")
+        asked = type(request).__name__
+        return RankDiedError(
+            f"rank {self._rank} (pid {self.process.pid}) {fact} when asked {asked}; its last words: {words}"
+        )
+
+
+class ProcessRanks(Ranks):
+    """One worker process per rank.
+
+    Args:
+        num_ranks: how many.
+        memory_bytes: of each rank; pages are only used once touched.
+        transport: "nixl".
+        environment: added to the workers' environment, for example {"UCX_NET_DEVICES": "lo"}.
+
+    Raises:
+        RankDiedError: a worker could not start.
+        TransportError: its transport could not.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        memory_bytes: int,
+        transport: str = "nixl",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(num_ranks, memory_bytes)
+        started_s = time.monotonic()
+        self._transport = transport
+        self._environment = dict(environment or {})
+        self._workers: list[_Worker] = []
+        try:
+            for rank in range(num_ranks):
+                self._workers.append(_Worker(rank, memory_bytes, transport, self._environment))
+            for rank in range(num_ranks):
+                self.open(rank)
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.monotonic() - started_s
+
+    def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """See `Ranks.ask`. Raises `RankDiedError`."""
+        return self._workers[rank].ask(request, timeout_s)
+
+    def memory(self, rank: int) -> NDArray[np.uint8]:
+        """See `Ranks.memory`."""
+        return self._workers[rank].memory
+
+    def process_id(self, rank: int) -> int:
+        """For tests that stop or end a worker."""
+        return self._workers[rank].process.pid
+
+    def restart(self, rank: int) -> None:
+        """Replace a rank's process and memory by new ones; its peers still know the old one."""
+        self._workers[rank].end(5.0)
+        self._workers[rank].free()
+        self._workers[rank] = _Worker(rank, self.memory_bytes, self._transport, self._environment)
+        self.open(rank)
+
+    def close(self) -> None:
+        """See `Ranks.close`. Never hangs: a worker that does not end is ended."""
+        for worker in self._workers:
+            worker.channel.close()
+        for worker in self._workers:
+            worker.end(10.0)
+            worker.free()
+
+
+def _python_path() -> str:
+    """The worker imports this very package, installed or not."""
+    here = str(Path(kvreshard.__path__[0]).parent)
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

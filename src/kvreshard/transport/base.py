@@ -1,0 +1,307 @@
+"""What can move bytes between two ranks, and what does a caller see of it?
+
+A transport owns the memory regions of one rank that others may touch, knows some peers, and copies bytes between
+its own regions ("local") and those of a peer ("remote"). The road of one transfer:
+
+1. `register` the local regions, hand `metadata()` to the peer over a channel of your own, `add_peer` with the bytes
+   that came back. Only the side that posts needs the other's metadata.
+2. `post` a `Copies` list in one `Direction`. It is checked as a whole against the regions of both sides before any
+   byte moves; then it returns a `Transfer` at once.
+3. The `Transfer` settles exactly once, as done or failed. Settled means: no further byte of it will move. A failed
+   transfer may have moved any part of its bytes.
+4. After the last byte, and only then, the peer gets the notification that was posted with the transfer.
+
+Refused, with a `TransportError`: an unknown peer, pieces outside the registered regions of either side or across
+the border of two, devices without a known kind, overlapping regions, oversized notifications, use after `close`.
+Geometry is not known here: addresses and lengths only. Overlapping destination pieces are the caller's business, and
+the order in which pieces or transfers complete is not defined.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Addresses = NDArray[np.uint64]
+
+# A notification is a word about a transfer, never the data: 64 KiB holds a set of 1,000 reporters with room to spare.
+MAX_NOTIFICATION_BYTES = 64 * 1024
+
+_ADDRESS_SPACE_BYTES = 2**64
+
+
+class TransportError(Exception):
+    """A transport refused or could not finish something; the message names the fact, both sides and the remedy."""
+
+
+class Direction(enum.Enum):
+    """Which side the bytes come from, seen from the transport that posts."""
+
+    READ = "read"
+    """Pull: remote bytes to local memory."""
+    WRITE = "write"
+    """Push: local bytes to remote memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """Memory that peers may touch: `size_bytes` bytes from `address` on `device` ("cpu" or "cuda:N").
+
+    Raises:
+        TransportError: if the size is not positive, the range leaves the 64-bit address space, or the device has no
+            known kind.
+    """
+
+    address: int
+    size_bytes: int
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > _ADDRESS_SPACE_BYTES:
+            raise TransportError(
+                f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the 64-bit address space; "
+                "give a positive size and the address of its first byte"
+            )
+        kind, _, number = self.device.partition(":")
+        if not (self.device == "cpu" or (kind == "cuda" and number.isascii() and number.isdigit())):
+            raise TransportError(f"region at {self.address:#x} is on device {self.device!r}; known: 'cpu', 'cuda:N'")
+
+    @property
+    def end(self) -> int:
+        """The address after the last byte."""
+        return self.address + self.size_bytes
+
+    def __str__(self) -> str:
+        return f"[{self.address:#x}, {self.end:#x}) on {self.device}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
+
+    The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here.
+
+    Raises:
+        TransportError: if the arrays differ in length, are not whole numbers of one dimension, hold a negative number
+            or a zero length, or a piece wraps around the end of the address space.
+    """
+
+    local_address: Addresses
+    remote_address: Addresses
+    length_bytes: Addresses
+
+    def __post_init__(self) -> None:
+        for name in ("local_address", "remote_address", "length_bytes"):
+            object.__setattr__(self, name, _as_uint64(name, getattr(self, name)))
+        sizes = (self.local_address.size, self.remote_address.size, self.length_bytes.size)
+        if len(set(sizes)) != 1:
+            raise TransportError(
+                f"a copy list needs one local address, one remote address and one length per piece; got {sizes}"
+            )
+        if self.length_bytes.size and not self.length_bytes.all():
+            row = int(np.flatnonzero(self.length_bytes == 0)[0])
+            raise TransportError(f"piece {row} of {sizes[0]} has length 0; leave empty pieces out of the list")
+        for name, address in (("local", self.local_address), ("remote", self.remote_address)):
+            # The end address may be exactly 2^64, which is 0 here: compare the last byte instead.
+            wraps = np.flatnonzero(address + (self.length_bytes - np.uint64(1)) < address)
+            if wraps.size:
+                row = int(wraps[0])
+                raise TransportError(
+                    f"piece {row}: {int(self.length_bytes[row])} bytes at {name} address {int(address[row]):#x} wrap "
+                    "around the end of the address space; check how the address was computed"
+                )
+
+    @staticmethod
+    def of(local_address: ArrayLike, remote_address: ArrayLike, length_bytes: ArrayLike) -> Copies:
+        """Build from anything that NumPy reads as three rows of whole numbers; a scalar length serves all pieces."""
+        local = _as_uint64("local_address", local_address)
+        length = _as_uint64("length_bytes", np.broadcast_to(np.asarray(length_bytes), local.shape))
+        return Copies(local, _as_uint64("remote_address", remote_address), length)
+
+    def __len__(self) -> int:
+        return int(self.length_bytes.size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces together."""
+        return int(self.length_bytes.sum(dtype=np.uint64))
+
+
+def _as_uint64(name: str, values: ArrayLike) -> Addresses:
+    """A read-only uint64 array; copies only when the input is not one already. Empty lists count as whole numbers."""
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.uint64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TransportError(
+            f"{name} has {array.ndim} dimension(s) of {array.dtype}; give one dimension of whole numbers (uint64)"
+        )
+    if array.dtype.kind == "i" and (array < 0).any():
+        raise TransportError(f"{name} holds {int(array.min())}; addresses and lengths are not negative")
+    view = np.ascontiguousarray(array, dtype=np.uint64).view()
+    view.flags.writeable = False
+    return view
+
+
+class TransferState(enum.Enum):
+    """Where a transfer stands. It leaves PENDING once and for good."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Transfer:
+    """One posted copy list, as its poster sees it. Safe to use from any thread.
+
+    `peer`, `direction`, `num_bytes` and `num_descriptors` say what was posted. `seconds` is the time from post to
+    settlement by the transport's clock, None while pending.
+    """
+
+    __slots__ = (
+        "_callbacks", "_clock", "_error", "_event", "_lock", "_posted_s", "_settled_s", "_state",
+        "direction", "num_bytes", "num_descriptors", "peer",
+    )  # fmt: skip
+
+    def __init__(self, peer: str, direction: Direction, copies: Copies, clock: Callable[[], float]) -> None:
+        self.peer = peer
+        self.direction = direction
+        self.num_bytes = copies.num_bytes
+        self.num_descriptors = len(copies)
+        self._clock = clock
+        self._posted_s = clock()
+        self._settled_s: float | None = None
+        self._state = TransferState.PENDING
+        self._error: TransportError | None = None
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Transfer], None]] = []
+
+    def __repr__(self) -> str:
+        what = f"{self.direction.value} of {self.num_descriptors} pieces, {self.num_bytes} bytes, peer {self.peer!r}"
+        return f"<Transfer {self._state.value}: {what}>"
+
+    @property
+    def state(self) -> TransferState:
+        """Pending, done or failed."""
+        return self._state
+
+    @property
+    def error(self) -> TransportError | None:
+        """Why it failed; None while pending and when done."""
+        return self._error
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from post to settlement; None while pending."""
+        return None if self._settled_s is None else self._settled_s - self._posted_s
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when done.
+
+        Raises:
+            TransportError: the transfer failed; this is its `error`.
+            TimeoutError: it is still pending after `timeout_s` seconds. Its bytes may still move later.
+        """
+        if not self._event.wait(timeout_s):
+            raise TimeoutError(
+                f"{self!r} has not settled within {timeout_s} s; its memory must not be reused until it does"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call `callback(transfer)` once settled: at once if it is, else on the thread that settles it.
+
+        That thread is the transport's own: a callback must be short, must not block and must not raise.
+        """
+        with self._lock:
+            if self._state is TransferState.PENDING:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def settle(self, error: TransportError | None) -> None:
+        """For transports only: leave PENDING. A second call changes nothing."""
+        with self._lock:
+            if self._state is not TransferState.PENDING:
+                return
+            self._settled_s = self._clock()
+            self._error = error
+            self._state = TransferState.DONE if error is None else TransferState.FAILED
+            callbacks, self._callbacks = self._callbacks, []
+        self._event.set()
+        for callback in callbacks:
+            callback(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """A message from a peer. `peer` is the name it was added under here, or its transport's own name if it was not."""
+
+    peer: str
+    payload: bytes
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """What every transport offers. All methods may be called from any thread and raise `TransportError` as said."""
+
+    @property
+    def name(self) -> str:
+        """This transport's own name, unique among those that live at the same time."""
+
+    def register(self, regions: Iterable[MemoryRegion]) -> None:
+        """Open regions to peers. Refused: one that overlaps a registered one. Peers see only what was registered
+        when `metadata` was taken.
+        """
+
+    def deregister(self, regions: Iterable[MemoryRegion]) -> None:
+        """Close regions. Refused: a region that is not registered. The caller has settled what used them."""
+
+    def metadata(self) -> bytes:
+        """All that a peer needs for `add_peer`: name and registered regions, as of now."""
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Make a peer known under a name of the caller's choice. Refused: a name or a peer that is known already,
+        malformed metadata, another kind of transport.
+        """
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer at once. What has not been posted of its pending transfers is dropped; they fail when the rest
+        has settled.
+        """
+
+    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
+        """Start copying; an empty list is done at once. `notify` reaches the peer after the last byte, once, and not
+        at all if the transfer fails. Refused: unknown peer, pieces out of bounds on either side (nothing moves).
+        """
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a message on its own. Delivery to a peer that has died is not reported."""
+
+    def notifications(self) -> Sequence[Notification]:
+        """The messages that arrived since the last call, each once."""
+
+    def set_attentive(self, attentive: bool) -> None:
+        """Say whether peers are expected to read, write or notify soon: an attentive transport answers faster and costs
+        more processor time while idle.
+        """
+
+    def close(self) -> None:
+        """Settle or fail what is pending, forget peers, deregister. A second call does nothing. All else raises."""
+
+
+def check_payload(payload: bytes) -> bytes:
+    """Return the payload, or raise `TransportError` if it is larger than `MAX_NOTIFICATION_BYTES`."""
+    if len(payload) > MAX_NOTIFICATION_BYTES:
+        raise TransportError(
+            f"notification of {len(payload)} bytes; the limit is {MAX_NOTIFICATION_BYTES}: send a name of the data"
+        )
+    return payload

@@ -1,0 +1,40 @@
+"""How do all transports word the same refusals?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvreshard.transport.base import TransportError
+
+
+def unknown_peer(own_name: str, peer: str, known: Iterable[str]) -> TransportError:
+    """A peer that was never added, or was removed."""
+    names = ", ".join(sorted(repr(name) for name in known)) or "none"
+    return TransportError(
+        f"peer {peer!r} is unknown to transport {own_name!r}; its peers are: {names}; call add_peer with the metadata"
+    )
+
+
+def closed_transport(own_name: str) -> TransportError:
+    """Use after close."""
+    return TransportError(f"transport {own_name!r} is closed; make a new one and exchange metadata again")
+
+
+def closed_while_pending(own_name: str) -> TransportError:
+    """The end of a transfer that close gave up."""
+    return TransportError(f"transport {own_name!r} was closed while this transfer was pending; post it again elsewhere")
+
+
+def check_new_peer(own_name: str, alias: str, peer_name: str, known: Mapping[str, str]) -> None:
+    """Raise unless `alias` and `peer_name` are both new. `known` maps the peers' own names to their aliases."""
+    if peer_name == own_name:
+        raise TransportError(f"peer {alias!r} is transport {own_name!r} itself; copy local memory directly")
+    if peer_name in known:
+        raise TransportError(
+            f"peer {alias!r} ({peer_name}) is known already as {known[peer_name]!r}; remove_peer it first to refresh it"
+        )
+    if alias in known.values():
+        other = next(name for name, taken in known.items() if taken == alias)
+        raise TransportError(
+            f"peer name {alias!r} belongs to {other}, now offered {peer_name}; remove_peer the old one first"
+        )

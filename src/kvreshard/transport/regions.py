@@ -1,0 +1,139 @@
+"""Which registered region holds each piece, and does each piece lie inside one?
+
+1. `RegionTable` sorts the regions by address once; overlaps are refused, so a binary search has one answer.
+2. `locate` finds the region of every piece at once (NumPy, no loop over pieces) and checks its end.
+3. `Metadata` carries a table to a peer, versioned and bounded.
+
+Refused: overlapping regions, pieces outside, pieces that cross from one region to the next (a NIXL descriptor must
+lie in one registration), metadata that is malformed, too large or of a later version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.transport.base import Addresses, MemoryRegion, TransportError
+
+METADATA_VERSION = 1
+
+# 64 MiB is some 10^6 regions; real engines register a few hundred.
+MAX_METADATA_BYTES = 64 * 1024 * 1024
+
+
+class RegionTable:
+    """Registered regions of one rank, sorted by address. Immutable."""
+
+    __slots__ = ("_last", "_start", "regions")
+
+    def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
+        self.regions = tuple(sorted(regions, key=lambda region: region.address))
+        for lower, upper in zip(self.regions, self.regions[1:], strict=False):
+            if upper.address < lower.end:
+                raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
+        self._start = np.array([region.address for region in self.regions], dtype=np.uint64)
+        # The last byte, not the end: an end of 2^64 has no uint64.
+        self._last = np.array([region.end - 1 for region in self.regions], dtype=np.uint64)
+
+    def plus(self, regions: Iterable[MemoryRegion]) -> RegionTable:
+        """A table with `regions` added."""
+        return RegionTable((*self.regions, *regions))
+
+    def minus(self, regions: Iterable[MemoryRegion]) -> RegionTable:
+        """A table without `regions`; raises `TransportError` if one of them is not in this one."""
+        rest = list(self.regions)
+        for region in regions:
+            if region not in rest:
+                raise TransportError(
+                    f"region {region} is not registered; deregister what was registered: {self.describe()}"
+                )
+            rest.remove(region)
+        return RegionTable(rest)
+
+    def locate(self, side: str, address: Addresses, length_bytes: Addresses) -> NDArray[np.intp]:
+        """The index into `regions` for each piece, shape (n,).
+
+        Raises:
+            TransportError: a piece is not inside one region; `side` ("local", "remote of 'x'") names whose.
+        """
+        index = np.searchsorted(self._start, address, side="right") - 1
+        if not address.size:
+            return index
+        last = address + (length_bytes - np.uint64(1))
+        inside = index >= 0
+        if self.regions:
+            inside &= last <= self._last[np.maximum(index, 0)]
+        if not inside.all():
+            outside = np.flatnonzero(~inside)
+            row = int(outside[0])
+            start = int(address[row])
+            raise TransportError(
+                f"piece {row} of {address.size}: {side} [{start:#x}, {start + int(length_bytes[row]):#x}) is not "
+                f"inside one registered region ({outside.size} such pieces); registered: {self.describe()}; "
+                "register the memory before metadata() is taken, and cut pieces where a region ends"
+            )
+        return index
+
+    def describe(self) -> str:
+        """The regions in words, at most four of them."""
+        if not self.regions:
+            return "none"
+        more = f" and {len(self.regions) - 4} more" if len(self.regions) > 4 else ""
+        return ", ".join(str(region) for region in self.regions[:4]) + more
+
+
+class _Region(msgspec.Struct, array_like=True, frozen=True):
+    address: int
+    size_bytes: int
+    device: str
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Transport.metadata()` carries: who, which kind of transport, which regions, and the kind's own bytes."""
+
+    version: int = METADATA_VERSION
+    kind: str
+    name: str
+    regions: list[_Region]
+    native: bytes = b""
+
+    def table(self) -> RegionTable:
+        """The regions, checked."""
+        return RegionTable(MemoryRegion(entry.address, entry.size_bytes, entry.device) for entry in self.regions)
+
+
+def encode_metadata(kind: str, name: str, table: RegionTable, native: bytes = b"") -> bytes:
+    """The msgpack form of a transport's metadata."""
+    regions = [_Region(region.address, region.size_bytes, region.device) for region in table.regions]
+    return msgspec.msgpack.encode(Metadata(kind=kind, name=name, regions=regions, native=native))
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def decode_metadata(kind: str, data: bytes) -> Metadata:
+    """Read metadata that `encode_metadata` wrote.
+
+    Raises:
+        TransportError: too large, malformed, of a later version, or of another kind of transport than `kind`.
+    """
+    if len(data) > MAX_METADATA_BYTES:
+        raise TransportError(f"peer metadata of {len(data)} bytes; the limit is {MAX_METADATA_BYTES}")
+    try:
+        version = msgspec.msgpack.decode(data, type=_Version).version
+        if version > METADATA_VERSION:
+            raise TransportError(
+                f"peer metadata has version {version}; this side reads up to {METADATA_VERSION}: upgrade this side"
+            )
+        metadata = msgspec.msgpack.decode(data, type=Metadata)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"peer metadata is not readable: {error}; pass what metadata() gave there") from error
+    if metadata.kind != kind:
+        raise TransportError(
+            f"peer {metadata.name!r} uses transport {metadata.kind!r}, this side {kind!r}; configure both alike"
+        )
+    return metadata

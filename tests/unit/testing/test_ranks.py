@@ -1,0 +1,108 @@
+"""Do ranks in processes of their own die, hang and restart without taking the test along?"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvreshard.testing import rank_worker as ask
+from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError
+from kvreshard.transport.base import Copies, Direction, TransportError
+from kvreshard.transport.memory import Fabric, MemoryTransport
+
+KIB = 1024
+
+
+def one_piece(ranks: LocalRanks | ProcessRanks, rank: int, peer: int) -> Copies:
+    return Copies.of([ranks.address(rank)], [ranks.address(peer)], KIB)
+
+
+def test_ranks_in_one_process() -> None:
+    fabric = Fabric()
+    with LocalRanks(2, 4 * KIB, lambda rank: MemoryTransport(fabric, f"rank{rank}")) as ranks:
+        ranks.connect_all()
+        ranks.memory(1)[:] = 9
+        report = ranks.run(0, 1, Direction.READ, one_piece(ranks, 0, 1), b"done")
+        assert (report.state, report.num_bytes) == ("done", KIB)
+        assert int(np.count_nonzero(ranks.memory(0))) == KIB
+        ranks.reset(fill_byte=5)
+        assert ranks.notifications(1, 1, timeout_s=0.0) == []
+        assert (ranks.memory(0) == 5).all()
+
+
+def test_memory_does_not_reach_other_processes() -> None:
+    with pytest.raises(TransportError, match="does not reach other processes"):
+        ProcessRanks(1, KIB, transport="memory")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessRanks]:
+    with ProcessRanks(2, 64 * KIB) as ranks:
+        yield ranks
+
+
+@pytest.mark.nixl
+class TestProcessRanks:
+    """Two workers, shared by all tests."""
+
+    @pytest.fixture
+    def ranks(self, pool: ProcessRanks) -> ProcessRanks:
+        """Fresh processes after a test that ended some."""
+        for rank in range(2):
+            try:
+                pool.shut(rank)
+                pool.open(rank)
+            except RankDiedError:
+                pool.restart(rank)
+        pool.connect_all()
+        pool.reset()
+        return pool
+
+    def test_the_controller_sees_the_workers_memory(self, ranks: ProcessRanks) -> None:
+        ranks.memory(1)[:] = 9
+        ranks.run(0, 1, Direction.READ, one_piece(ranks, 0, 1))
+        assert ranks.memory(0)[:KIB].tolist() == [9] * KIB
+        assert not ranks.memory(0)[KIB:].any()
+
+    @pytest.mark.parametrize("when", ["before", "while pending"])
+    def test_a_dead_worker_is_reported_and_replaced(self, ranks: ProcessRanks, when: str) -> None:
+        job = 0
+        if when == "while pending":
+            job = ranks.post(0, 1, Direction.READ, one_piece(ranks, 0, 1))
+        os.kill(ranks.process_id(1), signal.SIGKILL)
+        with pytest.raises(RankDiedError, match=r"rank 1 .* exit code -9 when asked Metadata"):
+            ranks.connect(0, 1)
+        if when == "before":
+            job = ranks.post(0, 1, Direction.READ, one_piece(ranks, 0, 1))
+            assert ranks.wait(0, job).state == "failed"
+        assert ranks.wait(0, job).state != "pending"
+        ranks.disconnect(0, 1)
+        ranks.restart(1)
+        ranks.connect_all()
+        ranks.run(0, 1, Direction.READ, one_piece(ranks, 0, 1))
+
+    def test_a_worker_that_does_not_answer_is_ended(self, ranks: ProcessRanks) -> None:
+        os.kill(ranks.process_id(1), signal.SIGSTOP)
+        with pytest.raises(RankDiedError, match=r"did not answer within 0\.2 s"):
+            ranks.ask(1, ask.Metadata(), timeout_s=0.2)
+        assert not Path(f"/proc/{ranks.process_id(1)}").exists()
+
+
+def shared_files() -> set[str]:
+    """Files of ours or UCX's; other programs on this machine have theirs."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("ucx_", "kvreshard"))}
+
+
+@pytest.mark.nixl
+def test_nothing_is_left_behind() -> None:
+    shared_before, open_before = shared_files(), len(os.listdir("/proc/self/fd"))
+    with ProcessRanks(2, KIB) as ranks:
+        ranks.connect_all()
+        pids = [ranks.process_id(rank) for rank in range(2)]
+        os.kill(pids[0], signal.SIGKILL)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert shared_files() <= shared_before
+    assert len(os.listdir("/proc/self/fd")) == open_before

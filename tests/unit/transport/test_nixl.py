@@ -1,0 +1,162 @@
+"""What does the contract not show of the NIXL transport: leaks, silence, size, and life without NIXL?"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
+from kvreshard.transport.memory import Fabric, MemoryTransport
+from kvreshard.transport.nixl import NixlOptions, NixlTransport
+
+
+def region(memory: NDArray[np.uint8]) -> MemoryRegion:
+    return MemoryRegion(memory.ctypes.data, memory.nbytes)
+
+
+def strided(local: NDArray[np.uint8], remote: NDArray[np.uint8], num_pieces: int, length: int) -> Copies:
+    """Equal pieces, spread over both memories."""
+    offset = np.arange(num_pieces, dtype=np.uint64) * np.uint64(local.nbytes // num_pieces)
+    return Copies.of(offset + np.uint64(local.ctypes.data), offset + np.uint64(remote.ctypes.data), length)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.run(  # a script of this file
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(TransportError, match=r"pip install kvreshard\[nixl\]"):
+        NixlTransport()
+
+
+def test_importing_the_module_does_not_import_nixl() -> None:
+    found = run_script("import sys, kvreshard.transport.nixl; print([m for m in sys.modules if m.startswith('nixl')])")
+    assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr
+
+
+@pytest.mark.nixl
+class TestAgent:
+    """With real agents."""
+
+    def test_it_is_a_transport_with_a_unique_name(self) -> None:
+        first, second = NixlTransport("same"), NixlTransport("same")
+        try:
+            assert isinstance(first, Transport)
+            assert first.name != second.name
+        finally:
+            first.close()
+            second.close()
+
+    def test_it_is_silent_and_ends_with_the_interpreter(self) -> None:
+        """Not closed on purpose: an engine that dies of an exception must not hang or print more than that."""
+        result = run_script("from kvreshard.transport.nixl import NixlTransport; t = NixlTransport(); t.metadata()")
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+    def test_a_wrong_backend_is_named(self) -> None:
+        with pytest.raises(TransportError, match=r"no plugin 'NONE'; it has: .*UCX"):
+            NixlTransport(options=NixlOptions(backend="NONE"))
+
+    def test_backend_parameters_reach_ucx(self) -> None:
+        with pytest.raises(TransportError, match=r"could not start backend UCX with .*NO_SUCH_DEVICE"):
+            NixlTransport(options=NixlOptions(backend_params={"engine_config": "NET_DEVICES=NO_SUCH_DEVICE,TLS=tcp"}))
+
+    def test_another_kind_of_transport_is_refused(self) -> None:
+        transport = NixlTransport()
+        try:
+            with pytest.raises(TransportError, match="'memory', this side 'nixl'"):
+                transport.add_peer("peer", MemoryTransport(Fabric()).metadata())
+        finally:
+            transport.close()
+
+    def test_a_peer_answers_while_a_million_pieces_move(self) -> None:
+        near, far = NixlTransport("near"), NixlTransport("far")
+        here, there = np.zeros(16 << 20, dtype=np.uint8), np.full(16 << 20, 7, dtype=np.uint8)
+        try:
+            near.register([region(here)])
+            far.register([region(there)])
+            near.add_peer("far", far.metadata())
+            far.add_peer("near", near.metadata())
+            transfer = near.post("far", Direction.READ, strided(here, there, 1_000_000, 9), b"all")
+            far.notify("near", b"ping")
+            until(near.notifications)
+            # A second or two of work was posted in slices of 20 ms: the word came in between.
+            assert transfer.error is None
+            assert transfer.seconds is None
+            near.notify("far", b"pong")
+            until(far.notifications)
+            assert transfer.seconds is None
+            transfer.wait(60.0)
+            assert int(np.count_nonzero(here)) == 9_000_000
+        finally:
+            near.close()
+            far.close()
+
+    def test_a_callback_may_post_and_notify(self) -> None:
+        near, far = NixlTransport("near"), NixlTransport("far")
+        here, there = np.zeros(4096, dtype=np.uint8), np.full(4096, 7, dtype=np.uint8)
+        followers: list[Transfer] = []
+        try:
+            near.register([region(here)])
+            far.register([region(there)])
+            near.add_peer("far", far.metadata())
+            copies = strided(here, there, 4, 5)
+
+            def follow(_transfer: Transfer) -> None:
+                near.notify("far", b"first")
+                followers.append(near.post("far", Direction.READ, copies))
+
+            near.post("far", Direction.READ, copies).add_done_callback(follow)
+            until(lambda: followers)
+            followers[0].wait(30.0)
+        finally:
+            near.close()
+            far.close()
+
+    @pytest.mark.parametrize("num_cycles", [30, pytest.param(200, marks=pytest.mark.slow)])
+    def test_whole_lives_leak_nothing(self, num_cycles: int) -> None:
+        """Some 70 ms a cycle. NIXL 1.5.1 leaks one socket per remove_peer and add_peer of a peer that lives on, so
+        that both sides' ends are part of a cycle here.
+        """
+        here, there = np.zeros(1 << 20, dtype=np.uint8), np.full(1 << 20, 7, dtype=np.uint8)
+        counts: list[tuple[int, int]] = []
+        resident: list[int] = []
+        for _cycle in range(num_cycles):
+            self._whole_life(here, there)
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            with open("/proc/self/statm") as statm:
+                resident.append(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        assert counts[-1] == counts[5]
+        # Measured over 200 cycles: within 6 MB up and down, without a trend. One leaked agent has some 0.5 MB.
+        assert resident[-1] - resident[5] < 16e6
+
+    @staticmethod
+    def _whole_life(here: NDArray[np.uint8], there: NDArray[np.uint8]) -> None:
+        near, far = NixlTransport("near"), NixlTransport("far")
+        near.register([region(here)])
+        far.register([region(there)])
+        near.add_peer("far", far.metadata())
+        far.add_peer("near", near.metadata())
+        near.post("far", Direction.READ, strided(here, there, 100, 50), b"x").wait(30.0)
+        until(far.notifications)
+        near.remove_peer("far")
+        far.remove_peer("near")
+        near.deregister([region(here)])
+        far.deregister([region(there)])
+        near.close()
+        far.close()

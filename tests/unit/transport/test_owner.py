@@ -1,0 +1,246 @@
+"""Does the owner thread keep its promises when slices settle late, fail, or never settle?
+
+The agent is a fake whose slices settle when the test says so.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
+from kvreshard.transport.owner import Agent, Job, Owner, Pace
+from kvreshard.transport.regions import RegionTable
+from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Slice, SliceCursor
+
+SPACE = RegionTable([MemoryRegion(0, 2**40)])
+PACE = Pace(slow_s=0.001, close_s=0.05, max_in_flight=3)
+
+
+class FakeAgent:
+    """Slices are numbered as posted. `settle(n)` and `fail(n)` decide their end; the log tells what was called.
+
+    Its clock advances with the calls: a post takes 15 ms, three quarters of what is aimed at, so that the budget keeps
+    its size of two pieces.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.log: list[tuple[object, ...]] = []
+        self.outcomes: dict[int, bool] = {}
+        self.refuse_posts = False
+        self.num_posted = 0
+        self.threads: set[int] = set()
+
+    def settle(self, number: int) -> None:
+        self.outcomes[number] = True
+
+    def fail(self, number: int) -> None:
+        self.outcomes[number] = False
+
+    def called(self, name: str) -> list[tuple[object, ...]]:
+        return [entry for entry in list(self.log) if entry[0] == name]
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        self.log.append(("register", *regions))
+
+    def deregister(self, regions: Sequence[MemoryRegion]) -> None:
+        self.log.append(("deregister", *regions))
+
+    def metadata(self) -> bytes:
+        return b"fake"
+
+    def add_peer(self, name: str, native: bytes) -> None:
+        self.log.append(("add", name))
+
+    def remove_peer(self, name: str) -> None:
+        self.log.append(("remove", name))
+
+    def start(self, peer: str, direction: Direction, piece: Slice) -> object:
+        self.threads.add(threading.get_ident())
+        if self.refuse_posts:
+            raise TransportError("the fake refuses")
+        self.now_s += 0.015
+        number = self.num_posted
+        self.log.append(("start", peer, number))
+        self.num_posted += 1
+        return number
+
+    def is_done(self, handle: object) -> bool:
+        assert isinstance(handle, int)
+        self.now_s += 0.001
+        outcome = self.outcomes.get(handle)
+        if outcome is False:
+            raise TransportError(f"slice {handle} broke")
+        return outcome is True
+
+    def release(self, handle: object) -> None:
+        self.log.append(("release", handle))
+
+    def send(self, peer: str, payload: bytes) -> None:
+        self.threads.add(threading.get_ident())
+        self.log.append(("send", peer, payload))
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        self.threads.add(threading.get_ident())
+        return []
+
+    def close(self) -> None:
+        self.log.append(("close",))
+
+
+@pytest.fixture
+def agent() -> FakeAgent:
+    return FakeAgent()
+
+
+@pytest.fixture
+def owner(agent: FakeAgent) -> Iterator[Owner]:
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, lambda: agent.now_s)
+    yield owner
+    owner.stop()
+
+
+def make_job(num_slices: int, peer: str = "bob", notify: bytes | None = b"done") -> Job:
+    """A job of that many slices: each piece's cost is most of a budget."""
+    size = FIRST_BUDGET_BYTES // 3
+    local = [index * size for index in range(2 * num_slices)]
+    copies = Copies.of(local, local, size)
+    transfer = Transfer(peer, Direction.READ, copies, time.monotonic)
+    return Job(transfer, peer, SliceCursor(copies, SPACE, SPACE, "remote"), notify)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+
+
+def turns(owner: Owner, count: int = 3) -> None:
+    """Let the loop go around, so that what must not happen has had its chance."""
+    for _ in range(count):
+        owner.call(lambda _agent: None)
+
+
+def test_the_notification_follows_the_last_slice(owner: Owner, agent: FakeAgent) -> None:
+    job = make_job(3)
+    owner.post(job)
+    until(lambda: agent.num_posted == 3)
+    for number in (2, 0):
+        agent.settle(number)
+    until(lambda: len(agent.called("release")) == 2)
+    turns(owner)
+    assert agent.called("send") == []
+    assert job.transfer.state is TransferState.PENDING
+    agent.settle(1)
+    job.transfer.wait(10.0)
+    assert agent.called("send") == [("send", "bob", b"done")]
+    assert len(agent.called("release")) == 3
+    assert len(agent.threads) == 1
+
+
+def test_a_failed_slice_waits_for_its_siblings_and_posts_no_more(owner: Owner, agent: FakeAgent) -> None:
+    job = make_job(6)
+    owner.post(job)
+    until(lambda: agent.num_posted == PACE.max_in_flight)
+    agent.fail(1)
+    until(lambda: len(agent.called("release")) == 1)
+    turns(owner)
+    assert job.transfer.state is TransferState.PENDING
+    agent.settle(0)
+    agent.fail(2)
+    with pytest.raises(TransportError, match="slice 1 broke"):
+        job.transfer.wait(10.0)
+    assert agent.num_posted == PACE.max_in_flight
+    assert agent.called("send") == []
+    assert len(agent.called("release")) == 3
+
+
+def test_a_refused_post_fails_the_transfer(owner: Owner, agent: FakeAgent) -> None:
+    agent.refuse_posts = True
+    job = make_job(2)
+    owner.post(job)
+    with pytest.raises(TransportError, match=r"'bob'.*the fake refuses.*remove it"):
+        job.transfer.wait(10.0)
+
+
+def test_slices_in_flight_are_bounded(owner: Owner, agent: FakeAgent) -> None:
+    job = make_job(10)
+    owner.post(job)
+    for number in range(10):
+        until(lambda number=number: agent.num_posted > number)  # type: ignore[misc]
+        turns(owner)
+        assert agent.num_posted <= number + PACE.max_in_flight
+        agent.settle(number)
+    job.transfer.wait(10.0)
+
+
+def test_a_small_job_does_not_queue_behind_a_large_one(owner: Owner, agent: FakeAgent) -> None:
+    large, small = make_job(50, "bob"), make_job(1, "cat")
+    owner.post(large)
+    until(lambda: agent.num_posted == PACE.max_in_flight)
+    owner.post(small)
+    turns(owner)
+    agent.settle(0)
+    agent.settle(1)
+    until(lambda: agent.num_posted == PACE.max_in_flight + 2)
+    assert ("start", "cat") in [entry[:2] for entry in agent.called("start")[-2:]]
+
+
+def test_a_removed_peer_stays_connected_until_its_slices_settle(owner: Owner, agent: FakeAgent) -> None:
+    job = make_job(9)
+    owner.post(job)
+    until(lambda: agent.num_posted == PACE.max_in_flight)
+    owner.remove_peer("bob", TransportError("removed"))
+    assert agent.called("remove") == []
+    with pytest.raises(TransportError, match="in flight"):
+        owner.add_peer("bob", b"")
+    for number in range(PACE.max_in_flight):
+        agent.settle(number)
+    with pytest.raises(TransportError, match="removed"):
+        job.transfer.wait(10.0)
+    assert agent.called("remove") == [("remove", "bob")]
+    owner.add_peer("bob", b"")
+    assert agent.num_posted == PACE.max_in_flight
+
+
+def test_stop_gives_up_a_stuck_slice_after_the_agent_is_closed(owner: Owner, agent: FakeAgent) -> None:
+    job = make_job(9)
+    order: list[str] = []
+    job.transfer.add_done_callback(lambda _transfer: order.append("closed" if agent.called("close") else "open"))
+    owner.post(job)
+    until(lambda: agent.num_posted == PACE.max_in_flight)
+    owner.stop()
+    with pytest.raises(TransportError, match="closed"):
+        job.transfer.wait(0.0)
+    assert order == ["closed"]
+    assert len(agent.called("release")) == PACE.max_in_flight
+    with pytest.raises(TransportError, match="closed"):
+        owner.post(make_job(1))
+    with pytest.raises(TransportError, match="closed"):
+        owner.call(lambda _agent: None)
+    owner.stop()
+
+
+def test_a_callback_may_post_and_may_raise(owner: Owner, agent: FakeAgent) -> None:
+    first, second = make_job(1), make_job(1)
+
+    def follow(_transfer: Transfer) -> None:
+        owner.post(second)
+        raise ValueError("a bad callback")
+
+    first.transfer.add_done_callback(follow)
+    owner.post(first)
+    until(lambda: agent.num_posted == 1)
+    agent.settle(0)
+    agent.settle(1)
+    second.transfer.wait(10.0)
+
+
+def test_an_agent_that_cannot_be_made_is_the_callers_error() -> None:
+    def broken() -> Agent:
+        raise TransportError("no such device")
+
+    with pytest.raises(TransportError, match="no such device"):
+        Owner("fake", broken, lambda _peer, _payload: None, PACE)

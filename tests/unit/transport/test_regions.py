@@ -1,0 +1,83 @@
+"""Is every piece found in the one region that holds it, and is metadata read with suspicion?"""
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
+
+A, B, C = MemoryRegion(1000, 100), MemoryRegion(1100, 50), MemoryRegion(5000, 10, "cuda:1")
+TABLE = RegionTable([C, A, B])
+
+
+def locate(address: list[int], length: list[int]) -> list[int]:
+    found = TABLE.locate("local", np.array(address, dtype=np.uint64), np.array(length, dtype=np.uint64))
+    return [int(index) for index in found]
+
+
+def test_pieces_are_located_by_address_order() -> None:
+    assert TABLE.regions == (A, B, C)
+    assert locate([1000, 1099, 1100, 5009, 1000], [100, 1, 50, 1, 1]) == [0, 0, 1, 2, 0]
+    assert locate([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "length"), [(999, 1), (999, 2), (1149, 2), (1090, 20), (4999, 2), (5009, 2), (0, 1), (2**64 - 1, 1)]
+)
+def test_a_piece_outside_or_across_is_refused(address: int, length: int) -> None:
+    with pytest.raises(TransportError, match=r"piece 1 of 2: local .*registered: "):
+        locate([1000, address], [1, length])
+
+
+def test_no_regions_hold_no_piece() -> None:
+    with pytest.raises(TransportError, match="registered: none"):
+        RegionTable().locate("local", np.array([1], dtype=np.uint64), np.array([1], dtype=np.uint64))
+
+
+def test_a_region_at_the_top_of_the_address_space() -> None:
+    table = RegionTable([MemoryRegion(2**64 - 8, 8)])
+    last = np.array([2**64 - 1], dtype=np.uint64)
+    assert table.locate("local", last, np.array([1], dtype=np.uint64)).tolist() == [0]
+
+
+def test_overlap_is_refused_and_contact_is_not() -> None:
+    with pytest.raises(TransportError, match="overlaps"):
+        TABLE.plus([MemoryRegion(1149, 5)])
+    assert len(TABLE.plus([MemoryRegion(1150, 5)]).regions) == 4
+
+
+def test_removing_regions() -> None:
+    assert TABLE.minus([B]).regions == (A, C)
+    with pytest.raises(TransportError, match="not registered"):
+        TABLE.minus([MemoryRegion(1000, 99)])
+    with pytest.raises(TransportError, match="not registered"):
+        TABLE.minus([A, A])
+
+
+def test_metadata_round_trip() -> None:
+    metadata = decode_metadata("nixl", encode_metadata("nixl", "me", TABLE, b"\0native"))
+    assert (metadata.name, metadata.native) == ("me", b"\0native")
+    assert metadata.table().regions == TABLE.regions
+
+
+def test_metadata_of_another_transport_or_version_is_refused() -> None:
+    with pytest.raises(TransportError, match="'memory', this side 'nixl'"):
+        decode_metadata("nixl", encode_metadata("memory", "me", TABLE))
+    later = msgspec.msgpack.decode(encode_metadata("nixl", "me", TABLE))
+    later["version"] = 99
+    with pytest.raises(TransportError, match="version 99; this side reads up to 1"):
+        decode_metadata("nixl", msgspec.msgpack.encode(later))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, -1])
+def test_malformed_metadata_is_refused(cut: int) -> None:
+    with pytest.raises(TransportError, match="not readable"):
+        decode_metadata("nixl", encode_metadata("nixl", "me", TABLE)[:cut])
+
+
+def test_metadata_with_impossible_regions_is_refused() -> None:
+    wrong = msgspec.msgpack.decode(encode_metadata("nixl", "me", TABLE))
+    wrong["regions"] = [[2**64 - 1, 2**63, "cpu"]]
+    with pytest.raises(TransportError, match="address space"):
+        decode_metadata("nixl", msgspec.msgpack.encode(wrong)).table()
