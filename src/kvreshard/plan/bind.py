@@ -102,7 +102,7 @@ def _index_ranges(lane: Lane, intervals: Iterable[Tokens]) -> Iterator[tuple[int
 
 
 def _bind_lane(lane: Lane, pieces: Pieces, src: PageTable, dst: PageTable, max_copies: int) -> Iterator[CopyList]:
-    overlaps, which = _distinct(pieces)
+    overlaps, which = distinct_overlaps(pieces)
     patterns = [lane.pattern(overlap) for overlap in overlaps]
     together: dict[tuple[int, bytes], list[int]] = {}
     for index, pattern in enumerate(patterns):
@@ -117,7 +117,7 @@ def _bind_lane(lane: Lane, pieces: Pieces, src: PageTable, dst: PageTable, max_c
         yield from _expand(lane, patterns[members[0]], *_merge_pages(*runs), max_copies)
 
 
-def _distinct(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64s]:
+def distinct_overlaps(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64s]:
     """The distinct overlaps, and for each piece which of them it is."""
     if not len(pieces.length):
         return [], pieces.length
@@ -141,8 +141,8 @@ def _page_runs(
     src_offsets = np.stack([p.src_offsets for p in patterns])[pattern_of]
     dst_offsets = np.stack([p.dst_offsets for p in patterns])[pattern_of]
     lengths = np.stack([p.lengths for p in patterns])[pattern_of]
-    src_page = _page_ids(src, lane.src_span, pieces.src_span[chosen], [p.src_pages for p in patterns], pattern_of)
-    dst_page = _page_ids(dst, lane.dst_span, pieces.dst_span[chosen], [p.dst_pages for p in patterns], pattern_of)
+    src_page = page_ids(src, lane.src_span, pieces.src_span[chosen], [p.src_pages for p in patterns], pattern_of)
+    dst_page = page_ids(dst, lane.dst_span, pieces.dst_span[chosen], [p.dst_pages for p in patterns], pattern_of)
     order = np.lexsort((src_offsets[:, 0], src_page[:, 0]))
     src_at = src_page * lane.src_page_stride_bytes + src_offsets
     dst_at = dst_page * lane.dst_page_stride_bytes + dst_offsets
@@ -151,7 +151,7 @@ def _page_runs(
     return src_at, dst_at, lengths
 
 
-def _page_ids(table: PageTable, span: Span, spans: Int64s, page_steps: list[Int64s], pattern_of: Int64s) -> Int64s:
+def page_ids(table: PageTable, span: Span, spans: Int64s, page_steps: list[Int64s], pattern_of: Int64s) -> Int64s:
     """Page id of every run of every piece: shape (pieces, runs), or (pieces, 1) where a span is one page."""
     if span.pages == 1:
         logical = spans[:, None]

@@ -38,11 +38,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bases:
-    """Addresses of each field's first cell in page 0, shape (num_fields,), and for how many fields one base stands."""
+    """Addresses of each field's first cell in page 0, shape (num_fields,).
+
+    `region`: equal numbers where both sides' regions are the same, so that runs of two regions are never joined.
+    """
 
     src: Int64s
     dst: Int64s
-    fields_each: int = 1
+    region: Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,13 +91,13 @@ def fuse(bases: Bases, length: int) -> Bases | None:
     if len(bases.src) < 2:
         return None
     order = np.lexsort((bases.dst, bases.src))
-    src, dst = bases.src[order], bases.dst[order]
-    continues = (np.diff(src) == length) & (np.diff(dst) == length)
+    src, dst, region = bases.src[order], bases.dst[order], bases.region[order]
+    continues = (np.diff(src) == length) & (np.diff(dst) == length) & (np.diff(region) == 0)
     starts = np.flatnonzero(np.concatenate([[True], ~continues]))
     sizes = np.diff(np.append(starts, len(src)))
     if sizes[0] == 1 or (sizes != sizes[0]).any():
         return None
-    return Bases(src[starts], dst[starts], bases.fields_each * int(sizes[0]))
+    return Bases(src[starts], dst[starts], region[starts])
 
 
 def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Sequence[Strip]]) -> Pattern:

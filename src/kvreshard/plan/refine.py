@@ -75,7 +75,7 @@ def refine(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low:
             src_page.tolist(), dst_page.tolist(), src_byte.tolist(), dst_byte.tolist(), lengths.tolist(), strict=True
         )
     ]
-    return _fold(stretches)
+    return fold(stretches)
 
 
 def _inner(mapped: AxisMap) -> tuple[Digit, ...]:
@@ -101,7 +101,7 @@ def _locate(mapped: AxisMap, inner: tuple[Digit, ...], coordinates: Coordinates)
     return page, offset
 
 
-def _fold(items: list[Strip]) -> list[Strip]:
+def fold(items: list[Strip]) -> list[Strip]:
     """Replace runs of equal strips at constant distances by one strip with one more loop, until nothing folds."""
     while True:
         folded: list[Strip] = []

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
-from kvreshard.model.ownership import Interval, Ownership, count_within
+from kvreshard.model.ownership import Interval, Ownership
+from kvreshard.plan.cost import Choice, CostModel, Way, choose
 from kvreshard.plan.election import Box, Election, Family, elect
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
@@ -79,6 +79,7 @@ class Lane:
     keep_partial: bool
     src_span: Span
     dst_span: Span
+    choice: Choice | None = None
     _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
@@ -123,10 +124,19 @@ class Route:
         return tuple(sorted({lane.src_rank for lane in self.lanes}))
 
 
-def compile_route(src: EngineLayout, dst: EngineLayout, dst_rank: int, election: Election | None = None) -> Route:
+def compile_route(
+    src: EngineLayout,
+    dst: EngineLayout,
+    dst_rank: int,
+    *,
+    election: Election | None = None,
+    cost: CostModel = CostModel(),  # noqa: B008 (frozen)
+    way: Way | None = None,
+) -> Route:
     """The proved route of one destination rank. Raises LayoutMismatch naming field, axis, both values and the remedy.
 
-    `election`: the table of this pair, if another destination rank's route has already needed it.
+    `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
+    whether it is read directly or through staging; `way` forces it.
     """
     from kvreshard.plan.check import prove
 
@@ -137,13 +147,17 @@ def compile_route(src: EngineLayout, dst: EngineLayout, dst_rank: int, election:
     matched = match_fields(src, dst)
     table = election if election is not None else elect(src, dst, list(matched.names))
     lanes = tuple(
-        _lane(src, dst, family, src_rank, dst_rank, box)
+        _decide(_lane(src, dst, family, src_rank, dst_rank, box), cost, way)
         for index, family in enumerate(table.families)
         for src_rank, box in table.boxes.get((dst_rank, index), ())
     )
     route = Route(src.engine, dst.engine, dst_rank, lanes, table.reporters, matched.warnings)
     prove(route, src, dst)
     return route
+
+
+def _decide(lane: Lane, cost: CostModel, way: Way | None) -> Lane:
+    return replace(lane, choice=choose(lane.pattern(lane.full_overlap()), cost, way))
 
 
 def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box) -> Lane:
@@ -163,10 +177,7 @@ def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, d
         src_group=src.group_by_name[src_geometry.group],
         dst_group=dst.group_by_name[dst_geometry.group],
         fields=family.fields,
-        bases=Bases(
-            _base_addresses(src.rank_by_number[src_rank], family.fields),
-            _base_addresses(dst.rank_by_number[dst_rank], family.fields),
-        ),
+        bases=_bases(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], family.fields),
         element_bytes=family.shape.element_bytes,
         src_page_stride_bytes=src_geometry.page_stride_bytes,
         dst_page_stride_bytes=dst_geometry.page_stride_bytes,
@@ -178,8 +189,20 @@ def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, d
     )
 
 
-def _base_addresses(rank: Rank, fields: tuple[str, ...]) -> NDArray[np.int64]:
-    return np.array([rank.base_address(rank.shard_by_field[name]) for name in fields], dtype=np.int64)
+def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
+    numbers: dict[tuple[str, str], int] = {}
+    src_shards, dst_shards = [[rank.shard_by_field[name] for name in fields] for rank in (src, dst)]
+    return Bases(
+        np.array([src.base_address(shard) for shard in src_shards], dtype=np.int64),
+        np.array([dst.base_address(shard) for shard in dst_shards], dtype=np.int64),
+        np.array(
+            [
+                numbers.setdefault((a.region, b.region), len(numbers))
+                for a, b in zip(src_shards, dst_shards, strict=True)
+            ],
+            dtype=np.int64,
+        ),
+    )
 
 
 def _span(mapped: AxisMap, chosen: Ownership) -> Span:
@@ -192,8 +215,3 @@ def _span(mapped: AxisMap, chosen: Ownership) -> Span:
     ring = mapped.ring_pages
     capacity = None if ring is None else ring * per_page // mapped.owned.run * mapped.owned.period
     return Span(whole, pages, ring, capacity)
-
-
-def held_per_span(axis: LaneAxis, span: Span) -> int:
-    """How many coordinates of a source span the lane really reads."""
-    return count_within(axis.chosen, 0, span.indices)
