@@ -4,7 +4,7 @@ A correct plan can be a useless one: a head split of a token-major cache is thou
 lane is read in one of two ways:
 
 - **direct**: post every run; costs a copy's overhead per run.
-- **staged**: read what is contiguous at the source, in few large pieces, into a staging buffer, then permute locally.
+- **staged**: read what is close together at the source, in few large pieces, into a staging buffer, then permute locally.
 
 Both are estimated for one page in the middle of a sequence, from measured constants, and the cheaper one is taken, unless
 it is forced. The default constants were measured with NIXL 1.5.1 over UCX between two processes of one host: 2 to 3 us
@@ -34,6 +34,11 @@ class CostModel:
     move_run_s: float = 3e-8
     move_bytes_per_s: float = 3e9
 
+    @property
+    def max_gap_bytes(self) -> int:
+        """The longest gap that is cheaper to read than to post the piece behind it as a copy of its own."""
+        return int(self.copy_s * self.read_bytes_per_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -46,6 +51,7 @@ class Choice:
     num_runs: int
     num_reads: int
     run_bytes: int
+    max_gap_bytes: int
 
     def __str__(self) -> str:
         """The choice in a sentence."""
@@ -57,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """What is contiguous at the source, per overlap: source offsets and lengths, and where each lies in a staging slot."""
+    """What is read as one piece at the source, per overlap: source offsets and lengths, and where each lies in a staging slot."""
 
     src_offsets: Int64s
     lengths: Int64s
@@ -70,13 +76,17 @@ class Boxes:
         return int(self.lengths.sum())
 
 
-def find_boxes(pattern: Pattern) -> Boxes:
-    """Merge a pattern's runs, which are sorted by source page and offset, where they touch at the source."""
+def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
+    """Merge a pattern's runs, which are sorted by source page and offset, over gaps of at most `max_gap_bytes`.
+
+    Bytes in a gap are read and left in the slot: cheaper than a copy of their own (`CostModel.max_gap_bytes`).
+    """
     src, length, page = pattern.src_offsets, pattern.lengths, pattern.src_pages
-    apart = (src[1:] != src[:-1] + length[:-1]) | (page[1:] != page[:-1])
+    apart = (src[1:] - src[:-1] - length[:-1] > max_gap_bytes) | (page[1:] != page[:-1])
     starts = np.flatnonzero(np.concatenate([[True], apart]))
     box_of = np.cumsum(np.concatenate([[True], apart])) - 1
-    lengths = np.add.reduceat(length, starts)
+    ends = np.concatenate([starts[1:], [len(src)]]) - 1
+    lengths = src[ends] + length[ends] - src[starts]
     slot_offsets = np.cumsum(lengths) - lengths
     return Boxes(src[starts], lengths, page[starts], slot_offsets, slot_offsets[box_of] + src - src[starts][box_of])
 
@@ -84,14 +94,24 @@ def find_boxes(pattern: Pattern) -> Boxes:
 def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Choice:
     """The cheaper way for pages like this pattern's."""
     num_fields, num_runs = len(pattern.bases.src), len(pattern.lengths)
-    num_boxes = len(find_boxes(pattern).lengths) if num_runs else 0
+    boxes = find_boxes(pattern, model.max_gap_bytes) if num_runs else None
+    num_boxes, slot_bytes = (len(boxes.lengths), boxes.slot_bytes) if boxes else (0, 0)
     moved = pattern.num_bytes
     direct_s = num_fields * num_runs * model.copy_s + moved / model.read_bytes_per_s
     staged_s = (
         num_fields * (num_boxes * model.copy_s + num_runs * model.move_run_s)
-        + moved / model.read_bytes_per_s
+        + num_fields * slot_bytes / model.read_bytes_per_s
         + moved / model.move_bytes_per_s
     )
     way: Way = forced or ("staged" if staged_s < direct_s else "direct")
     run_bytes = int(pattern.lengths.max()) if num_runs else 0
-    return Choice(way, forced is not None, direct_s, staged_s, num_fields * num_runs, num_fields * num_boxes, run_bytes)
+    return Choice(
+        way,
+        forced is not None,
+        direct_s,
+        staged_s,
+        num_fields * num_runs,
+        num_fields * num_boxes,
+        run_bytes,
+        model.max_gap_bytes,
+    )

@@ -4,7 +4,7 @@ A slot is what one piece (an overlap of two pages, of one field) needs from the 
 neighbouring pages of a fresh table become one large read. A batch is as many slots as the buffer holds:
 
 1. Cut and look up pieces as `bind` does; sort them by source page.
-2. Per group of pieces with one pattern, take the boxes that are contiguous at the source (`cost.find_boxes`).
+2. Per group of pieces with one pattern, take the boxes that are read as one piece (`cost.find_boxes`).
 3. Reads: every box of every piece and field, merged where both sides continue.
 4. Moves: per run of the pattern, a strided copy from slots to destination pages, as loops, not as a list.
 
@@ -52,11 +52,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One filling of the staging buffer. `reads.dst_address` are offsets in the buffer."""
+    """One filling of the staging buffer. `reads.dst_address` are offsets in it; `num_bytes` of cache come out of it."""
 
     reads: CopyList
     moves: tuple[Move, ...]
-    staging_bytes: int
+    num_bytes: int
 
 
 def stage(lane: Lane, request: Request, buffer_bytes: int) -> Iterator[Batch]:
@@ -71,7 +71,7 @@ def stage(lane: Lane, request: Request, buffer_bytes: int) -> Iterator[Batch]:
         pattern = lane.pattern(overlap)
         if not len(pattern.lengths):
             continue
-        boxes = find_boxes(pattern)
+        boxes = find_boxes(pattern, 0 if lane.choice is None else lane.choice.max_gap_bytes)
         if boxes.slot_bytes > buffer_bytes:
             raise BindError(
                 f"fields {lane.fields[0]}, ...: one page needs {boxes.slot_bytes} bytes of staging, the buffer has "
@@ -105,21 +105,20 @@ def _batches(
     for first in range(0, len(order), pieces_each):
         part = slice(first, first + pieces_each)
         for field in range(0, len(pattern.bases.src), fields_each):
-            bases = slice(field, field + fields_each)
-            yield _batch(
-                lane, boxes, steps, src_pages[part], dst_pages[part], pattern.bases.src[bases], pattern.bases.dst[bases]
-            )
+            fields = slice(field, field + fields_each)
+            yield _batch(lane, pattern, boxes, steps, fields, src_pages[part], dst_pages[part])
 
 
 def _batch(
     lane: Lane,
+    pattern: Pattern,
     boxes: Boxes,
     steps: list[tuple[int, int, Strip]],
+    fields: slice,
     src_pages: Int64s,
     dst_pages: Int64s,
-    src_bases: Int64s,
-    dst_bases: Int64s,
 ) -> Batch:
+    src_bases, dst_bases = pattern.bases.src[fields], pattern.bases.dst[fields]
     num_pieces, slot_bytes = len(src_pages), boxes.slot_bytes
     slots = np.arange(len(src_bases) * num_pieces, dtype=np.int64).reshape(len(src_bases), num_pieces, 1) * slot_bytes
     at_source = src_bases[:, None, None] + (src_pages + boxes.src_offsets)[None]
@@ -138,7 +137,7 @@ def _batch(
         )
         for length, column, strip in steps
     )
-    return Batch(reads, moves, slots.size * slot_bytes)
+    return Batch(reads, moves, slots.size * int(pattern.lengths.sum()))
 
 
 def _merge(lane: Lane, src: Int64s, dst: Int64s, lengths: Int64s) -> CopyList:

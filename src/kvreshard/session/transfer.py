@@ -16,9 +16,10 @@ Refused: BindError before anything moves. Raises TransportError, after all trans
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
@@ -33,17 +34,22 @@ from kvreshard.transport.local import LocalMemory
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A registered buffer for staged lanes: `size_bytes` from `address`."""
+    """A registered buffer for staged lanes: `size_bytes` from `address`. One request at a time fills it."""
 
     address: int
     size_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one rank's part of a request took. Seconds are wall time; `num_bytes` counts what was read or written."""
+    """What one rank's part of a request took. Seconds are wall time.
+
+    `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included.
+    """
 
     num_bytes: int
+    num_read_bytes: int
     num_copies: int
     num_staged_bytes: int
     bind_s: float
@@ -74,23 +80,20 @@ class Mover:
         transfers = [self._post(Direction.READ, copies) for copies in lists]
         error: TransportError | TimeoutError | None = None
         try:
-            for batch in in_staging:
-                self._run_batch(batch)
+            self._run_batches(in_staging)
         except (TransportError, TimeoutError) as failed:
             error = failed
-        written = [*lists, *(copies for copies in bind(staged, request))] if request.dst_new_pages else lists
         if request.dst_new_pages:
-            holes = find_unwritten(dst, route.dst_rank, request, written)
-            self.memory.zero(holes.start, holes.stop)
+            self.fill(dst, route.dst_rank, request, [*lists, *bind(staged, request)])
         self._settle(transfers, error)
         if report:
             for src_rank, reporters in route.reporters.items():
                 if route.dst_rank in reporters:
                     self.transport.notify(self.peers[src_rank], report)
-        num_staged = sum(batch.reads.num_bytes for batch in in_staging)
+        num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in in_staging)
+        num_read = num_direct + sum(batch.reads.num_bytes for batch in in_staging)
         num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in in_staging)
-        num_bytes = sum(c.num_bytes for c in lists) + num_staged
-        return Moved(num_bytes, num_copies, num_staged, bind_s, self.clock() - started_s)
+        return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, self.clock() - started_s)
 
     def push(self, routes: Iterable[Route], request: Request, src_rank: int) -> Moved:
         """Write what `src_rank` is the source of in the routes of the destination ranks."""
@@ -100,7 +103,12 @@ class Mover:
         bind_s = self.clock() - started_s
         self._settle([self._post(Direction.WRITE, copies) for copies in lists], None)
         num_bytes, num_copies = sum(c.num_bytes for c in lists), sum(c.num_copies for c in lists)
-        return Moved(num_bytes, num_copies, 0, bind_s, self.clock() - started_s)
+        return Moved(num_bytes, num_bytes, num_copies, 0, bind_s, self.clock() - started_s)
+
+    def fill(self, dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> None:
+        """Zero what `copies`, all copies of the request to this rank, do not write in its newly allocated pages."""
+        holes = find_unwritten(dst, dst_rank, request, copies)
+        self.memory.zero(holes.start, holes.stop)
 
     def _stage_all(self, staged: Route, request: Request, staging: Staging) -> list[Batch]:
         return [batch for lane in staged.lanes for batch in stage(lane, request, staging.size_bytes)]
@@ -113,10 +121,14 @@ class Mover:
             local, remote = remote, local
         return self.transport.post(peer, direction, Copies.of(local, remote, copies.length))
 
-    def _run_batch(self, batch: Batch) -> None:
-        staging = self.staging
-        if staging is None:
-            raise TransportError("a staged lane needs a staging buffer; give one or read directly")
+    def _run_batches(self, batches: list[Batch]) -> None:
+        if self.staging is None or not batches:
+            return
+        with self.staging.lock:
+            for batch in batches:
+                self._run_batch(batch, self.staging)
+
+    def _run_batch(self, batch: Batch, staging: Staging) -> None:
         reads = replace(batch.reads, dst_address=batch.reads.dst_address + staging.address)
         self._post(Direction.READ, reads).wait(self.timeout_s)
         for move in batch.moves:

@@ -33,16 +33,21 @@ def oracle_transfer(
 ) -> dict[tuple[int, str], Bytes]:
     """The destination's memory after the request, as a copy; `dst_memory` is not changed."""
     after = {place: content.copy() for place, content in dst_memory.items()}
+    apply_request(src, dst, src_memory, after, request)
+    return after
+
+
+def apply_request(src: EngineLayout, dst: EngineLayout, src_memory: Memory, after: Memory, request: Request) -> None:
+    """The same in place: `after` is the destination's memory before, and then after, the request."""
     for rank in dst.ranks:
         _zero_new_pages(dst, rank, after, request)
     for rank in dst.ranks:
         for shard in rank.shards:
             field = next(f for f in dst.fields if f.name == shard.field)
             _copy_field(src, rank, shard, field, src_memory, after, request)
-    return after
 
 
-def _zero_new_pages(dst: EngineLayout, rank: Rank, memory: dict[tuple[int, str], Bytes], request: Request) -> None:
+def _zero_new_pages(dst: EngineLayout, rank: Rank, memory: Memory, request: Request) -> None:
     for group in dst.groups:
         for page in request.dst_new_pages.get(group.name, np.zeros(0, np.int64)).tolist():
             for slab in rank.slabs:
@@ -57,7 +62,7 @@ def _copy_field(
     dst_shard: Shard,
     field: Field,
     src_memory: Memory,
-    after: dict[tuple[int, str], Bytes],
+    after: Memory,
     request: Request,
 ) -> None:
     if not any(shard.field == field.name for rank in src.ranks for shard in rank.shards) and field.optional:

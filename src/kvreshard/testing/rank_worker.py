@@ -6,7 +6,8 @@ A `RankWorker` has one block of memory and one transport, and serves one request
 2. `Metadata`, `Connect`, `Disconnect`: peers are called "rank0", "rank1", ...
 3. `Post` starts a copy list and returns a job number at once; `Wait` tells how the job ended.
 4. `Notify`, `Notifications`, `Attend`; `Reset` forgets settled jobs and unread messages.
-5. `Close` closes the transport; the next `Hello` makes a new one, as a restarted engine would.
+5. `Load`, `Move`, `Await`: the part of an engine's rank, see `rank_mover`.
+6. `Close` closes the transport; the next `Hello` makes a new one, as a restarted engine would.
 
 As a program it serves a controller over an inherited socket: frames of a 4-byte length and msgpack. A refusal by the
 transport is an answer, not the end of the worker. It ends when the socket closes, so that no worker outlives its
@@ -29,6 +30,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvreshard.model import KvReshardError
+from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, Transport, TransportError
 
 
@@ -99,7 +102,10 @@ class Close(msgspec.Struct, tag=True):
     """Close the transport."""
 
 
-Request = Hello | Metadata | Connect | Disconnect | Post | Wait | Notify | Notifications | Attend | Reset | Close
+Request = (
+    Hello | Metadata | Connect | Disconnect | Post | Wait | Notify | Notifications | Attend | Reset | Close
+    | Load | Move | Await
+)  # fmt: skip
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -126,6 +132,8 @@ class Answer(msgspec.Struct):
     job: int = 0
     report: Report | None = None
     messages: list[tuple[str, bytes]] = []
+    outcome: Outcome | None = None
+    compile_s: float = 0.0
 
 
 class RankWorker:
@@ -138,12 +146,13 @@ class RankWorker:
         self._jobs: dict[int, Transfer] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
+        self._mover: RankMover | None = None
 
     def serve(self, request: Request) -> Answer:
         """Do what is asked; never raises."""
         try:
             return self._serve(request)
-        except TransportError as error:
+        except (TransportError, KvReshardError) as error:
             return Answer(refused=str(error))
         except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
             return Answer(crashed=traceback.format_exc())
@@ -163,9 +172,21 @@ class RankWorker:
                 return Answer(report=self._wait(request))
             case Notifications():
                 return Answer(messages=self._messages(transport, request))
+            case Load():
+                self._mover = RankMover(transport, request)
+                return Answer(compile_s=self._mover.compile_s)
+            case Move() | Await():
+                return self._move(request)
             case _:
                 self._change(transport, request)
                 return Answer()
+
+    def _move(self, request: Move | Await) -> Answer:
+        if self._mover is None:
+            raise TransportError("this rank has no layouts yet; say Load first")
+        if isinstance(request, Move):
+            return Answer(job=self._mover.start(request))
+        return Answer(outcome=self._mover.wait(request))
 
     def _change(self, transport: Transport, request: Request) -> None:
         """The requests without a result."""

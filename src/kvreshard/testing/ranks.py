@@ -79,17 +79,17 @@ class Ranks(abc.ABC):
 
     def open(self, rank: int) -> float:
         """Make a rank's transport, also after `shut`; returns the seconds it took."""
-        answer = self._ask(rank, ask.Hello())
+        answer = self.served(rank, ask.Hello())
         self._address[rank] = answer.address
         return answer.start_s
 
     def shut(self, rank: int) -> None:
         """Close a rank's transport; its memory stays."""
-        self._ask(rank, ask.Close())
+        self.served(rank, ask.Close())
 
     def connect(self, rank: int, peer: int) -> None:
         """Make `peer` known to `rank`, as "rank<peer>"."""
-        self._ask(rank, ask.Connect(f"rank{peer}", self._ask(peer, ask.Metadata()).data))
+        self.served(rank, ask.Connect(f"rank{peer}", self.served(peer, ask.Metadata()).data))
 
     def connect_all(self) -> None:
         """Make all ranks known to each other."""
@@ -98,17 +98,17 @@ class Ranks(abc.ABC):
 
     def disconnect(self, rank: int, peer: int) -> None:
         """Remove `peer` from `rank`."""
-        self._ask(rank, ask.Disconnect(f"rank{peer}"))
+        self.served(rank, ask.Disconnect(f"rank{peer}"))
 
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
         """Start a transfer on `rank`; returns its job number without waiting."""
         arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
         local, remote, length = (array.tobytes() for array in arrays)
-        return self._ask(rank, ask.Post(f"rank{peer}", direction, local, remote, length, notify)).job
+        return self.served(rank, ask.Post(f"rank{peer}", direction, local, remote, length, notify)).job
 
     def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
         """How a job of `rank` ended; its state is "pending" if it has not within the time."""
-        report = self._ask(rank, ask.Wait(job, timeout_s), timeout_s + ANSWER_TIMEOUT_S).report
+        report = self.served(rank, ask.Wait(job, timeout_s), timeout_s + ANSWER_TIMEOUT_S).report
         assert report is not None
         return report
 
@@ -121,25 +121,26 @@ class Ranks(abc.ABC):
 
     def notify(self, rank: int, peer: int, payload: bytes) -> None:
         """Send a message from `rank` to `peer`."""
-        self._ask(rank, ask.Notify(f"rank{peer}", payload))
+        self.served(rank, ask.Notify(f"rank{peer}", payload))
 
     def notifications(self, rank: int, count: int, timeout_s: float | None = None) -> list[tuple[str, bytes]]:
         """What arrived at `rank`: (peer name, payload). Returns once there are `count`, or the time is over."""
         timeout_s = self.patience_s if timeout_s is None else timeout_s
-        return self._ask(rank, ask.Notifications(count, timeout_s), timeout_s + ANSWER_TIMEOUT_S).messages
+        return self.served(rank, ask.Notifications(count, timeout_s), timeout_s + ANSWER_TIMEOUT_S).messages
 
     def attend(self, rank: int, attentive: bool) -> None:
         """`Transport.set_attentive` on a rank."""
-        self._ask(rank, ask.Attend(attentive))
+        self.served(rank, ask.Attend(attentive))
 
     def reset(self, fill_byte: int | None = 0) -> None:
         """Ready for the next case: forget jobs and messages, fill all memory unless `fill_byte` is None."""
         for rank in range(self.num_ranks):
-            self._ask(rank, ask.Reset())
+            self.served(rank, ask.Reset())
             if fill_byte is not None:
                 self.memory(rank)[:] = fill_byte
 
-    def _ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    def served(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+        """`ask`, with refusals raised as `TransportError` and anything unforeseen as `RuntimeError`."""
         answer = self.ask(rank, request, timeout_s)
         if answer.refused is not None:
             raise TransportError(answer.refused)

@@ -1,0 +1,176 @@
+"""What does a rank of a trial do as part of an engine?
+
+On top of `rank_worker` (one memory, one transport): it is told both layouts as they would travel at handshake, compiles its
+own routes from them, and carries out requests with the production `Mover`, several at once.
+
+1. `Load`: decode both layouts, compile: a destination rank its route, a source rank (push) the routes of all readers.
+2. `Move`: start a request in a thread; returns a job number at once. `Await` tells how it ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from kvreshard.model import EngineLayout, KvReshardError, wire
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import Route, bind, compile_route, elect, match_fields
+from kvreshard.plan.cost import Way
+from kvreshard.session.transfer import Moved, Mover, Staging
+from kvreshard.transport.base import Transport, TransportError
+from kvreshard.transport.local import HostMemory
+
+
+class TableForm(msgspec.Struct):
+    """A `PageTable` as it is sent to a worker."""
+
+    pages: list[int]
+    num_tokens: int
+    first_page: int
+
+
+class RequestForm(msgspec.Struct):
+    """A `Request` as it is sent to a worker."""
+
+    src_tables: dict[str, TableForm]
+    dst_tables: dict[str, TableForm]
+    intervals: dict[str, list[tuple[int, int]]]
+    dst_new_pages: dict[str, list[int]]
+
+
+class Load(msgspec.Struct, tag=True):
+    """Take part in a pair of engines, as rank `rank` of the destination or of the source.
+
+    Peers are called "rank<n>"; `first_peer` is the number of the other engine's first rank. The staging buffer is
+    `staging_bytes` from `staging_address`; zero bytes: none.
+    """
+
+    src: bytes
+    dst: bytes
+    is_source: bool
+    rank: int
+    first_peer: int
+    way: Way | None
+    staging_address: int
+    staging_bytes: int
+
+
+class Move(msgspec.Struct, tag=True):
+    """Start one request; `report` is the notification that sources get. `push`: the sources write."""
+
+    request: RequestForm
+    report: bytes
+    push: bool
+
+
+class Await(msgspec.Struct, tag=True):
+    """Wait for a job."""
+
+    job: int
+    timeout_s: float
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a job ended; `error` is None when all its bytes have arrived."""
+
+    error: str | None
+    num_bytes: int
+    num_read_bytes: int
+    num_copies: int
+    num_staged_bytes: int
+    bind_s: float
+    total_s: float
+
+
+class RankMover:
+    """The engine part of one rank. Not safe for use from several threads, apart from the jobs that it starts itself."""
+
+    def __init__(self, transport: Transport, load: Load) -> None:
+        started_s = time.monotonic()
+        self._src, self._dst = wire.decode(load.src), wire.decode(load.dst)
+        self._rank, self._is_source = load.rank, load.is_source
+        election = elect(self._src, self._dst, list(match_fields(self._src, self._dst).names))
+        ranks = election.readers[load.rank] if load.is_source else (load.rank,)
+        self._routes: dict[int, Route] = {
+            rank: compile_route(self._src, self._dst, rank, election=election, way=load.way) for rank in ranks
+        }
+        other: EngineLayout = self._dst if load.is_source else self._src
+        peers = {rank.rank: f"rank{load.first_peer + index}" for index, rank in enumerate(other.ranks)}
+        staging = Staging(load.staging_address, load.staging_bytes) if load.staging_bytes else None
+        self._mover = Mover(transport, HostMemory(), peers, staging)
+        self._threads: dict[int, threading.Thread] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self.compile_s = time.monotonic() - started_s
+
+    def start(self, move: Move) -> int:
+        """Start a job; returns its number."""
+        job = len(self._threads) + 1
+        request = from_form(move.request)
+        thread = threading.Thread(target=self._run, args=(job, request, move.report, move.push), daemon=True)
+        self._threads[job] = thread
+        thread.start()
+        return job
+
+    def wait(self, ask: Await) -> Outcome:
+        """How a job ended, or that it has not."""
+        self._threads[ask.job].join(ask.timeout_s)
+        return self._outcomes.get(ask.job, _failed(f"still running after {ask.timeout_s} s"))
+
+    def _run(self, job: int, request: Request, report: bytes, push: bool) -> None:
+        try:
+            moved = self._carry_out(request, report, push)
+            self._outcomes[job] = Outcome(
+                None,
+                moved.num_bytes,
+                moved.num_read_bytes,
+                moved.num_copies,
+                moved.num_staged_bytes,
+                moved.bind_s,
+                moved.total_s,
+            )
+        except (KvReshardError, TransportError, TimeoutError) as error:
+            self._outcomes[job] = _failed(str(error))
+        except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
+            self._outcomes[job] = _failed(traceback.format_exc())
+
+    def _carry_out(self, request: Request, report: bytes, push: bool) -> Moved:
+        if not push:
+            return self._mover.pull(self._routes[self._rank], request, self._dst, report)
+        if self._is_source:
+            return self._mover.push(self._routes.values(), request, self._rank)
+        copies = list(bind(self._routes[self._rank], request))
+        self._mover.fill(self._dst, self._rank, request, copies)
+        return Moved(0, 0, 0, 0, 0.0, 0.0)
+
+
+def _failed(error: str) -> Outcome:
+    return Outcome(error, 0, 0, 0, 0, 0.0, 0.0)
+
+
+def to_form(request: Request) -> RequestForm:
+    """A request as it is sent."""
+
+    def tables(of: Mapping[str, PageTable]) -> dict[str, TableForm]:
+        return {name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in of.items()}
+
+    return RequestForm(
+        tables(request.src_tables),
+        tables(request.dst_tables),
+        {name: list(intervals) for name, intervals in request.intervals.items()},
+        {name: np.asarray(pages).tolist() for name, pages in request.dst_new_pages.items()},
+    )
+
+
+def from_form(form: RequestForm) -> Request:
+    """A request as it was meant."""
+
+    def tables(of: dict[str, TableForm]) -> dict[str, PageTable]:
+        return {name: PageTable(table.pages, table.num_tokens, table.first_page) for name, table in of.items()}
+
+    new_pages = {name: np.array(pages, dtype=np.int64) for name, pages in form.dst_new_pages.items()}
+    return Request(tables(form.src_tables), tables(form.dst_tables), form.intervals, new_pages)

@@ -1,0 +1,158 @@
+"""Which requests does a trial move, and where do their pages lie?
+
+Like a busy engine's: pages in random order, shared among groups and requests, lookahead pages at the end, pages dropped in
+front of a window, every third request with a prefix that the destination has already, lengths that end inside a page.
+
+1. `pages_needed`: how many pages a pool must have for so many requests of so many tokens.
+2. `make_requests`: the requests, deterministic from a seed. Raises BindError if a pool is too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model import BindError, EngineLayout, Group
+from kvreshard.model.tables import PageTable, Request, Tokens
+
+MAX_LOOKAHEAD_PAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a group's block table looks like: pages of a ring, or None; tokens that stay of a long request."""
+
+    group: Group
+    ring_pages: int | None
+    kept_tokens: int | None
+
+    def first_token(self, num_tokens: int) -> int:
+        """The first token that the group still has."""
+        return 0 if self.kept_tokens is None else max(0, num_tokens - self.kept_tokens)
+
+    def logical_pages(self, num_tokens: int, lookahead: int) -> tuple[int, int]:
+        """Half-open range of logical pages of the block table."""
+        size = self.group.tokens_per_page
+        if size is None:
+            return 0, 1
+        if self.ring_pages is not None:
+            return 0, self.ring_pages
+        return self.first_token(num_tokens) // size, -(-num_tokens // size) + lookahead
+
+
+def pages_needed(layout: EngineLayout, num_requests: int, num_tokens: int) -> int:
+    """Pages that `make_requests` may need in the largest pool, plus a null page and some that stay untouched."""
+    per_pool: defaultdict[str, int] = defaultdict(int)
+    for shape in _shapes(layout).values():
+        first, last = shape.logical_pages(num_tokens, MAX_LOOKAHEAD_PAGES)
+        per_pool[shape.group.pool] += last - first + 1
+    return max(per_pool.values(), default=0) * num_requests * 5 // 4 + 2
+
+
+def make_requests(
+    src: EngineLayout, dst: EngineLayout, num_requests: int, num_tokens: int, seed: int
+) -> tuple[Request, ...]:
+    """`num_requests` requests of up to `num_tokens` tokens; the first one has all of them."""
+    rng = np.random.default_rng(seed)
+    src_shapes, dst_shapes = _shapes(src), _shapes(dst)
+    src_pages, dst_pages = _free_pages(src, rng), _free_pages(dst, rng)
+    pages = [group.tokens_per_page for group in dst.groups if group.tokens_per_page]
+    aligned = math.lcm(*pages) if pages else 1
+    requests = []
+    for number in range(num_requests):
+        length = num_tokens if number == 0 else int(rng.integers(max(1, num_tokens // 2), num_tokens + 1))
+        num_hits = (length - 1) // aligned
+        present = aligned * int(rng.integers(1, num_hits + 1)) if number % 3 == 1 and num_hits else 0
+        dst_tables = _tables(dst, dst_shapes, length, dst_pages, rng)
+        intervals = {name: _interval(shape, length, present) for name, shape in dst_shapes.items()}
+        new = {name: _new_pages(dst_shapes[name], table, present) for name, table in dst_tables.items()}
+        requests.append(Request(_tables(src, src_shapes, length, src_pages, rng), dst_tables, intervals, new))
+    return tuple(requests)
+
+
+def with_itself(layout: EngineLayout, request: Request) -> Request:
+    """The request that copies everything a source's tables hold onto the same pages.
+
+    Carried out by the oracle it makes replicas equal: every rank gets each cell from the first rank that holds it.
+    """
+    intervals: dict[str, list[Tokens]] = {}
+    for name, shape in _shapes(layout).items():
+        table = request.src_tables[name]
+        start = table.first_page * (shape.group.tokens_per_page or 0)
+        if shape.ring_pages is not None:
+            start = shape.first_token(table.num_tokens)
+        intervals[name] = [(start, table.num_tokens)] if start < table.num_tokens else []
+    return Request(request.src_tables, request.src_tables, intervals, {})
+
+
+def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
+    rings: dict[str, int | None] = {}
+    capacity: dict[str, int] = {}
+    for rank in layout.ranks:
+        for shard in rank.shards:
+            sequence = layout.field_by_name[shard.field].sequence
+            if sequence is None:
+                continue
+            mapped = shard.geometry.axis(sequence.name)
+            rings[shard.geometry.group] = mapped.ring_pages
+            if mapped.ring_pages is not None:
+                held = mapped.ring_pages * mapped.indices_per_page * sequence.tokens_per_index
+                capacity[shard.geometry.group] = held
+    return {
+        group.name: _Shape(
+            group,
+            rings.get(group.name),
+            min(capacity.get(group.name, group.window_tokens or 0), group.window_tokens or 1 << 62) or None,
+        )
+        for group in layout.groups
+    }
+
+
+def _free_pages(layout: EngineLayout, rng: np.random.Generator) -> dict[str, list[int]]:
+    nulls = {group.pool: group.null_page for group in layout.groups if group.null_page is not None}
+    return {
+        group.pool: [page for page in rng.permutation(group.num_pages).tolist() if page != nulls.get(group.pool)]
+        for group in layout.groups
+    }
+
+
+def _tables(
+    layout: EngineLayout,
+    shapes: Mapping[str, _Shape],
+    num_tokens: int,
+    free: dict[str, list[int]],
+    rng: np.random.Generator,
+) -> dict[str, PageTable]:
+    tables = {}
+    for group in layout.groups:
+        first, last = shapes[group.name].logical_pages(num_tokens, int(rng.integers(0, MAX_LOOKAHEAD_PAGES + 1)))
+        pool = free[group.pool]
+        if last - first > len(pool):
+            raise BindError(
+                f"pool '{group.pool}' of engine '{layout.engine}' has {len(pool)} free pages, group '{group.name}' needs "
+                f"{last - first}; describe it with more pages, or move fewer tokens"
+            )
+        pages = [pool.pop() for _ in range(last - first)]
+        tables[group.name] = PageTable(np.array(pages, dtype=np.int64), num_tokens, first)
+    return tables
+
+
+def _interval(shape: _Shape, num_tokens: int, present: int) -> list[Tokens]:
+    if shape.group.tokens_per_page is None:
+        return [(0, num_tokens)]
+    start = (
+        shape.first_token(num_tokens) if shape.ring_pages is not None else max(present, shape.first_token(num_tokens))
+    )
+    return [(start, num_tokens)] if start < num_tokens else []
+
+
+def _new_pages(shape: _Shape, table: PageTable, present: int) -> NDArray[np.int64]:
+    size = shape.group.tokens_per_page
+    if size is None or shape.ring_pages is not None:
+        return table.pages
+    return table.pages[max(0, -(-present // size) - table.first_page) :]
