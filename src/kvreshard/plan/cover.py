@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +21,7 @@ def common_period(extent: int | None, owners: Iterable[Ownership]) -> int:
     return extent if extent is not None else math.lcm(*(owned.period for owned in owners))
 
 
+@lru_cache(maxsize=1 << 14)  # an election asks the same few questions once per pair of ranks
 def count_common(extent: int | None, *owners: Ownership) -> int:
     """How many coordinates of one common period all `owners` hold."""
     period = common_period(extent, owners)
