@@ -26,6 +26,7 @@ from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.fill import find_unwritten
+from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, stage
 from kvreshard.transport.base import Copies, Direction, Transfer, Transport, TransportError
@@ -73,6 +74,7 @@ class Mover:
     def pull(self, route: Route, request: Request, dst: EngineLayout, report: bytes = b"") -> Moved:
         """Read everything that the route's destination rank needs; `report` goes to the sources it reports to."""
         started_s = self.clock()
+        check_request(route, request)
         direct, staged = _split(route, self.staging is not None)
         lists = list(bind(direct, request))
         in_staging = [] if self.staging is None else self._stage_all(staged, request, self.staging)

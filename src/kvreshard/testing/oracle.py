@@ -47,6 +47,29 @@ def apply_request(src: EngineLayout, dst: EngineLayout, src_memory: Memory, afte
             _copy_field(src, rank, shard, field, src_memory, after, request)
 
 
+def write_values(src: EngineLayout, dst: EngineLayout, memory: Memory, request: Request, seed: int) -> None:
+    """Give every cell that the request names one random value, on all source ranks that hold it: replicas are equal.
+
+    Bytes are 1 to 255, so that a byte that was zeroed or never written is told from one that was copied.
+    """
+    rng = np.random.default_rng(seed)
+    groups = {shard.field: shard.geometry.group for rank in dst.ranks for shard in rank.shards}
+    for field in src.fields:
+        intervals = request.intervals[groups[field.name]] if field.name in groups else []
+        coordinates = [_all_coordinates(axis, intervals) for axis in field.axes]
+        shape = [len(found) for found in coordinates]
+        values = rng.integers(1, 256, (*shape, field.element_bytes), dtype=np.uint8)
+        owners = [(rank, shard) for rank in src.ranks for shard in rank.shards if shard.field == field.name]
+        for rank, shard in owners if values.size else []:
+            held = np.ones(shape, dtype=bool)
+            for number, mapped in enumerate(shard.geometry.axes):
+                flags = np.array([_holds(mapped, c) for c in coordinates[number]], dtype=bool)
+                held &= flags.reshape([-1 if i == number else 1 for i in range(len(shape))])
+            where = _offsets(shard, coordinates, request.src_tables[shard.geometry.group], held)
+            for byte in range(field.element_bytes):
+                memory[rank.rank, shard.region][where[held] + byte] = values[held][:, byte]
+
+
 def _zero_new_pages(dst: EngineLayout, rank: Rank, memory: Memory, request: Request) -> None:
     for group in dst.groups:
         for page in request.dst_new_pages.get(group.name, np.zeros(0, np.int64)).tolist():

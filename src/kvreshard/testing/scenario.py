@@ -75,21 +75,6 @@ def make_requests(
     return tuple(requests)
 
 
-def with_itself(layout: EngineLayout, request: Request) -> Request:
-    """The request that copies everything a source's tables hold onto the same pages.
-
-    Carried out by the oracle it makes replicas equal: every rank gets each cell from the first rank that holds it.
-    """
-    intervals: dict[str, list[Tokens]] = {}
-    for name, shape in _shapes(layout).items():
-        table = request.src_tables[name]
-        start = table.first_page * (shape.group.tokens_per_page or 0)
-        if shape.ring_pages is not None:
-            start = shape.first_token(table.num_tokens)
-        intervals[name] = [(start, table.num_tokens)] if start < table.num_tokens else []
-    return Request(request.src_tables, request.src_tables, intervals, {})
-
-
 def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
     rings: dict[str, int | None] = {}
     capacity: dict[str, int] = {}

@@ -3,8 +3,8 @@
 One trial, with one rank per process (NIXL) or all ranks in this process (memory):
 
 1. Give every rank its memory, place the layouts' regions there, fill all of it with random bytes; newly allocated
-   destination pages with 0xFF (NaN in every float format), so that what nobody defines is seen. Cells that several source
-   ranks hold are made equal there, as an engine has them.
+   destination pages with 0xFF (NaN in every float format), so that what nobody defines is seen. What the requests move is
+   written cell by cell, so that several source ranks that hold one cell hold the same value.
 2. Hand both layouts to every rank in wire form; each compiles its own routes.
 3. Start all requests on all ranks at once, and wait.
 4. Compare every byte of every destination rank's memory with what the slow oracle leaves, pages of others included; and
@@ -26,10 +26,9 @@ from kvreshard.model import EngineLayout, Region, wire
 from kvreshard.model.tables import Request
 from kvreshard.plan import elect, match_fields
 from kvreshard.plan.cost import Way
-from kvreshard.testing.oracle import apply_request, differing_bytes
+from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, to_form
 from kvreshard.testing.ranks import Ranks
-from kvreshard.testing.scenario import with_itself
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage's name, steps done and steps in all."""
@@ -98,8 +97,8 @@ def run_trial(
     src, dst = _relocated(ranks, src, 0), _relocated(ranks, dst, num_src)
     src_memory, dst_memory = _memory(ranks, src, 0), _memory(ranks, dst, num_src)
     _fill(src_memory, dst_memory, dst, requests, seed, progress)
-    for request in requests:
-        apply_request(src, src, src_memory, src_memory, with_itself(src, request))
+    for number, request in enumerate(requests):
+        write_values(src, dst, src_memory, request, seed + number)
     expected = {place: content.copy() for place, content in dst_memory.items()}
     compile_s = _load(ranks, src, dst, way, progress)
     started_s = time.monotonic()

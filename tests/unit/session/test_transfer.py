@@ -1,0 +1,170 @@
+"""Does a mover settle everything before it says anything, report to the right ranks, and refuse before it moves?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvreshard.kinds import Attention, Latent
+from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
+from kvreshard.model import BindError, EngineLayout
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import compile_route
+from kvreshard.plan.cost import Way
+from kvreshard.session.transfer import Mover, Staging
+from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
+from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport, no_fault
+
+NUM_PAGES, NUM_TOKENS = 24, 50
+STAGING_BYTES = 4096
+
+
+@dataclass
+class Engine:
+    """One engine of a test, all ranks in this process."""
+
+    layout: EngineLayout
+    memory: dict[tuple[int, str], np.ndarray]
+    transports: dict[int, MemoryTransport]
+    staging: dict[int, np.ndarray]
+
+
+def make_engine(fabric: Fabric, name: str, tp: int, order: str, page: int, faults: FaultPlan = no_fault) -> Engine:
+    layers = [Layer("a", Attention(4, 16, "bfloat16")), Layer("b", Attention(4, 16, "bfloat16"))]
+    layers.append(Layer("c", Latent(40, "bfloat16")))
+    groups = [PagedGroup("full", ("a", "b"), page), PagedGroup("latent", ("c",), page)]
+    layout = assemble(name, layers, groups, Grid(tp), order=order, num_pages=NUM_PAGES, null_page=0)
+    memory = {(r.rank, g.name): np.full(g.size_bytes, 9, np.uint8) for r in layout.ranks for g in r.regions}
+    addresses = {r.rank: {g.name: memory[r.rank, g.name].ctypes.data for g in r.regions} for r in layout.ranks}
+    staging = {r.rank: np.zeros(STAGING_BYTES, np.uint8) for r in layout.ranks}
+    transports = {}
+    for rank in layout.ranks:
+        transport = MemoryTransport(fabric, f"{name}{rank.rank}", faults=faults)
+        areas = [*(memory[rank.rank, region.name] for region in rank.regions), staging[rank.rank]]
+        transport.register(MemoryRegion(area.ctypes.data, area.size) for area in areas)
+        transports[rank.rank] = transport
+    return Engine(relocate(layout, addresses), memory, transports, staging)
+
+
+def make_request() -> Request:
+    rng = np.random.default_rng(3)
+
+    def tables(page: int) -> dict[str, PageTable]:
+        free = rng.permutation(np.arange(1, NUM_PAGES))
+        used = -(-NUM_TOKENS // page)
+        return {
+            "full": PageTable(free[:used], NUM_TOKENS),
+            "latent": PageTable(free[used : 2 * used], NUM_TOKENS),
+        }
+
+    src, dst = tables(8), tables(16)
+    everything = [(0, NUM_TOKENS)]
+    new = {name: table.pages for name, table in dst.items()}
+    return Request(src, dst, {"full": everything, "latent": everything}, new)
+
+
+def connect(a: Engine, b: Engine) -> None:
+    for mine, theirs in ((a, b), (b, a)):
+        for transport in mine.transports.values():
+            for rank, other in theirs.transports.items():
+                transport.add_peer(f"{theirs.layout.engine}{rank}", other.metadata())
+
+
+def mover(engine: Engine, rank: int, peer: Engine, staged: bool, timeout_s: float = 5.0) -> Mover:
+    buffer = engine.staging[rank]
+    return Mover(
+        engine.transports[rank],
+        HostMemory(),
+        {r.rank: f"{peer.layout.engine}{r.rank}" for r in peer.layout.ranks},
+        Staging(buffer.ctypes.data, buffer.size) if staged else None,
+        timeout_s,
+    )
+
+
+def expected_memory(src: Engine, dst: Engine, request: Request) -> dict[tuple[int, str], np.ndarray]:
+    write_values(src.layout, dst.layout, src.memory, request, 5)
+    after = {place: content.copy() for place, content in dst.memory.items()}
+    apply_request(src.layout, dst.layout, src.memory, after, request)
+    return after
+
+
+@pytest.mark.parametrize("way", ["direct", "staged", None])
+@pytest.mark.parametrize(("src_tp", "dst_tp", "order"), [(1, 2, "NHD"), (4, 2, "HND"), (3, 2, "NHD")])
+def test_a_pull_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int, order: str, way: Way | None) -> None:
+    fabric = Fabric()
+    src, dst = make_engine(fabric, "p", src_tp, order, 8), make_engine(fabric, "d", dst_tp, order, 16)
+    connect(src, dst)
+    request = make_request()
+    expected = expected_memory(src, dst, request)
+    for rank in dst.layout.rank_by_number:
+        route = compile_route(src.layout, dst.layout, rank, way=way)
+        moved = mover(dst, rank, src, staged=way is not None).pull(route, request, dst.layout, b"done")
+        assert moved.num_bytes <= moved.num_read_bytes
+        assert moved.num_staged_bytes == (moved.num_bytes if way == "staged" else 0)
+    assert differing_bytes(expected, dst.memory) == {}
+    reporters = compile_route(src.layout, dst.layout, 0).reporters
+    for rank, transport in src.transports.items():
+        got = sorted(message.peer for message in transport.notifications())
+        assert got == [f"d{reporter}" for reporter in reporters[rank]]
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(2, 1), (2, 4), (3, 2)])
+def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
+    fabric = Fabric()
+    src, dst = make_engine(fabric, "p", src_tp, "NHD", 8), make_engine(fabric, "d", dst_tp, "HND", 16)
+    connect(src, dst)
+    request = make_request()
+    expected = expected_memory(src, dst, request)
+    routes = [compile_route(src.layout, dst.layout, rank) for rank in dst.layout.rank_by_number]
+    copies = [mover(src, rank, dst, staged=False).push(routes, request, rank) for rank in src.layout.rank_by_number]
+    assert sum(moved.num_bytes for moved in copies) > 0
+    for route in routes:
+        from kvreshard.plan import bind
+
+        mover(dst, route.dst_rank, src, staged=False).fill(
+            dst.layout, route.dst_rank, request, list(bind(route, request))
+        )
+    assert differing_bytes(expected, dst.memory) == {}
+
+
+def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
+    fabric = Fabric()
+    src = make_engine(fabric, "p", 2, "HND", 8)
+    dst = make_engine(
+        fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(fail_after_pieces=0) if index == 0 else Fault()
+    )
+    connect(src, dst)
+    route = compile_route(src.layout, dst.layout, 0, way="direct")
+    with pytest.raises(TransportError):
+        mover(dst, 0, src, staged=False).pull(route, make_request(), dst.layout, b"done")
+    assert fabric.num_pending == 0
+    assert all(not transport.notifications() for transport in src.transports.values())
+
+
+def test_a_transfer_that_never_settles_is_a_timeout_and_no_report() -> None:
+    fabric = Fabric()
+    src = make_engine(fabric, "p", 1, "HND", 8)
+    dst = make_engine(fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(drop=index == 0))
+    connect(src, dst)
+    route = compile_route(src.layout, dst.layout, 0, way="direct")
+    with pytest.raises(TimeoutError, match="must not be reused"):
+        mover(dst, 0, src, staged=False, timeout_s=0.01).pull(route, make_request(), dst.layout, b"done")
+    assert not src.transports[0].notifications()
+
+
+def test_a_refused_request_moves_nothing() -> None:
+    fabric = Fabric()
+    src, dst = make_engine(fabric, "p", 1, "HND", 8), make_engine(fabric, "d", 1, "HND", 16)
+    connect(src, dst)
+    good = make_request()
+    bad = Request(good.src_tables, good.dst_tables, {**good.intervals, "latent": [(0, NUM_TOKENS + 1)]}, {})
+    before = {place: content.copy() for place, content in dst.memory.items()}
+    for way in ("direct", "staged"):
+        route = compile_route(src.layout, dst.layout, 0, way=way)
+        with pytest.raises(BindError, match="tokens up to 51"):
+            mover(dst, 0, src, staged=True).pull(route, bad, dst.layout, b"done")
+    assert differing_bytes(before, dst.memory) == {}
