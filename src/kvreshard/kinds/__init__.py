@@ -1,7 +1,6 @@
 """What kinds of cache exist, and what each holds in a page. The only room of the core that knows model vocabulary."""
 
 from kvreshard.kinds.attention import Attention
-from kvreshard.kinds.indexer import Indexer
 from kvreshard.kinds.linear import GatedDelta
 from kvreshard.kinds.mamba import Mamba1, Mamba2
 from kvreshard.kinds.mla import Latent
@@ -9,11 +8,11 @@ from kvreshard.kinds.opaque import Opaque
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
+from kvreshard.kinds.rows import ScaledRows, indexer
 
 __all__ = [
     "Attention",
     "GatedDelta",
-    "Indexer",
     "Kind",
     "Latent",
     "Mamba1",
@@ -23,6 +22,8 @@ __all__ = [
     "Piece",
     "Place",
     "Ring",
+    "ScaledRows",
     "Style",
     "TensorShape",
+    "indexer",
 ]

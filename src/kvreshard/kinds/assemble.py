@@ -175,7 +175,7 @@ def _rank(
     stage, place = number // grid.tp_size, grid.place(number)
     shapes = {
         group.name: [
-            (name, shape, max(shape.page_bytes, group.padded_page_bytes))
+            (name, shape, max(shape.aligned_page_bytes, group.padded_page_bytes))
             for name in group.layers
             if by_name[name].stage == stage
             for shape in by_name[name].kind.tensors(place, style, group.tokens_per_page)
@@ -188,8 +188,10 @@ def _rank(
     block_bytes = max((sum(padded for _, _, padded in found) for found in shapes.values()), default=0)
     shards: list[Shard] = []
     slabs: dict[Slab, None] = {}
+    placed = {group.name: _place_tensors(shapes[group.name], order, num_pages, block_bytes) for group in groups}
+    _check_overlay(order, placed)
     for group in groups:
-        tensors = _place_tensors(shapes[group.name], order, num_pages, block_bytes)
+        tensors = placed[group.name]
         for name in dict.fromkeys(tensor.layer for tensor in tensors):
             own = {tensor.shape.name: tensor for tensor in tensors if tensor.layer == name}
             views = {key: _view(tensor, style) for key, tensor in own.items()}
@@ -206,7 +208,7 @@ def _rank(
 
 
 def _place_tensors(
-    found: Sequence[tuple[str, TensorShape, int]], order: str, num_pages: int, block_bytes: int
+    found: Sequence[tuple[str, TensorShape, int]], engine_order: str, num_pages: int, block_bytes: int
 ) -> list[_Tensor]:
     """Tensors of one group: those of equal shape form one L dimension, one such block after another."""
     classes: dict[tuple[TensorShape, int], list[str]] = {}
@@ -214,8 +216,8 @@ def _place_tensors(
         classes.setdefault((shape, padded), []).append(name)
     tensors, offset = [], 0
     for (shape, padded), names in classes.items():
-        compact = order[:2] in ("LB", "BL")
-        if padded != shape.page_bytes and not compact:
+        order = _order_of(shape, engine_order)
+        if padded != shape.page_bytes and order[:2] not in ("LB", "BL"):
             raise LayoutError(
                 f"order '{order}': layer '{names[0]}' has pages of {shape.page_bytes} bytes padded to {padded}; orders "
                 "that cut pages into heads need pages without padding"
@@ -227,6 +229,24 @@ def _place_tensors(
             tensors.append(_Tensor(name, shape, offset + index * layer_step, page_stride, slot_step, state_step))
         offset += padded * len(names) * (num_pages if order[0] == "L" else 1)
     return tensors
+
+
+def _check_overlay(order: str, placed: Mapping[str, Sequence[_Tensor]]) -> None:
+    """In a layer-outermost order overlaid groups need one page stride, or a page would not be the same bytes in each."""
+    found = {tensor.page_stride: (group, tensor) for group, tensors in placed.items() for tensor in tensors}
+    if order[0] != "L" or len(found) == 1 or sum(bool(tensors) for tensors in placed.values()) <= 1:
+        return
+    shown = "; ".join(
+        f"group '{group}' steps {stride} bytes per page for {tensor.shape.slots} heads x {tensor.shape.states} tokens x "
+        f"{tensor.shape.cell_bytes} bytes"
+        for stride, (group, tensor) in found.items()
+    )
+    raise LayoutError(f"order '{order}': overlaid groups cut their pages differently ({shown}); use another order")
+
+
+def _order_of(shape: TensorShape, order: str) -> str:
+    """With one head slot nothing is cut: where the head dimension stands among the others changes no address."""
+    return {"LHBNC": "LBHNC", "BHLNC": "BLHNC"}.get(order, order) if shape.slots == 1 else order
 
 
 def _strides(
@@ -247,8 +267,9 @@ def _strides(
 
 def _view(tensor: _Tensor, style: Style) -> PageView:
     """Kernel blocks cut a page only where the page is one piece; each is laid out like a small page."""
-    shape, kernel = tensor.shape, style.kernel_tokens
-    if kernel is None or shape.states <= kernel or shape.states % kernel:
+    shape = tensor.shape
+    kernel = 0 if style.kernel_tokens is None else style.kernel_tokens // shape.tokens_per_state
+    if not kernel or shape.states <= kernel or shape.states % kernel:
         return PageView(shape, tensor.slot_step, tensor.state_step, shape.states, 0)
     kernel_bytes = shape.slots * kernel * shape.cell_bytes
     head_major = tensor.slot_step == shape.states * shape.cell_bytes and shape.slots > 1
@@ -270,7 +291,7 @@ def _shard(piece: Piece, tensor: _Tensor, group: str) -> Shard:
 def _slabs(tensor: _Tensor, order: str, block_bytes: int, padded: int) -> list[Slab]:
     if order[0] == "B":
         return [Slab(POOL, REGION, 0, block_bytes, block_bytes)]
-    if order == "LHBNC":
+    if _order_of(tensor.shape, order) == "LHBNC":
         size = tensor.shape.states * tensor.shape.cell_bytes
         return [
             Slab(POOL, REGION, tensor.offset + slot * tensor.slot_step, tensor.page_stride, size)

@@ -27,9 +27,12 @@ class Latent:
     tokens_per_state: int = 1
     window_tokens: int | None = None
     name: str = "latent"
+    page_alignment_bytes: int = 1
 
     def __post_init__(self) -> None:
-        if self.channels <= 0 or self.tokens_per_state <= 0 or (self.row_bytes is not None and self.row_bytes <= 0):
+        if min(self.channels, self.tokens_per_state, self.page_alignment_bytes) <= 0 or (
+            self.row_bytes is not None and self.row_bytes <= 0
+        ):
             raise LayoutError(
                 f"latent cache of {self.channels} channels, {self.row_bytes} packed bytes, {self.tokens_per_state} tokens "
                 "per state: sizes must be positive"
@@ -47,7 +50,7 @@ class Latent:
 
     def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
         states = states_per_page(tokens_per_page, self.tokens_per_state, "latent cache")
-        return (TensorShape(self.name, 1, states, self.cell_bytes),)
+        return (TensorShape(self.name, 1, states, self.cell_bytes, self.page_alignment_bytes, self.tokens_per_state),)
 
     def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
         element = 1 if self.row_bytes is not None else dtype_bytes(self.dtype)
@@ -58,5 +61,5 @@ class Latent:
             element,
             encoding(self.dtype, self.quantisation),
         )
-        token = views[self.name].sequence("token", place.tokens())
+        token = views[self.name].sequence("token", place.tokens(self.tokens_per_state))
         return (Piece(self.name, field, (token, AxisMap("channel", whole(extent), (Digit(extent, 0, element),))), 0),)

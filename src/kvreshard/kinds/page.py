@@ -32,16 +32,27 @@ class Style:
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Logical shape of one page of one tensor: `slots` x `states` cells of `cell_bytes`."""
+    """Logical shape of one page of one tensor: `slots` x `states` cells of `cell_bytes`.
+
+    The next page starts at a multiple of `page_alignment_bytes`. A state stands for `tokens_per_state` tokens.
+    """
 
     name: str
     slots: int
     states: int
     cell_bytes: int
+    page_alignment_bytes: int = 1
+    tokens_per_state: int = 1
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of a page that hold something."""
         return self.slots * self.states * self.cell_bytes
+
+    @property
+    def aligned_page_bytes(self) -> int:
+        """Bytes of a page up to where the next one may start."""
+        return -(-self.page_bytes // self.page_alignment_bytes) * self.page_alignment_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,8 @@ class Piece:
 class Kind(Protocol):
     """What every cache kind answers. A kind is frozen data: two layers of equal kind have equal pages."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def is_state(self) -> bool:
         """Whether a page holds a whole state of a request instead of some of its tokens."""
@@ -93,7 +106,8 @@ def states_per_page(tokens_per_page: int, tokens_per_state: int, what: str) -> i
     """How many states a page of so many tokens holds. Raises LayoutError if it is not a whole number."""
     if tokens_per_page <= 0 or tokens_per_page % tokens_per_state:
         raise LayoutError(
-            f"{what}: a page of {tokens_per_page} tokens is not a positive multiple of {tokens_per_state} tokens per state"
+            f"{what}: a page of {tokens_per_page} tokens is not a positive multiple of {tokens_per_state} tokens per state; "
+            "use such a page size"
         )
     return tokens_per_page // tokens_per_state
 

@@ -36,11 +36,17 @@ class Place:
     def dcp_rank(self) -> int:
         return self.tp_rank % self.dcp_size
 
-    def tokens(self) -> Ownership:
-        """The tokens (or states) of the sequence that this rank holds."""
+    def tokens(self, tokens_per_state: int = 1) -> Ownership:
+        """The tokens of the sequence that this rank holds, counted in states."""
         if self.dcp_size == 1:
             return Interval(0, None)
-        return Cyclic(self.dcp_rank * self.interleave, self.interleave, self.dcp_size * self.interleave)
+        if self.interleave % tokens_per_state:
+            raise LayoutError(
+                f"context parallelism gives {self.interleave} tokens at a time, which is no multiple of "
+                f"{tokens_per_state} tokens per state; set interleave to a multiple of {tokens_per_state}"
+            )
+        run = self.interleave // tokens_per_state
+        return Cyclic(self.dcp_rank * run, run, self.dcp_size * run)
 
     def heads(self, num_heads: int) -> Interval:
         """KV heads on this rank: ranks that share the sequence hold the same ones."""

@@ -1,0 +1,98 @@
+"""What would keep vLLM 0.32 itself from running an engine that can be described?
+
+Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both
+values and what vLLM asks for; an empty list means that nothing known speaks against the engine. Sources: `layers/linear.py`,
+`layers/mamba/mamba_mixer2.py`, `config/model.py`, `config/parallel.py`, `v1/worker/utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages
+from kvreshard.catalog.layers import PACKED, Model, ModelLayer
+from kvreshard.catalog.paging import unifies
+from kvreshard.catalog.spec import EngineSpec
+from kvreshard.kinds import Attention, GatedDelta, Kind, Mamba1, Mamba2, ScaledRows
+from kvreshard.kinds.assemble import ORDERS
+
+BLOCK_COMPACT = ("LB", "BL")
+
+
+def warnings(model: Model, spec: EngineSpec) -> list[str]:
+    """Why vLLM 0.32 would not run this engine; empty if nothing known speaks against it."""
+    plan = plan_pages(model, spec)
+    found = [*_tensor_parallel(model, spec, plan), *_context_parallel(spec, plan), *_pages(model, spec, plan)]
+    if 0 in (spec.stages or even_stages(model.num_layers, spec.pp)):
+        found.append(f"pp={spec.pp}: a pipeline stage has none of the {model.num_layers} decoder layers")
+    if spec.dtype == PACKED and any(isinstance(layer.kind, Attention) for layer in plan.layers):
+        found.append(f"dtype={PACKED}: attention layers with heads have no such form and keep the model's dtype")
+    return list(dict.fromkeys(found))
+
+
+def _tensor_parallel(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
+    if model.num_query_heads is not None and model.num_query_heads % spec.tp:
+        yield f"tp={spec.tp} does not divide the {model.num_query_heads} query heads; use a divisor"
+    for layer in plan.layers:
+        for what, number, may_be_replicated in _sharded(layer.kind):
+            divides = number % spec.tp == 0 or (may_be_replicated and spec.tp % number == 0)
+            if not divides:
+                yield f"tp={spec.tp} and the {number} {what} of '{_family(layer)}' layers do not divide one another"
+        if isinstance(layer.kind, Mamba2) and layer.kind.num_groups % spec.tp and layer.kind.num_groups != 1:
+            yield f"tp={spec.tp} does not divide the {layer.kind.num_groups} groups of Mamba-2 layers, and they are not one"
+
+
+def _sharded(kind: Kind) -> tuple[tuple[str, int, bool], ...]:
+    """What tensor parallelism splits: its name, its number, whether more ranks than that may share it."""
+    match kind:
+        case Attention():
+            return (("KV heads", kind.num_kv_heads, True),)
+        case Mamba2():
+            return (("heads", kind.num_heads, False),)
+        case Mamba1():
+            return (("channels", kind.num_channels, False),)
+        case GatedDelta():
+            return (("key heads", kind.num_key_heads, False), ("value heads", kind.num_value_heads, False))
+        case _:
+            return ()
+
+
+def _family(layer: ModelLayer) -> str:
+    return f"draft {layer.family}" if layer.optional else layer.family
+
+
+def _context_parallel(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
+    if spec.dcp == 1:
+        return
+    for layer in plan.layers:
+        kind = layer.kind
+        if kind.window_tokens is not None:
+            yield f"dcp={spec.dcp}: sliding windows cannot be shared over ranks"
+        if isinstance(kind, Attention) and spec.tp // spec.dcp < kind.num_kv_heads:
+            yield (
+                f"dcp={spec.dcp}: ranks that share the sequence must hold the same of {kind.num_kv_heads} KV heads, so "
+                f"dcp may be at most tp / KV heads (tp={spec.tp})"
+            )
+    for group in plan.groups:
+        if group.tokens_per_page % spec.interleave and not group.name.startswith("state"):
+            yield f"interleave={spec.interleave} does not divide the {group.tokens_per_page} tokens of a page of '{group.name}'"
+
+
+def _pages(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
+    sizes = {page.page_bytes for page in plan.pages}
+    compact = plan.order[:2] in BLOCK_COMPACT
+    if len(sizes) > 1 and not compact:
+        yield f"order={plan.order}: layers have pages of {len(sizes)} sizes; use {', '.join(o for o in ORDERS if o[:2] in BLOCK_COMPACT)}"
+    if len(sizes) > 1 and len(plan.groups) > 1 and plan.order[0] == "L" and not unifies(plan.pages):
+        yield f"order={plan.order}: pages of latents cannot be brought to one size; use a block-outermost order"
+    if spec.page_of:
+        yield "page.<group>: vLLM has no such option; its groups follow from the page size"
+    for layer in plan.layers:
+        kind = layer.kind
+        if not isinstance(kind, ScaledRows) or kind.kernel_tokens is None:
+            continue
+        tokens = next(group.tokens_per_page for group in plan.groups if layer.name in group.layers)
+        if tokens % kind.kernel_tokens:
+            yield f"page={tokens}: caches of quantised rows need a multiple of {kind.kernel_tokens} tokens"
+    if model.default_order[0] == "B" and plan.order[0] == "L":
+        yield f"order={plan.order}: model type '{model.model_type}' declares {model.default_order} only"

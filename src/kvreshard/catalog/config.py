@@ -1,0 +1,167 @@
+"""What does one field of a Hugging Face config.json say, and is it what it should be?
+
+A `Config` is the dictionary of the language model with the path at which it lies (`text_config` of a multimodal model), so
+that an error can name the field as a person finds it in the file.
+
+1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`.
+2. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
+
+Refused: a field that is missing, of a wrong type or not positive, a list of layer types of another length than
+`num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default is given by the caller, who
+says where it is documented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvreshard.kinds.page import DTYPE_BYTES
+from kvreshard.model import LayoutError
+
+# Where multimodal models keep the language model: transformers, and two families of older repositories.
+NESTED = ("text_config", "language_config", "llm_config")
+SHOWN_CHARACTERS = 60
+# In transformers 5.19 the head size of these has a default that is not hidden_size / num_attention_heads.
+OWN_HEAD_SIZE = ("gemma", "glm4", "gpt_oss", "nemotron_h", "qwen3", "qwen3_5", "qwen3_next")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The fields of one language model. `path`: where in the file they lie, `outer`: fields of the file around it."""
+
+    model: str
+    fields: Mapping[str, Any]
+    path: str = ""
+    outer: Mapping[str, Any] | None = None
+
+    @property
+    def model_type(self) -> str:
+        return self.text("model_type")
+
+    def has(self, name: str) -> bool:
+        return self.fields.get(name) is not None
+
+    def error(self, name: str, fact: str, remedy: str) -> LayoutError:
+        return LayoutError(f"config of '{self.model}', field '{self.path}{name}': {fact}; {remedy}")
+
+    def count(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+        """A whole number, by default positive."""
+        value = self.fields.get(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise self.error(name, "is missing", "it shapes the cache, so take the model's own config.json")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(name, f"is {_shown(value)}", "give a whole number")
+        if value < at_least:
+            raise self.error(name, f"is {value}", f"it must be at least {at_least}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.fields.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, f"is {_shown(value)}", "give true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "give a text")
+        return value
+
+    def entries(self, name: str, length: int, allowed: Mapping[str, str]) -> tuple[str, ...]:
+        """A list with one text per decoder layer, each translated by `allowed`."""
+        value = self.fields.get(name)
+        if not isinstance(value, Sequence) or not value:
+            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "give one entry per layer")
+        if len(value) != length:
+            raise self.error(name, f"has {len(value)} entries for {length} decoder layers", "give one entry per layer")
+        for index, entry in enumerate(value):
+            if not isinstance(entry, str) or entry not in allowed:
+                raise self.error(
+                    f"{name}[{index}]", f"is {_shown(entry)}", f"known here are {', '.join(map(repr, allowed))}"
+                )
+        return tuple(allowed[entry] for entry in value)
+
+    def numbers(self, name: str, length: int, *, spare: int = 0) -> tuple[int, ...]:
+        """A list with one whole number per decoder layer, none negative; up to `spare` more are left out."""
+        value = self.fields.get(name)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self.error(
+                name, "is missing" if value is None else f"is {_shown(value)}", "give one number per layer"
+            )
+        if not length <= len(value) <= length + spare:
+            raise self.error(name, f"has {len(value)} entries for {length} decoder layers", "give one entry per layer")
+        for index, entry in enumerate(value):
+            if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
+                raise self.error(f"{name}[{index}]", f"is {_shown(entry)}", "give a whole number that is not negative")
+        return tuple(value[:length])
+
+    def must_be(self, name: str, *allowed: object) -> None:
+        """Refuse a field that would shape the cache in a way that is not described here; absent is always fine."""
+        value = self.fields.get(name)
+        if value is not None and value not in allowed:
+            raise self.error(name, f"is {_shown(value)}", "caches of that shape are not described")
+
+    def dtype(self) -> str:
+        """The model's dtype: `dtype`, or `torch_dtype` in older files, here or around the language model.
+
+        Absent means float32 to transformers, but engines then read the weights; so it is refused.
+        """
+        for fields in (self.fields, self.outer or {}):
+            for name in ("dtype", "torch_dtype"):
+                value = fields.get(name)
+                if value is None:
+                    continue
+                short = value.removeprefix("torch.") if isinstance(value, str) else value
+                if short not in DTYPE_BYTES:
+                    raise self.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
+                return str(short)
+        raise self.error("dtype", "is missing", 'add the dtype of the model, for example "bfloat16"')
+
+    def state_dtype(self, name: str, default: str) -> str:
+        """The dtype of a recurrent state; `auto` is the default."""
+        value = self.fields.get(name)
+        if value is None or value == "auto":
+            return default
+        if value not in DTYPE_BYTES:
+            raise self.error(name, f"is {_shown(value)}", f"use one of auto, {', '.join(DTYPE_BYTES)}")
+        return str(value)
+
+    def head_size(self) -> int:
+        """`head_dim`, else `hidden_size / num_attention_heads` where that is transformers' default."""
+        if self.has("head_dim") or self.model_type.startswith(OWN_HEAD_SIZE):
+            return self.count("head_dim")
+        hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
+        if hidden % heads:
+            raise self.error(
+                "head_dim", f"is missing, and hidden_size {hidden} is no multiple of {heads} heads", "give head_dim"
+            )
+        return hidden // heads
+
+    def num_kv_heads(self) -> int:
+        """`num_key_value_heads`, else one per query head (transformers' default for the families read here)."""
+        if self.has("num_key_value_heads"):
+            return self.count("num_key_value_heads")
+        return self.count("num_attention_heads")
+
+
+def language_part(model: str, raw: Mapping[str, Any]) -> Config:
+    """The fields of the language model of a file. Raises LayoutError if the file holds no object."""
+    if not isinstance(raw, Mapping):
+        raise LayoutError(f"config of '{model}': holds {_shown(raw)}; it must be a JSON object with named fields")
+    for name in NESTED:
+        inner = raw.get(name)
+        if isinstance(inner, Mapping):
+            fields = inner if inner.get("model_type") else {**inner, "model_type": raw.get("model_type")}
+            return Config(model, fields, f"{name}.", raw)
+    return Config(model, raw)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

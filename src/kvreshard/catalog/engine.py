@@ -1,0 +1,227 @@
+"""From a model and an engine as a person writes it to the engine's layout.
+
+1. Take the layers that this engine has (drafts, prediction layers) in the cache dtype that it asks for.
+2. Cut them into pipeline stages: vLLM 0.32 spreads a remainder over the stages before the last (`distributed/utils.py`).
+3. Take every layer's page on the largest rank; next to states, widen the attention page (`paging`).
+4. Group and unify (`paging`), name the groups, then apply `page.<group>`.
+5. `kinds.assemble` lays out every rank; a rank with fewer heads than the largest has shorter pages, padded where they overlay.
+
+Groups are named by what they keep: `full`, `window`, `latent`, `compressor`, `state`, with a number where there are several
+(`window.0`). Names of layers and fields never depend on parallel sizes. Refused: stages that do not add up to the model's
+layers, `page.<group>` of a group that the engine does not have or that keeps states, and what `assemble` refuses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from kvreshard.catalog.layers import Model, ModelLayer
+from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid_page_tokens
+from kvreshard.catalog.spec import EngineSpec, unknown
+from kvreshard.kinds import Attention, Kind, Place, Style
+from kvreshard.kinds.assemble import ALIASES, Grid, Layer, PagedGroup, assemble
+from kvreshard.model import EngineLayout, LayoutError
+
+DEFAULT_PAGES = 128
+# vLLM keeps page 0 of every pool for "no page".
+NULL_PAGE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlan:
+    """Everything that an engine decides about pages: its caches, their tables, order and inside."""
+
+    layers: tuple[ModelLayer, ...]
+    pages: tuple[LayerPage, ...]
+    groups: tuple[PagedGroup, ...]
+    order: str
+    style: Style
+
+
+def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None = None) -> EngineLayout:
+    """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError."""
+    plan = plan_pages(model, spec)
+    stages = stage_of_layers(model, spec)
+    layers = [
+        Layer(
+            layer.name,
+            layer.kind,
+            stages[layer.index] if layer.index < model.num_layers else spec.pp - 1,
+            layer.optional,
+        )
+        for layer in plan.layers
+    ]
+    return assemble(
+        engine,
+        layers,
+        plan.groups,
+        Grid(spec.tp, spec.pp, spec.dcp, spec.interleave),
+        order=plan.order,
+        num_pages=num_pages or spec.pages or DEFAULT_PAGES,
+        style=plan.style,
+        null_page=NULL_PAGE,
+    )
+
+
+def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
+    """Groups and page sizes of an engine, before any rank is laid out."""
+    order = spec.order or model.default_order
+    order = ALIASES.get(order, order)
+    style = Style(spec.interior, spec.conv_dim_first, spec.spec, spec.kernel)
+    layers = engine_layers(model, spec)
+    page_bytes = _PageBytes(spec, style)
+    page_tokens = _page_tokens(layers, spec.page or model.default_page, page_bytes)
+    pages = _layer_pages(layers, page_tokens, page_bytes)
+    tables = group_layers(pages, block_outermost=order.startswith("B"))
+    names = _names(tables)
+    lengths = _overridden(names, tables, spec)
+    return PagePlan(layers, pages, _paged_groups(layers, tables, names, lengths, order, page_bytes), order, style)
+
+
+def engine_layers(model: Model, spec: EngineSpec) -> tuple[ModelLayer, ...]:
+    """The caches that this engine has, in its dtype."""
+    model.check_dtype(spec.dtype)
+    return tuple(
+        replace(layer, kind=layer.kind_for(spec.dtype))
+        for layer in model.layers
+        if not layer.optional or (spec.spec > 0 if layer.predicts else spec.draft)
+    )
+
+
+def stage_of_layers(model: Model, spec: EngineSpec) -> tuple[int, ...]:
+    """The pipeline stage of every decoder layer."""
+    sizes = spec.stages or even_stages(model.num_layers, spec.pp)
+    if sum(sizes) != model.num_layers:
+        raise LayoutError(
+            f"engine option 'pp': stages of {'+'.join(map(str, sizes))} = {sum(sizes)} layers, but model '{model.name}' has "
+            f"{model.num_layers} decoder layers; make the stages add up to that"
+        )
+    return tuple(stage for stage, size in enumerate(sizes) for _ in range(size))
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage where nobody says otherwise: the remainder goes to the stages before the last, backwards.
+
+    >>> even_stages(61, 3), even_stages(43, 4)
+    ((20, 21, 20), (11, 11, 11, 10))
+    """
+    each, rest = divmod(num_layers, num_stages)
+    return tuple(each + (1 <= num_stages - 1 - stage <= rest) for stage in range(num_stages))
+
+
+class _PageBytes:
+    """Bytes of one page of a kind on the largest rank of an engine."""
+
+    def __init__(self, spec: EngineSpec, style: Style) -> None:
+        self._places = [Place(rank, spec.tp, spec.dcp, spec.interleave) for rank in range(spec.tp)]
+        self._style = style
+        self.of = cache(self._of)
+
+    def _of(self, kind: Kind, tokens: int) -> int:
+        return max(
+            sum(tensor.aligned_page_bytes for tensor in kind.tensors(place, self._style, tokens))
+            for place in self._places
+        )
+
+
+def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _PageBytes) -> int:
+    """The engine's page length: as asked for, or as many tokens as a state needs. Drafts have no say in it."""
+    states = [layer.kind for layer in layers if layer.kind.is_state and not layer.optional]
+    attention = [layer.kind for layer in layers if layer.family in ("full", "latent") and not layer.optional]
+    if not states or not attention:
+        return page_tokens
+    return hybrid_page_tokens(
+        page_tokens,
+        max(page_bytes.of(kind, 1) for kind in states),
+        max(page_bytes.of(kind, 1) for kind in attention),
+        latent=not any(isinstance(kind, Attention) for kind in attention),
+    )
+
+
+def _layer_pages(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _PageBytes) -> tuple[LayerPage, ...]:
+    """Every layer's page as vLLM's specs have it before grouping: states padded to the attention page."""
+    attention = [layer.kind for layer in layers if layer.family in ("full", "latent") and not layer.optional]
+    padded = max((page_bytes.of(kind, page_tokens) for kind in attention), default=0)
+    pages = []
+    for layer in layers:
+        kind = layer.kind
+        tokens = 0 if kind.is_state else layer.page_tokens or page_tokens
+        size = page_bytes.of(kind, tokens)
+        base = "state" if kind.is_state else "full" if kind.window_tokens is None else "window"
+        pages.append(
+            LayerPage(
+                layer.name,
+                layer.family,
+                base,
+                kind,
+                tokens,
+                max(size, padded) if kind.is_state else size,
+                kind.window_tokens,
+                rows=not isinstance(kind, Attention),
+            )
+        )
+    return tuple(pages)
+
+
+def _names(tables: Sequence[TableGroup]) -> tuple[str, ...]:
+    families = [_family(table) for table in tables]
+    totals, used = Counter(families), Counter[str]()
+    names = []
+    for family in families:
+        names.append(family if totals[family] == 1 else f"{family}.{used[family]}")
+        used[family] += 1
+    return tuple(names)
+
+
+def _family(table: TableGroup) -> str:
+    """What the group keeps; a table of several families keeps everything of all tokens."""
+    return next(iter(table.families)) if len(table.families) == 1 else "full"
+
+
+def _overridden(names: Sequence[str], tables: Sequence[TableGroup], spec: EngineSpec) -> tuple[int, ...]:
+    """Tokens per page of each group, after `page.<group>`: a whole name wins over a family."""
+    asked = dict(spec.page_of)
+    families = [_family(table) for table in tables]
+    known = list(dict.fromkeys([*names, *families]))
+    for wanted in asked:
+        if wanted not in known:
+            raise unknown("engine option 'page.<group>': group", wanted, known)
+        if wanted.split(".")[0] == "state":
+            raise LayoutError(
+                f"engine option 'page.{wanted}': a state page holds a whole state and no tokens; override another group"
+            )
+    return tuple(
+        asked.get(name, asked.get(family, table.tokens_per_page))
+        for name, family, table in zip(names, families, tables, strict=True)
+    )
+
+
+def _paged_groups(
+    layers: Sequence[ModelLayer],
+    tables: Sequence[TableGroup],
+    names: Sequence[str],
+    lengths: Sequence[int],
+    order: str,
+    page_bytes: _PageBytes,
+) -> tuple[PagedGroup, ...]:
+    """Groups for `assemble`, padded only where the largest rank's pages are too short.
+
+    A page that cannot be padded (in an order that cuts it into heads) is thus not refused for a rank with fewer heads.
+    """
+    kinds = {layer.name: layer.kind for layer in layers}
+    own = [
+        [page_bytes.of(kinds[layer.name], tokens) for layer in table.layers]
+        for table, tokens in zip(tables, lengths, strict=True)
+    ]
+    overridden = any(table.tokens_per_page != tokens for table, tokens in zip(tables, lengths, strict=True))
+    overlaid = max(size for sizes in own for size in sizes) if order[0] == "L" and len(tables) > 1 else 0
+    groups = []
+    for name, table, tokens, sizes in zip(names, tables, lengths, own, strict=True):
+        planned = overlaid if overridden else table.page_bytes or 0
+        is_short = any(size < planned for size in sizes)
+        members = tuple(layer.name for layer in table.layers)
+        groups.append(PagedGroup(name, members, max(tokens, 1), planned if is_short else 0))
+    return tuple(groups)

@@ -1,0 +1,136 @@
+"""Which models does the catalog hold, what shapes their caches, and where does each number come from?
+
+`configs/<id>.json` holds the fields of a model's config.json that shape its caches, `configs/<id>.draft.json` those of a draft
+that comes with it, `configs/SOURCES.json` where they were found and what could not be confirmed.
+
+`load` takes an id, the path of a config.json, or a directory that holds one. Refused: a name that is none of these (the nearest id
+is named), a file that is no JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvreshard.catalog.families import read_model
+from kvreshard.catalog.layers import Model, ModelLayer, as_draft
+from kvreshard.catalog.spec import unknown
+from kvreshard.kinds import Attention, GatedDelta, Latent, Mamba1, Mamba2, ScaledRows
+from kvreshard.model import LayoutError
+
+CONFIGS = resources.files("kvreshard.catalog") / "configs"
+# A config.json has some kilobytes; whatever is far larger is another file.
+MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model of the catalog. `unconfirmed`: field -> why its value could not be confirmed."""
+
+    id: str
+    model: str
+    sources: tuple[str, ...]
+    unconfirmed: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def load(self) -> Model:
+        model = read_model(self.id, _packaged(f"{self.id}.json"))
+        if not (CONFIGS / f"{self.id}.draft.json").is_file():
+            return model
+        return as_draft(model, read_model(f"{self.id} draft", _packaged(f"{self.id}.draft.json")))
+
+    @property
+    def model_type(self) -> str:
+        return self.load().model_type
+
+    @property
+    def geometry(self) -> str:
+        """Its caches in one line."""
+        return geometry(self.load())
+
+
+def load(model: str, draft: str | None = None) -> Model:
+    """The model of an id or a path; with `draft` (an id or a path too), its caches behind. Raises LayoutError."""
+    found = MODELS[model].load() if model in MODELS else _from_path(model)
+    return as_draft(found, load(draft)) if draft is not None else found
+
+
+def geometry(model: Model) -> str:
+    """Distinct caches with how often they occur: `25 x window 1024, 8 heads x 256; 5 x full, 2 heads x 512`."""
+    counts: dict[str, int] = {}
+    for layer in model.layers:
+        text = f"{'draft ' if layer.optional else ''}{layer.family}{_sizes(layer)}"
+        counts[text] = counts.get(text, 0) + 1
+    return "; ".join(f"{count} x {text}" for text, count in counts.items())
+
+
+def _sizes(layer: ModelLayer) -> str:
+    kind = layer.kind
+    window = f" {kind.window_tokens}" if kind.window_tokens else ""
+    match kind:
+        case Attention():
+            return f"{window}, {kind.num_kv_heads} heads x {kind.head_size}"
+        case Latent() | ScaledRows():
+            size = kind.cell_bytes if isinstance(kind, Latent) else kind.row_bytes + kind.scale_bytes
+            per = f" per {kind.tokens_per_state} tokens" if kind.tokens_per_state > 1 else " per token"
+            return f"{window}, {size} bytes{per}"
+        case Mamba2():
+            return f", Mamba-2 {kind.num_heads} heads x {kind.head_size} x {kind.state_size}, {kind.num_groups} groups"
+        case Mamba1():
+            return f", Mamba-1 {kind.num_channels} channels x {kind.state_size}"
+        case GatedDelta():
+            return f", delta {kind.num_key_heads} x {kind.key_size} keys, {kind.num_value_heads} x {kind.value_size} values"
+        case _:
+            return ""
+
+
+def _from_path(model: str) -> Model:
+    path = Path(model)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise unknown("model", model, MODELS, f" (nor is there a file '{path}')")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise LayoutError(f"config '{path}': {path.stat().st_size} bytes is no config.json; give another path")
+        return read_model(
+            path.parent.name if path.name == "config.json" else path.stem, _parse(str(path), path.read_bytes())
+        )
+    except OSError as error:
+        raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
+
+
+def _packaged(name: str) -> dict[str, Any]:
+    return _parse(name, (CONFIGS / name).read_bytes())
+
+
+def _parse(name: str, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise LayoutError(f"config '{name}': is not JSON ({error}); give a model's config.json") from error
+    if not isinstance(found, dict):
+        raise LayoutError(
+            f"config '{name}': holds a {type(found).__name__}; it must be a JSON object with named fields"
+        )
+    return found
+
+
+def _entries() -> dict[str, Entry]:
+    return {
+        name: Entry(
+            name,
+            facts["model"],
+            tuple(facts["sources"]),
+            facts.get("unconfirmed", {}),
+            tuple(facts.get("notes", ())),
+        )
+        for name, facts in _packaged("SOURCES.json").items()
+    }
+
+
+MODELS: Mapping[str, Entry] = _entries()
+"""Every model of the catalog, by id."""

@@ -1,0 +1,56 @@
+"""Which reader knows a model type?
+
+1. Take the language model's part of the file (`config.language_part`).
+2. Its `model_type` names the reader; a multimodal model has the type of its text part.
+3. A type that is in no list is read as plain attention only if nothing in it can shape the cache otherwise.
+
+Raises LayoutError naming the field, its value and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvreshard.catalog import read_attention, read_hybrid, read_latent
+from kvreshard.catalog.config import Config, language_part
+from kvreshard.catalog.layers import Model
+
+Reader = Callable[[Config], Model]
+
+READERS: Mapping[str, Reader] = {
+    **dict.fromkeys(read_attention.PLAIN_TYPES, read_attention.read_plain),
+    "gpt_oss": read_attention.read_alternating,
+    "gemma2": read_attention.read_alternating,
+    "gemma3": read_attention.read_gemma3,
+    "gemma3_text": read_attention.read_gemma3,
+    "gemma3n": read_attention.read_gemma3n,
+    "gemma3n_text": read_attention.read_gemma3n,
+    "gemma4": read_attention.read_gemma4,
+    "gemma4_text": read_attention.read_gemma4,
+    "gemma4_unified": read_attention.read_gemma4,
+    "gemma4_unified_text": read_attention.read_gemma4,
+    "deepseek_v2": read_latent.read_latent,
+    "deepseek_v3": read_latent.read_latent,
+    "kimi_k2": read_latent.read_latent,
+    "kimi_k25": read_latent.read_latent,
+    "deepseek_v32": read_latent.read_sparse,
+    "glm_moe_dsa": read_latent.read_sparse,
+    "deepseek_v4": read_latent.read_deepseek_v4,
+    "nemotron_h": read_hybrid.read_nemotron_h,
+    "granitemoehybrid": read_hybrid.read_granite,
+    "falcon_h1": read_hybrid.read_falcon_h1,
+    "jamba": read_hybrid.read_jamba,
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), read_hybrid.read_gated_delta
+    ),
+    "mamba2": read_hybrid.read_mamba2,
+    "mamba": read_hybrid.read_mamba1,
+    "falcon_mamba": read_hybrid.read_mamba1,
+}
+
+
+def read_model(name: str, raw: Mapping[str, Any]) -> Model:
+    """The model of a parsed config.json."""
+    config = language_part(name, raw)
+    return READERS.get(config.model_type, read_attention.read_unknown)(config)

@@ -1,0 +1,137 @@
+"""What does a model cache, layer by layer, before any engine has chosen sizes?
+
+A `Model` lists its caches in the order in which vLLM 0.32 registers them, since grouping and the order of tensors in a page
+follow it. A `ModelLayer` is one cache: a decoder layer may have several (attention and a state, a latent and its indexer).
+
+`family` says what a cache's block table keeps, and names its group:
+
+| family | pages keep |
+|---|---|
+| `full` | K and V of all tokens |
+| `window` | the last tokens |
+| `latent` | compressed vectors of all tokens |
+| `compressor` | the last tokens, not yet compressed (DeepSeek-V4) |
+| `state` | one state |
+
+The dtype of a cache is the engine's choice, so a layer has a kind of its own (`auto`) and one for each dtype that it can be
+asked for. Refused: a dtype that no layer of the model can store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvreshard.kinds import Attention, Kind, Latent
+from kvreshard.model import LayoutError
+
+FAMILIES = ("full", "window", "latent", "compressor", "state")
+NATIVE = "auto"
+PACKED = "fp8_ds_mla"
+CACHE_DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3")
+# vLLM 0.32: an fp8 cache has one scale per tensor, a parameter of the layer that lies outside of the cache.
+PER_TENSOR = "scale-per-tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayer:
+    """One cache of decoder layer `index`. Drafts are `optional` and lie on the last pipeline stage.
+
+    `predicts`: an own prediction layer of the model (MTP), which exists only while the engine speculates.
+    `page_tokens`: tokens of a page, where the model and not the engine sets them.
+    """
+
+    name: str
+    index: int
+    kind: Kind
+    family: str
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    optional: bool = False
+    predicts: bool = False
+    page_tokens: int | None = None
+
+    def kind_for(self, dtype: str) -> Kind:
+        """The kind in a cache of `dtype`; a layer that cannot store it keeps its own."""
+        return self.kinds.get(dtype, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them."""
+
+    name: str
+    model_type: str
+    num_layers: int
+    layers: tuple[ModelLayer, ...]
+    dtype: str
+    default_page: int = 16
+    default_order: str = "LBNHC"
+    num_query_heads: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        if not names:
+            raise LayoutError(f"model '{self.name}': has no layer with a cache")
+        for name in names:
+            if names.count(name) > 1:
+                raise LayoutError(f"model '{self.name}': two caches are named '{name}'; names must be unique")
+        for layer in self.layers:
+            if not layer.optional and not 0 <= layer.index < self.num_layers:
+                raise LayoutError(
+                    f"model '{self.name}': cache '{layer.name}' is in decoder layer {layer.index} of {self.num_layers}"
+                )
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raises LayoutError if no layer can store `dtype`."""
+        allowed = sorted({name for layer in self.layers for name in layer.kinds})
+        if dtype != NATIVE and dtype not in allowed:
+            raise LayoutError(
+                f"dtype '{dtype}': model '{self.name}' has no cache of that dtype; use one of "
+                f"{', '.join([NATIVE, *allowed])}"
+            )
+
+
+def attention_layer(
+    name: str,
+    index: int,
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: str,
+    window_tokens: int | None = None,
+) -> ModelLayer:
+    """A layer of K and V, full or with a window."""
+    own = Attention(num_kv_heads, head_size, dtype, window_tokens=window_tokens)
+    kinds = {
+        other: replace(own, dtype=other, quantisation=PER_TENSOR if other.startswith("fp8") else "")
+        for other in CACHE_DTYPES
+    }
+    return ModelLayer(name, index, kinds.get(dtype, own), "full" if window_tokens is None else "window", kinds)
+
+
+def latent_layer(name: str, index: int, *, channels: int, dtype: str, packed: Kind | None = None) -> ModelLayer:
+    """A layer of latents; `packed` is its kind for the dtype `fp8_ds_mla`."""
+    own = Latent(channels, dtype)
+    kinds: dict[str, Kind] = {
+        other: replace(own, dtype=other, quantisation=PER_TENSOR if other.startswith("fp8") else "")
+        for other in CACHE_DTYPES
+    }
+    if packed is not None:
+        kinds[PACKED] = packed
+    return ModelLayer(name, index, kinds.get(dtype, own), "latent", kinds)
+
+
+def as_draft(model: Model, draft: Model) -> Model:
+    """`model` with the layers of `draft` behind its own: `draft.<i>.<cache>`, optional, on the last stage.
+
+    A draft's own drafts are left out.
+    """
+    added = tuple(
+        replace(layer, name=layer.name.replace("layers.", "draft.", 1), index=model.num_layers, optional=True)
+        for layer in draft.layers
+        if not layer.optional
+    )
+    return replace(
+        model, layers=(*model.layers, *added), notes=(*model.notes, f"draft: {draft.name} ({draft.model_type})")
+    )

@@ -1,0 +1,186 @@
+"""Models of attention layers only: which layers have a window, how many KV heads of what width, and who shares?
+
+| model types | windows | source |
+|---|---|---|
+| `llama`, `qwen2`, `qwen3`, `mistral`, `mixtral`, `phi3` and relatives | none, all, or by `layer_types` | transformers' configuration classes |
+| `qwen2*`, `qwen3*` with `use_sliding_window` | from layer `max_window_layers` on | `Qwen2Config` |
+| `gpt_oss` | every even layer, or `layer_types` | `GptOssConfig` |
+| `gemma2` | every even layer, or `layer_types` | `Gemma2Config` |
+| `gemma3*` | all but every sixth (`sliding_window_pattern`), or `layer_types` | `Gemma3TextConfig` |
+| `gemma4*` | `layer_types`; full layers have their own heads and width | `Gemma4TextConfig`, vLLM 0.32 `gemma4.py` |
+
+The last `num_kv_shared_layers` read the cache of an earlier layer and have none (vLLM 0.32, `gemma4.py`). A model type that
+is not known is read in the same way if none of its fields may shape the cache otherwise; else it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvreshard.catalog.config import Config
+from kvreshard.catalog.layers import Model, ModelLayer, attention_layer
+
+PLAIN_TYPES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "gemma",
+    "granite",
+    "granitemoe",
+    "olmo",
+    "olmo2",
+    "glm4",
+    "starcoder2",
+)
+GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
+# Words of a field name that tell of a cache other than K and V per head: another model type may mean anything by them.
+SHAPING = re.compile(
+    r"lora_rank|mamba|ssm|conv|linear_|window|layer_types|pattern|hybrid|index_|compress|kv_shared|cross|attn_layer|"
+    r"state|chunk|global|block_type|recurr|rwkv|v_head|value_head|latent|multi_query|new_decoder|text_config|encoder|"
+    r"nextn|mtp|rope_head|nope_head|_interval|kv_channel|num_kv_heads|attn_type|attention_type|layer_group|time_mix|"
+    r"retention|sparse_att|no_rope_layer|per_layer"
+)
+HARMLESS = re.compile(r"^rope_|^quantization|initializer|^output_|^mlp_|moe|_coef$")
+WINDOW_FIELDS = ("sliding_window", "max_window_layers")
+
+
+def read_plain(config: Config) -> Model:
+    """A model whose windows, if any, come from its layer types or hold for all layers."""
+    num_layers = config.count("num_hidden_layers")
+    return _model(config, num_layers, _plain_windows(config, num_layers))
+
+
+def _plain_windows(config: Config, num_layers: int) -> list[int | None]:
+    """Window of each layer: by type, or one for all layers that `use_sliding_window` (in Qwen false by default) allows."""
+    is_qwen = config.model_type.startswith("qwen")
+    switched = config.flag("use_sliding_window", config.has("sliding_window") and not is_qwen)
+    if config.has("layer_types"):
+        return _windows_by_type(config, config.entries("layer_types", num_layers, LAYER_TYPES))
+    if not switched:
+        return [None] * num_layers
+    window = config.count("sliding_window")
+    first = config.count("max_window_layers", at_least=0) if is_qwen else 0
+    return [window if index >= first else None for index in range(num_layers)]
+
+
+def _windows_by_type(config: Config, types: Sequence[str], default: int | None = None) -> list[int | None]:
+    window = config.count("sliding_window", default) if "window" in types else None
+    return [window if entry == "window" else None for entry in types]
+
+
+def read_alternating(config: Config) -> Model:
+    """Every even layer has the window, unless `layer_types` says otherwise."""
+    num_layers = config.count("num_hidden_layers")
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, LAYER_TYPES)
+    else:
+        types = tuple("full" if index % 2 else "window" for index in range(num_layers))
+    return _model(config, num_layers, _windows_by_type(config, types))
+
+
+def read_gemma3(config: Config) -> Model:
+    """Fields that hub files leave out have the values of transformers 5.19 `Gemma3TextConfig`."""
+    num_layers = config.count("num_hidden_layers")
+    pattern = config.count("sliding_window_pattern", 6)
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, LAYER_TYPES)
+    else:
+        types = tuple("window" if (index + 1) % pattern else "full" for index in range(num_layers))
+    known = {**GEMMA_3_DEFAULTS, **{name: value for name, value in config.fields.items() if value is not None}}
+    filled = Config(config.model, known, config.path, config.outer)
+    return _model(filled, num_layers, _windows_by_type(filled, types))
+
+
+def read_gemma3n(config: Config) -> Model:
+    """`Gemma3nTextConfig`: four windows, then a full layer; the last layers share."""
+    num_layers = config.count("num_hidden_layers")
+    types = config.entries("layer_types", num_layers, LAYER_TYPES)
+    return _model(config, num_layers, _windows_by_type(config, types), _num_shared(config, num_layers))
+
+
+def read_gemma4(config: Config) -> Model:
+    """Full layers are `global_head_dim` wide and, with `attention_k_eq_v`, have `num_global_key_value_heads` KV heads."""
+    num_layers = config.count("num_hidden_layers")
+    types = config.entries("layer_types", num_layers, LAYER_TYPES)
+    if types[-1] != "full":
+        raise config.error(
+            f"layer_types[{num_layers - 1}]", "is a sliding layer", "transformers makes the last layer a full one"
+        )
+    config.must_be("per_layer_config")
+    dtype, windows = config.dtype(), _windows_by_type(config, types)
+    full_size = config.count("global_head_dim")
+    full_heads = config.num_kv_heads()
+    if config.flag("attention_k_eq_v", False) and config.has("num_global_key_value_heads"):
+        full_heads = config.count("num_global_key_value_heads")
+    layers = tuple(
+        attention_layer(
+            f"layers.{index}.attn",
+            index,
+            num_kv_heads=full_heads if window is None else config.num_kv_heads(),
+            head_size=full_size if window is None else config.head_size(),
+            dtype=dtype,
+            window_tokens=window,
+        )
+        for index, window in enumerate(windows[: num_layers - _num_shared(config, num_layers)])
+    )
+    return _finish(config, num_layers, layers)
+
+
+def _num_shared(config: Config, num_layers: int) -> int:
+    shared = config.count("num_kv_shared_layers", at_least=0)
+    if shared >= num_layers:
+        raise config.error("num_kv_shared_layers", f"is {shared} of {num_layers} layers", "one layer needs a cache")
+    return shared
+
+
+def read_unknown(config: Config) -> Model:
+    """A model type that is not listed: read as attention if it names its heads and nothing else can shape the cache."""
+    understood = {"num_key_value_heads", "layer_types"}
+    if config.has("layer_types"):
+        understood |= {"sliding_window"}
+    if not config.flag("use_sliding_window", True):
+        understood |= set(WINDOW_FIELDS)
+    for name, value in config.fields.items():
+        if value in (None, False, 0, []) or name in understood or HARMLESS.search(name) or not SHAPING.search(name):
+            continue
+        raise config.error(
+            name,
+            f"is set, and model type '{config.model_type}' is not known",
+            "the field may shape the cache, so this is not read as plain attention; use a model of a known type",
+        )
+    if not config.has("num_key_value_heads"):
+        raise config.error(
+            "num_key_value_heads",
+            f"is missing, and model type '{config.model_type}' is not known",
+            "give it, or use a model of a known type",
+        )
+    return read_plain(config)
+
+
+def _model(config: Config, num_layers: int, windows: Sequence[int | None], num_shared: int = 0) -> Model:
+    heads, width, dtype = config.num_kv_heads(), config.head_size(), config.dtype()
+    layers = tuple(
+        attention_layer(
+            f"layers.{index}.attn", index, num_kv_heads=heads, head_size=width, dtype=dtype, window_tokens=window
+        )
+        for index, window in enumerate(windows[: num_layers - num_shared])
+    )
+    return _finish(config, num_layers, layers)
+
+
+def _finish(config: Config, num_layers: int, layers: tuple[ModelLayer, ...]) -> Model:
+    return Model(
+        config.model,
+        config.model_type,
+        num_layers,
+        layers,
+        config.dtype(),
+        num_query_heads=config.count("num_attention_heads"),
+    )

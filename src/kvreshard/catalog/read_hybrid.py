@@ -1,0 +1,198 @@
+"""Models with recurrent layers: which layers keep a state, of what sizes, and which keep K and V?
+
+| model types | which layer is what | state | source |
+|---|---|---|---|
+| `nemotron_h` | `layers_block_type` or `hybrid_override_pattern` (M state, * attention, others none) | Mamba-2 | `NemotronHConfig` |
+| `granitemoehybrid` | `layer_types` | Mamba-2 | `GraniteMoeHybridConfig` |
+| `falcon_h1` | each layer is both | Mamba-2 | `FalconH1Config` |
+| `jamba` | attention at `attn_layer_offset` of every `attn_layer_period` | Mamba-1 | `JambaConfig` |
+| `qwen3_next`, `qwen3_5*` | `layer_types`, else attention last of every `full_attention_interval` | gated delta | `Qwen3NextConfig` |
+| `mamba2`, `mamba`, `falcon_mamba` | all states | Mamba-2, Mamba-1 | `Mamba2Config`, `MambaConfig` |
+
+A convolution state has the model's dtype, a recurrent state the same unless the model says otherwise (vLLM 0.32
+`mamba_utils.py`): Nemotron-H `mamba_ssm_cache_dtype`, else float32; Qwen3.5 `mamba_ssm_dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from kvreshard.catalog.config import Config
+from kvreshard.catalog.layers import Model, ModelLayer, attention_layer
+from kvreshard.kinds import GatedDelta, Kind, Mamba1, Mamba2
+
+BLOCKS = {
+    "mamba": "state",
+    "linear_attention": "state",
+    "attention": "full",
+    "full_attention": "full",
+    "mlp": "none",
+    "moe": "none",
+}
+PATTERN: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def read_nemotron_h(config: Config) -> Model:
+    """Layers of one block each. The inner size is heads x head size, not `expand` x hidden size."""
+    num_layers = config.count("num_hidden_layers")
+    filled = _with_pattern(config, "hybrid_override_pattern", "layers_block_type")
+    types = filled.entries("layers_block_type", num_layers, BLOCKS)
+    state = Mamba2(
+        config.count("mamba_num_heads"),
+        config.count("mamba_head_dim"),
+        config.count("n_groups"),
+        config.count("ssm_state_size"),
+        config.count("conv_kernel"),
+        config.dtype(),
+        config.state_dtype("mamba_ssm_cache_dtype", "float32"),
+    )
+    return _model(config, types, state, "mamba", _nemotron_predictions(config))
+
+
+def _nemotron_predictions(config: Config) -> int:
+    """Attention layers that predict: those of one prediction block, as often as there are blocks."""
+    blocks = config.count("num_nextn_predict_layers", 0, at_least=0)
+    if not blocks:
+        return 0
+    filled = _with_pattern(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    listed = filled.fields.get("mtp_layers_block_type")
+    types = filled.entries("mtp_layers_block_type", len(listed) if isinstance(listed, Sequence) else 1, BLOCKS)
+    if "state" in types:
+        raise config.error("mtp_layers_block_type", "has a Mamba layer", "predicting states are not described")
+    return blocks * types.count("full")
+
+
+def _with_pattern(config: Config, pattern: str, listed: str) -> Config:
+    """The config with the list of block types that a pattern of letters stands for."""
+    if config.has(listed) or not config.has(pattern):
+        return config
+    letters = config.text(pattern)
+    for position, letter in enumerate(letters):
+        if letter not in PATTERN:
+            raise config.error(
+                f"{pattern}[{position}]", f"is {letter!r}", f"known here are {', '.join(map(repr, PATTERN))}"
+            )
+    fields = {**config.fields, listed: [PATTERN[letter] for letter in letters]}
+    return Config(config.model, fields, config.path, config.outer)
+
+
+def read_granite(config: Config) -> Model:
+    """`mamba_d_head` auto: the inner size `mamba_expand` x hidden size over the heads."""
+    types = config.entries("layer_types", config.count("num_hidden_layers"), BLOCKS)
+    state = None
+    if "state" in types:
+        inner = config.count("mamba_expand", 2) * config.count("hidden_size")
+        state = _mamba2(config, inner)
+    return _model(config, types, state, "mamba")
+
+
+def read_falcon_h1(config: Config) -> Model:
+    """Each layer is attention and Mamba-2 side by side, attention registered first."""
+    config.must_be("attn_layer_indices")
+    if config.has("mamba_d_ssm"):
+        inner = config.count("mamba_d_ssm")
+    else:
+        inner = config.count("mamba_expand") * config.count("hidden_size")
+    return _model(config, ("both",) * config.count("num_hidden_layers"), _mamba2(config, inner), "mamba")
+
+
+def _mamba2(config: Config, inner: int) -> Mamba2:
+    heads = config.count("mamba_n_heads")
+    width = inner // heads if config.fields.get("mamba_d_head") == "auto" else config.count("mamba_d_head")
+    if heads * width != inner:
+        raise config.error(
+            "mamba_d_head", f"is {width} for {heads} heads, but the inner size is {inner}", "their product must be it"
+        )
+    return Mamba2(
+        heads,
+        width,
+        config.count("mamba_n_groups"),
+        config.count("mamba_d_state"),
+        config.count("mamba_d_conv"),
+        config.dtype(),
+        config.dtype(),
+    )
+
+
+def read_jamba(config: Config) -> Model:
+    """Attention where the layer's number leaves `attn_layer_offset` when divided by `attn_layer_period`."""
+    period, offset = config.count("attn_layer_period"), config.count("attn_layer_offset", at_least=0)
+    if offset >= period:
+        raise config.error("attn_layer_offset", f"is {offset}", f"it must be below attn_layer_period {period}")
+    types = ["full" if index % period == offset else "state" for index in range(config.count("num_hidden_layers"))]
+    inner = config.count("mamba_expand") * config.count("hidden_size")
+    state = Mamba1(inner, config.count("mamba_d_state"), config.count("mamba_d_conv"), config.dtype(), config.dtype())
+    return _model(config, types, state, "mamba")
+
+
+def read_gated_delta(config: Config) -> Model:
+    """Prediction layers are full attention: `mtp_num_hidden_layers`, or in Qwen3-Next `num_nextn_predict_layers`.
+
+    vLLM 0.32 takes one such layer where a Qwen3-Next file does not say.
+    """
+    num_layers = config.count("num_hidden_layers")
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, {k: v for k, v in BLOCKS.items() if k.endswith("_attention")})
+    else:
+        interval = config.count("full_attention_interval")
+        types = tuple("state" if (index + 1) % interval else "full" for index in range(num_layers))
+    state = GatedDelta(
+        config.count("linear_num_key_heads"),
+        config.count("linear_num_value_heads"),
+        config.count("linear_key_head_dim"),
+        config.count("linear_value_head_dim"),
+        config.count("linear_conv_kernel_dim"),
+        config.dtype(),
+        config.state_dtype("mamba_ssm_dtype", config.dtype()),
+    )
+    if config.model_type.startswith("qwen3_next"):
+        num_predicting = config.count("num_nextn_predict_layers", 1, at_least=0)
+    else:
+        num_predicting = config.count("mtp_num_hidden_layers", 0, at_least=0)
+    return _model(config, types, state, "delta", num_predicting)
+
+
+def read_mamba2(config: Config) -> Model:
+    """States only. The inner size is heads x head size."""
+    state = Mamba2(
+        config.count("num_heads"),
+        config.count("head_dim"),
+        config.count("n_groups"),
+        config.count("state_size"),
+        config.count("conv_kernel"),
+        config.dtype(),
+        config.dtype(),
+    )
+    return _model(config, ("state",) * config.count("num_hidden_layers"), state, "mamba")
+
+
+def read_mamba1(config: Config) -> Model:
+    """States only. `intermediate_size`, else `expand` x hidden size channels."""
+    if config.has("intermediate_size"):
+        inner = config.count("intermediate_size")
+    else:
+        inner = config.count("expand") * config.count("hidden_size")
+    state = Mamba1(inner, config.count("state_size"), config.count("conv_kernel"), config.dtype(), config.dtype())
+    return _model(config, ("state",) * config.count("num_hidden_layers"), state, "mamba")
+
+
+def _model(config: Config, types: Sequence[str], state: Kind | None, state_name: str, num_predicting: int = 0) -> Model:
+    layers: list[ModelLayer] = []
+    for index, entry in enumerate(types):
+        if entry in ("full", "both"):
+            layers.append(_attention(config, f"layers.{index}.attn", index))
+        if entry in ("state", "both") and state is not None:
+            layers.append(ModelLayer(f"layers.{index}.{state_name}", index, state, "state"))
+    for index in range(num_predicting):
+        drafted = _attention(config, f"mtp.{index}.attn", len(types))
+        layers.append(replace(drafted, optional=True, predicts=True))
+    heads = config.count("num_attention_heads") if any(layer.family == "full" for layer in layers) else None
+    return Model(config.model, config.model_type, len(types), tuple(layers), config.dtype(), num_query_heads=heads)
+
+
+def _attention(config: Config, name: str, index: int) -> ModelLayer:
+    config.must_be("sliding_window")
+    return attention_layer(
+        name, index, num_kv_heads=config.num_kv_heads(), head_size=config.head_size(), dtype=config.dtype()
+    )

@@ -1,0 +1,158 @@
+"""Models with multi-head latent attention: what does each layer cache besides its latent?
+
+| model types | caches of a layer | source |
+|---|---|---|
+| `deepseek_v2`, `deepseek_v3`, `kimi_k2` | a latent of `kv_lora_rank + qk_rope_head_dim` | vLLM 0.32 `deepseek_v2.py` |
+| `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent | `DeepseekV32IndexerCache` |
+| `deepseek_v4` | by `compress_ratios`, see `read_deepseek_v4` | `models/deepseek_v4/attention.py`, `compressor.py` |
+
+`num_nextn_predict_layers` more layers predict tokens; they cache only while the engine speculates. Refused: indexers that some
+layers share (`index_topk_freq`, `index_topk_pattern`, `indexer_types`), compression ratios that are not 0, 1, 4 or 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvreshard.catalog.config import Config
+from kvreshard.catalog.layers import PACKED, Model, ModelLayer, latent_layer
+from kvreshard.kinds import Kind, Latent, ScaledRows, indexer
+
+# vLLM 0.32 `mla/indexer.py`: fp8 keys, one float32 scale for each 128 of them.
+SCALED_CHANNELS = 128
+# `mla/flashmla_sparse.py`: 512 e4m3, 4 float32 scales, 64 bfloat16 of 576 channels.
+PACKED_CHANNELS, PACKED_ROW_BYTES = 576, 656
+# V4: pages start at multiples of one packed row, or of half a bfloat16 row.
+PACKED_ALIGNMENT_BYTES, PLAIN_ALIGNMENT_BYTES = 576, 512
+V4_PAGE_TOKENS, V4_WINDOW_PAGE_TOKENS = 256, 64
+# Compression ratio: (tokens of a compressor page, tokens that the compressor looks back, entries per token).
+V4_COMPRESSORS = {4: (4, 8, 2), 128: (8, 128, 1)}
+V4_SCALED_CHANNELS, V4_SCALE_BYTES = 64, 8
+
+
+def read_latent(config: Config) -> Model:
+    """One latent per token and layer."""
+    num_layers = config.count("num_hidden_layers")
+    layers = [_latent(config, f"layers.{index}.attn", index) for index in range(num_layers)]
+    for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
+        layers.append(_predicting(_latent(config, f"mtp.{index}.attn", num_layers)))
+    return _finish(config, num_layers, layers, 16)
+
+
+def read_sparse(config: Config) -> Model:
+    """A latent and an indexer key per token and layer; the indexer is registered first. Its kernel blocks are of 64."""
+    config.must_be("index_topk_freq", 1)
+    config.must_be("index_topk_pattern")
+    num_layers = config.count("num_hidden_layers")
+    if config.has("indexer_types"):
+        config.entries("indexer_types", num_layers, {"full": "full"})
+    layers = []
+    for index in range(num_layers):
+        layers += _sparse(config, f"layers.{index}", index)
+    for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
+        layers += [_predicting(layer) for layer in _sparse(config, f"mtp.{index}", num_layers)]
+    return _finish(config, num_layers, layers, 64)
+
+
+def _sparse(config: Config, layer: str, index: int) -> list[ModelLayer]:
+    keys = ModelLayer(f"{layer}.indexer", index, indexer(*_index_row(config)), "latent")
+    return [keys, _latent(config, f"{layer}.attn", index)]
+
+
+def _index_row(config: Config) -> tuple[int, int]:
+    channels = config.count("index_head_dim")
+    if channels % SCALED_CHANNELS:
+        raise config.error(
+            "index_head_dim", f"is {channels}", f"scales belong to {SCALED_CHANNELS} channels each; give a multiple"
+        )
+    return channels, channels // SCALED_CHANNELS * 4
+
+
+def _latent(config: Config, name: str, index: int) -> ModelLayer:
+    channels = config.count("kv_lora_rank") + config.count("qk_rope_head_dim")
+    packed = None
+    if channels == PACKED_CHANNELS:
+        packed = Latent(channels, "uint8", PACKED, PACKED_ROW_BYTES)
+    return latent_layer(name, index, channels=channels, dtype=config.dtype(), packed=packed)
+
+
+def read_deepseek_v4(config: Config) -> Model:
+    """Every layer keeps a window of latents; ratio 4 or 128 adds compressed latents and their compressor's window.
+
+    Ratio 4 also has an indexer over the compressed latents, with a compressor of its own. A compressor keeps, per token
+    and until it is compressed, values and scores in float32 (twice with ratio 4: previous and own group).
+    """
+    num_layers = config.count("num_hidden_layers")
+    num_predicting = config.count("num_nextn_predict_layers", 0, at_least=0)
+    ratios = config.numbers("compress_ratios", num_layers, spare=num_predicting)
+    layers: list[ModelLayer] = []
+    for index, ratio in enumerate(ratios):
+        if ratio not in (0, 1, *V4_COMPRESSORS):
+            raise config.error(f"compress_ratios[{index}]", f"is {ratio}", "known are 0, 1, 4 and 128")
+        layers += _v4_layer(config, f"layers.{index}", index, ratio)
+    for index in range(num_predicting):
+        layers += [_predicting(layer) for layer in _v4_layer(config, f"mtp.{index}", num_layers, 0)]
+    model = _finish(config, num_layers, layers, V4_PAGE_TOKENS)
+    return replace(model, default_order="BLHNC")
+
+
+def _v4_layer(config: Config, layer: str, index: int, ratio: int) -> list[ModelLayer]:
+    window_tokens = config.count("sliding_window")
+    caches: list[ModelLayer] = []
+    if ratio == 4:
+        keys = replace(indexer(*_index_row(config), tokens_per_state=ratio), kernel_tokens=V4_PAGE_TOKENS)
+        caches.append(_v4_cache(f"{layer}.indexer", index, "latent", keys, keys))
+        caches.append(_v4_compressor(f"{layer}.indexer_compressor", index, ratio, config.count("index_head_dim")))
+    window = _v4_cache(f"{layer}.window", index, "window", *_v4_rows(config, 1, V4_WINDOW_PAGE_TOKENS, window_tokens))
+    caches.append(replace(window, page_tokens=V4_WINDOW_PAGE_TOKENS))
+    if ratio in V4_COMPRESSORS:
+        caches.append(_v4_cache(f"{layer}.attn", index, "latent", *_v4_rows(config, ratio, V4_PAGE_TOKENS, None)))
+        caches.append(_v4_compressor(f"{layer}.compressor", index, ratio, config.count("head_dim")))
+    return caches
+
+
+def _v4_rows(config: Config, ratio: int, kernel_tokens: int, window: int | None) -> tuple[ScaledRows, Latent]:
+    """Latents packed, and as plain rows of bfloat16."""
+    channels, rotated = config.count("head_dim"), config.count("qk_rope_head_dim")
+    if channels - rotated != 7 * V4_SCALED_CHANNELS:
+        raise config.error(
+            "head_dim", f"is {channels}, of which {rotated} rotated", "packed rows are known for 512 and 64 only"
+        )
+    row_bytes = (channels - rotated) + 2 * rotated
+    packed = ScaledRows(
+        row_bytes, V4_SCALE_BYTES, PACKED, "latent", "latent_scale", ratio, window, kernel_tokens=kernel_tokens
+    )
+    return packed, Latent(channels, "bfloat16", tokens_per_state=ratio, window_tokens=window)
+
+
+def _v4_compressor(name: str, index: int, ratio: int, channels: int) -> ModelLayer:
+    page_tokens, window_tokens, entries = V4_COMPRESSORS[ratio]
+    partial = Latent(2 * entries * channels, "float32", window_tokens=window_tokens, name="partial")
+    return replace(_v4_cache(name, index, "compressor", partial, partial), page_tokens=page_tokens)
+
+
+def _v4_cache(
+    name: str, index: int, family: str, packed: ScaledRows | Latent, plain: ScaledRows | Latent
+) -> ModelLayer:
+    """vLLM's default for V4 is the packed form; each form has its own alignment of pages, of all caches alike."""
+    kinds: dict[str, Kind] = {
+        PACKED: replace(packed, page_alignment_bytes=PACKED_ALIGNMENT_BYTES),
+        "bfloat16": replace(plain, page_alignment_bytes=PLAIN_ALIGNMENT_BYTES),
+    }
+    return ModelLayer(name, index, kinds[PACKED], family, kinds)
+
+
+def _predicting(layer: ModelLayer) -> ModelLayer:
+    return replace(layer, optional=True, predicts=True)
+
+
+def _finish(config: Config, num_layers: int, layers: list[ModelLayer], page_tokens: int) -> Model:
+    return Model(
+        config.model,
+        config.model_type,
+        num_layers,
+        tuple(layers),
+        config.dtype(),
+        default_page=page_tokens,
+        num_query_heads=config.count("num_attention_heads"),
+    )

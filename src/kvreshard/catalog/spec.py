@@ -1,0 +1,178 @@
+"""How does a person write an engine, and what is wrong with what was written?
+
+`tp=4,pp=2,dcp=2,page=16,order=HND`: keys and values, in any order; what is left out is vLLM 0.32's default.
+
+| key | value |
+|---|---|
+| `tp` | tensor-parallel ranks |
+| `pp` | pipeline stages, or the decoder layers of each: `pp=20+21+20` |
+| `dcp`, `interleave` | ranks that share the sequence, and how many tokens each takes in turn |
+| `page` | tokens per manager block on one rank, before page sizes of a hybrid are unified |
+| `page.<group>` | the same for one group, or one family of groups (`page.window`), after they are |
+| `order` | `NHD`, `HND`, or an order of dimensions, block-outermost ones too |
+| `conv` | convolution states `dim-first` or `dim-last` |
+| `dtype` | of the cache; `auto` is the model's |
+| `spec` | speculative tokens; above 0, a model's own prediction layers cache too |
+| `draft` | `on` or `off`: whether a separate draft model's layers are there |
+| `interior`, `kernel` | the inside of an attention page; tokens of a kernel block |
+| `pages` | pages of the pool |
+
+Refused: a key or a value with a typo (the nearest one is named), a key given twice, sizes that are not positive.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED
+from kvreshard.kinds.assemble import ALIASES, ORDERS
+from kvreshard.kinds.attention import INTERIORS
+from kvreshard.model import LayoutError
+
+CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
+SWITCH: Mapping[str, bool] = {"on": True, "off": False}
+DTYPES: Mapping[str, str] = {
+    **{name: name for name in (NATIVE, *CACHE_DTYPES, PACKED)},
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp8": "fp8_e4m3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine as a person writes it. `stages`: decoder layers per pipeline stage, empty for vLLM's own division."""
+
+    tp: int = 1
+    pp: int = 1
+    stages: tuple[int, ...] = ()
+    dcp: int = 1
+    interleave: int = 1
+    page: int | None = None
+    page_of: tuple[tuple[str, int], ...] = ()
+    order: str | None = None
+    conv_dim_first: bool = False
+    dtype: str = NATIVE
+    spec: int = 0
+    draft: bool = True
+    interior: str = "cell"
+    kernel: int | None = None
+    pages: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("tp", "pp", "dcp", "interleave", "page", "kernel", "pages")}
+        sizes |= {f"page.{group}": tokens for group, tokens in self.page_of}
+        sizes |= {f"pp (stage {number})": size for number, size in enumerate(self.stages)}
+        for key, value in sizes.items():
+            if value is not None and value <= 0:
+                raise LayoutError(f"engine option '{key}': {value}; a size must be positive")
+        if self.spec < 0:
+            raise LayoutError(f"engine option 'spec': {self.spec}; must be 0 or more speculative tokens")
+        if self.stages and len(self.stages) != self.pp:
+            raise LayoutError(f"engine option 'pp': {self.pp} stages, but the layers of {len(self.stages)} are given")
+        if self.dcp > self.tp or self.tp % self.dcp:
+            raise LayoutError(f"engine option 'dcp': {self.dcp} does not divide tp={self.tp}; use a divisor of it")
+        for key, value, known in (
+            ("order", self.order, [*ALIASES, *ORDERS]),
+            ("interior", self.interior, INTERIORS),
+            ("dtype", self.dtype, list(DTYPES.values())),
+        ):
+            if value is not None and value not in known:
+                raise unknown(f"engine option '{key}': value", value, known)
+
+    def __str__(self) -> str:
+        """The shortest text that reads as this engine."""
+        default = EngineSpec()
+        words = [
+            f"{name}={getattr(self, name)}"
+            for name in (
+                "tp",
+                "pp",
+                "dcp",
+                "interleave",
+                "page",
+                "order",
+                "dtype",
+                "spec",
+                "interior",
+                "kernel",
+                "pages",
+            )
+            if name == "tp" or getattr(self, name) != getattr(default, name)
+        ]
+        words = [f"pp={'+'.join(map(str, self.stages))}" if w.startswith("pp=") and self.stages else w for w in words]
+        words += [f"page.{group}={tokens}" for group, tokens in self.page_of]
+        words += ["conv=dim-first"] if self.conv_dim_first else []
+        return ",".join(words if self.draft else [*words, "draft=off"])
+
+
+def parse_engine(text: str) -> EngineSpec:
+    """The engine that `text` writes. Raises LayoutError naming key, value, what is allowed and the nearest match."""
+    given: dict[str, Any] = {}
+    page_of: dict[str, int] = {}
+    seen: set[str] = set()
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or not value:
+            raise LayoutError(f"engine option '{word}': needs a value, as in tp=4; known keys: {', '.join(_keys())}")
+        if key in seen:
+            raise LayoutError(f"engine option '{key}': is given twice; give it once")
+        seen.add(key)
+        if key.startswith("page.") and len(key) > len("page."):
+            page_of[key.removeprefix("page.")] = _count(key, value)
+        elif key == "pp" and "+" in value:
+            given["stages"] = tuple(_count(key, size.strip()) for size in value.split("+"))
+            given["pp"] = len(given["stages"])
+        elif key in _READERS:
+            name, read = _READERS[key]
+            given[name] = read(key, value)
+        else:
+            raise unknown("engine option", key, _keys(), f" (value '{value}')")
+    return EngineSpec(**given, page_of=tuple(page_of.items()))
+
+
+def _keys() -> list[str]:
+    return [*_READERS, "page.<group>"]
+
+
+def _count(key: str, value: str, at_least: int = 1) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        raise LayoutError(f"engine option '{key}': '{value}' is not a whole number") from None
+    if number < at_least:
+        raise LayoutError(f"engine option '{key}': {number}; must be at least {at_least}")
+    return number
+
+
+def _one_of(known: Mapping[str, Any]) -> Callable[[str, str], Any]:
+    def read(key: str, value: str) -> Any:
+        found = {name.casefold(): meant for name, meant in known.items()}.get(value.casefold())
+        if found is None:
+            raise unknown(f"engine option '{key}': value", value, known)
+        return found
+
+    return read
+
+
+def unknown(what: str, value: str, known: Iterable[str], more: str = "") -> LayoutError:
+    """The error for a name that is none of `known`; says which of them is nearest."""
+    names = list(known)
+    near = difflib.get_close_matches(value.casefold(), [name.casefold() for name in names], 1, 0.5)
+    hint = next((f"; did you mean '{name}'?" for name in names if near and name.casefold() == near[0]), "")
+    return LayoutError(f"{what} '{value}'{more} is not known; use one of {', '.join(names)}{hint}")
+
+
+_READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
+    **{name: (name, _count) for name in ("tp", "pp", "dcp", "interleave", "page", "kernel", "pages")},
+    "order": ("order", _one_of({name: name for name in (*ALIASES, *ORDERS)})),
+    "conv": ("conv_dim_first", _one_of(CONVOLUTIONS)),
+    "dtype": ("dtype", _one_of(DTYPES)),
+    "spec": ("spec", lambda key, value: _count(key, value, 0)),
+    "draft": ("draft", _one_of(SWITCH)),
+    "interior": ("interior", _one_of({name: name for name in INTERIORS})),
+}

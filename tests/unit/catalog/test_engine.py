@@ -1,0 +1,183 @@
+"""Is every model of the catalog describable for every engine, and routable between any two of them?
+
+Engines that vLLM could not run are included on purpose: sizes that do not divide one another, page sizes that are no power of
+two. `describe` checks each layout by itself, `compile_route` proves each route; what is moved is proved by `tests/property`.
+"""
+
+import random
+
+import pytest
+
+from kvreshard.catalog import MODELS, describe, fit_stages, load, parse_engine, shrink, warnings
+from kvreshard.catalog.engine import even_stages, stage_of_layers
+from kvreshard.model import EngineLayout, LayoutError, wire
+from kvreshard.plan import compile_route, elect, match_fields
+
+ENGINES = (
+    "tp=1",
+    "tp=2,order=HND",
+    "tp=3,pp=2",
+    "tp=4,pp=3,order=BLHNC",
+    "tp=5,page=48,order=BLNHC",
+    "tp=6,order=BHLNC",
+    "tp=7,conv=dim-first",
+    "tp=8,pp=3+2+1",
+    "tp=16",
+    "tp=2,interior=separate",
+    "tp=2,interior=slots,spec=1",
+    "tp=3,order=HND,interior=planes-kt",
+    "tp=2,order=HND,interior=tiles,page=64",
+    "tp=4,spec=3",
+    "tp=2,page=64,kernel=16,order=HND",
+)
+DCP_ENGINES = ("tp=4,dcp=2", "tp=16,dcp=2,interleave=16", "tp=6,dcp=3,page=8,interleave=4")
+DCP_MODELS = ("llama-3.1-8b", "qwen3-32b", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2", "kimi-k2.5-eagle3")
+# A state of 128 tokens needs pages of a multiple of them.
+V4_PAGES = {"page=48": "page=384", "page=64": "page=128"}
+
+
+def layouts(model: str, engines: tuple[str, ...]) -> list[EngineLayout]:
+    small = shrink(load(model), 6)
+    made = []
+    for engine in engines:
+        if model == "deepseek-v4-flash":
+            for page, fitting in V4_PAGES.items():
+                engine = engine.replace(page, fitting)
+        made.append(describe(small, fit_stages(parse_engine(engine), small.num_layers), engine, 3))
+    return made
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_engine_reaches_any_other(model: str) -> None:
+    engines = layouts(model, ENGINES + (DCP_ENGINES if model in DCP_MODELS else ()))
+    shuffled = list(engines)
+    random.Random(model).shuffle(shuffled)
+    for src, dst in zip(engines, shuffled, strict=True):
+        election = elect(src, dst, list(match_fields(src, dst).names))
+        for rank in dst.ranks:
+            route = compile_route(src, dst, rank.rank, election=election)
+            assert all(warning.startswith("field 'mtp.") for warning in route.warnings)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_wire_keeps_every_layout(model: str) -> None:
+    for layout in layouts(model, ("tp=2,pp=2,spec=1", "tp=3,order=BLHNC")):
+        assert wire.decode(wire.encode(layout)) == layout
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("engine", ["tp=2,pp=2", "tp=8"])
+def test_names_and_extents_do_not_depend_on_the_engine(model: str, engine: str) -> None:
+    one, other = layouts(model, ("tp=1", engine))
+    assert {field.name: field.axes for field in one.fields} == {field.name: field.axes for field in other.fields}
+
+
+def test_a_whole_model_is_described_at_full_size() -> None:
+    layout = describe(load("deepseek-v3"), parse_engine("tp=16,pp=4"), "prefill")
+    assert len(layout.ranks) == 64
+    assert [len(layout.ranks[16 * stage].shards) for stage in range(4)] == [15, 15, 16, 15]
+    assert {group.null_page for group in layout.groups} == {0}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages"),
+    [(61, (31, 30)), (61, (20, 21, 20)), (61, (15, 15, 16, 15)), (62, (15, 16, 16, 15)), (30, (7, 8, 8, 7)),
+     (43, (11, 11, 11, 10)), (36, (4, 4, 4, 5, 5, 5, 5, 4)), (7, (2, 2, 2, 1)), (5, (5,)), (2, (0, 1, 1, 0))],
+)  # fmt: skip
+def test_stages_are_cut_as_vllm_cuts_them(num_layers: int, stages: tuple[int, ...]) -> None:
+    assert even_stages(num_layers, len(stages)) == stages
+
+
+def test_layers_without_a_cache_count_for_stages() -> None:
+    model = load("nemotron-3-nano-30b-a3b")
+    layout = describe(model, parse_engine("tp=1,pp=10+42"), "e", 2)
+    first = {shard.field.rsplit(".", 2)[0] for shard in layout.ranks[0].shards}
+    assert max(int(name.split(".")[1]) for name in first) == 9
+    assert len(stage_of_layers(model, parse_engine("pp=4"))) == 52
+
+
+def test_drafts_lie_on_the_last_stage() -> None:
+    layout = describe(load("kimi-k2.5-eagle3"), parse_engine("tp=2,pp=3"), "e", 2)
+    holders = {rank.rank for rank in layout.ranks if "draft.0.attn.k" in rank.shard_by_field}
+    assert holders == {4, 5}
+    assert layout.field_by_name["draft.0.attn.k"].optional
+    without = describe(load("kimi-k2.5-eagle3"), parse_engine("tp=2,draft=off"), "e", 2)
+    assert "draft.0.attn.k" not in without.field_by_name
+
+
+def test_prediction_layers_come_with_speculation() -> None:
+    model = load("deepseek-v3")
+    assert "mtp.0.attn.latent" not in describe(model, parse_engine("tp=1"), "e", 2).field_by_name
+    assert "mtp.0.attn.latent" in describe(model, parse_engine("tp=1,spec=1"), "e", 2).field_by_name
+
+
+def test_a_stage_that_only_has_states_keeps_the_engines_page_size() -> None:
+    layout = describe(load("granite-4-h-small"), parse_engine("tp=1,pp=5+35"), "e", 2)
+    strides = {shard.geometry.page_stride_bytes for shard in layout.ranks[0].shards}
+    assert strides == {2162688}
+
+
+def test_a_rank_with_fewer_heads_has_shorter_pages() -> None:
+    layout = describe(load("llama-3.1-8b"), parse_engine("tp=3"), "e", 2)
+    strides = [rank.shards[0].geometry.page_stride_bytes for rank in layout.ranks]
+    assert strides == [2 * 128 * 2 * 2 * 16, 3 * 128 * 2 * 2 * 16, 3 * 128 * 2 * 2 * 16]
+
+
+def test_page_overrides_reach_one_group_or_a_family() -> None:
+    model = load("gemma-4-26b-a4b")
+
+    def tokens(engine: str) -> dict[str, int | None]:
+        return {g.name: g.tokens_per_page for g in describe(model, parse_engine(engine), "e", 2).groups}
+
+    assert tokens("tp=2,page.full=8")["full"] == 8
+    assert set(tokens("tp=2,page.window=24").values()) == {24, 32}
+    changed = tokens("tp=2,page.window=24,page.window.1=7")
+    assert (changed["window.0"], changed["window.1"]) == (24, 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "message"),
+    [
+        ("llama-3.1-8b", "tp=1,pp=20+21", r"stages of 20\+21 = 41 layers, but model 'llama-3.1-8b' has 32"),
+        ("llama-3.1-8b", "tp=1,page.ful=8", "group 'ful' is not known; use one of full; did you mean 'full'"),
+        ("jamba-1.5-mini", "tp=1,page.state=8", "a state page holds a whole state"),
+        ("llama-3.1-8b", "tp=1,dtype=fp8_ds_mla", "model 'llama-3.1-8b' has no cache of that dtype; use one of auto"),
+        ("deepseek-v4-flash", "tp=1,page=64", "a page of 64 tokens is not a positive multiple of 128 tokens per state"),
+        ("deepseek-v4-flash", "tp=2,dcp=2,interleave=4", "no multiple of 128 tokens per state; set interleave"),
+        ("gemma-4-26b-a4b", "tp=1,order=LHBNC", "order 'LHBNC': overlaid groups cut their pages differently"),
+        ("llama-3.1-8b", "tp=2,interior=tiles", "interiors with planes or tiles need"),
+    ],
+)
+def test_what_cannot_be_described_is_one_clear_error(model: str, engine: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        describe(load(model), parse_engine(engine), "e", 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "message"),
+    [
+        ("llama-3.1-8b", "tp=3", "tp=3 and the 8 KV heads of 'full' layers"),
+        ("llama-3.1-8b", "tp=5", "tp=5 does not divide the 32 query heads"),
+        ("falcon-h1-34b", "tp=4", "tp=4 does not divide the 2 groups"),
+        ("llama-3.1-8b", "tp=4,dcp=2", "must hold the same of 8 KV heads"),
+        ("gpt-oss-120b", "tp=16,dcp=2", "sliding windows cannot be shared"),
+        ("deepseek-v3", "tp=2,dcp=2,interleave=3", "interleave=3 does not divide the 16 tokens"),
+        ("deepseek-v3.2", "tp=1,page=32", "page=32: caches of quantised rows need a multiple of 64"),
+        ("deepseek-v4-flash", "tp=1,order=NHD", "declares BLHNC only"),
+        ("gemma-4-26b-a4b", "tp=1,order=BHLNC", "layers have pages of 2 sizes"),
+        ("gemma-4-26b-a4b", "tp=1,page.full=8", "vLLM has no such option"),
+        ("jamba-1.5-mini", "tp=3", "tp=3 and the 8192 channels"),
+        ("qwen3.5", "tp=5", "the 48 value heads"),
+        ("llama-3.1-8b", "tp=1,pp=33", "a pipeline stage has none"),
+        ("kimi-k2.5-eagle3", "tp=1,dtype=fp8_ds_mla", "keep the model's dtype"),
+    ],
+)
+def test_what_vllm_would_not_run_is_a_warning(model: str, engine: str, message: str) -> None:
+    found = warnings(load(model), parse_engine(engine))
+    assert any(message in warning for warning in found), found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_that_vllm_runs_has_no_warnings(model: str) -> None:
+    assert warnings(load(model), parse_engine("tp=1")) == []
+    assert warnings(load(model), parse_engine("tp=2,pp=2,spec=1")) == []

@@ -1,0 +1,89 @@
+"""Is an engine read as it is written, and a typo answered with the key, the value and the nearest match?"""
+
+import pytest
+
+from kvreshard.catalog import EngineSpec, parse_engine
+from kvreshard.model import LayoutError
+
+
+def test_everything_at_once() -> None:
+    text = (
+        "tp=4,pp=2,dcp=2,interleave=16,page=32,page.full=64,page.window.1=8,order=HND,conv=dim-first,dtype=fp8,spec=2,"
+        "draft=off,interior=planes,kernel=16,pages=100"
+    )
+    assert parse_engine(text) == EngineSpec(
+        tp=4, pp=2, dcp=2, interleave=16, page=32, page_of=(("full", 64), ("window.1", 8)), order="HND",
+        conv_dim_first=True, dtype="fp8_e4m3", spec=2, draft=False, interior="planes", kernel=16, pages=100,
+    )  # fmt: skip
+
+
+def test_nothing_is_the_default() -> None:
+    assert parse_engine("") == EngineSpec() == parse_engine(" , ")
+    assert parse_engine(" tp = 2 , order=hnd") == EngineSpec(tp=2, order="HND")
+
+
+def test_uneven_stages() -> None:
+    assert parse_engine("pp=20+21+20") == EngineSpec(pp=3, stages=(20, 21, 20))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=1",
+        "tp=8,pp=20+21+20,page=16",
+        "tp=4,dcp=2,interleave=8,page.full=64,conv=dim-first,draft=off",
+        "tp=2,spec=1",
+    ],
+)
+def test_text_reads_back(text: str) -> None:
+    spec = parse_engine(text)
+    assert parse_engine(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpp=2", r"'tpp' \(value '2'\) is not known; use one of tp, .*did you mean 'tp'\?"),
+        ("page.=2", "'page.'.*is not known"),
+        ("order=HDN", r"'order': value 'HDN' is not known; use one of NHD, HND, .*did you mean"),
+        ("dtype=bfloat61", "did you mean 'bfloat16'"),
+        (
+            "conv=dimfirst",
+            "'conv': value 'dimfirst' is not known; use one of dim-first, dim-last; did you mean 'dim-first'",
+        ),
+        ("interior=plane", "did you mean 'planes'"),
+        ("draft=maybe", "'draft': value 'maybe' is not known; use one of on, off"),
+        ("tp", "'tp': needs a value, as in tp=4"),
+        ("tp=", "'tp=': needs a value"),
+        ("tp=four", "'tp': 'four' is not a whole number"),
+        ("tp=2.0", "'tp': '2.0' is not a whole number"),
+        ("tp=0", "'tp': 0; must be at least 1"),
+        ("pp=20+0", "'pp': 0; must be at least 1"),
+        ("pp=20+", "'pp': '' is not a whole number"),
+        ("page=-16", "'page': -16; must be at least 1"),
+        ("page.full=0", "'page.full': 0; must be at least 1"),
+        ("spec=-1", "'spec': -1; must be at least 0"),
+        ("tp=1,tp=1", "'tp': is given twice"),
+        ("tp=4,dcp=3", "'dcp': 3 does not divide tp=4"),
+        ("tp=2,dcp=4", "'dcp': 4 does not divide tp=2"),
+    ],
+)
+def test_a_typo_is_answered(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parse_engine(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 0}, "'tp': 0; a size must be positive"),
+        ({"page_of": (("full", -1),)}, "'page.full': -1"),
+        ({"pp": 2, "stages": (1, 2, 3)}, "2 stages, but the layers of 3 are given"),
+        ({"pp": 2, "stages": (1, 0)}, r"'pp \(stage 1\)': 0"),
+        ({"order": "ABC"}, "value 'ABC' is not known"),
+        ({"spec": -1}, "'spec': -1"),
+    ],
+)
+def test_a_spec_made_by_hand_is_checked_too(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        EngineSpec(**fields)  # type: ignore[arg-type]
