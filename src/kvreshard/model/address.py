@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvreshard.model.errors import LayoutError
-from kvreshard.model.ownership import Coordinates, Ownership
+from kvreshard.model.ownership import MAX_SIZE, Coordinates, Ownership
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Digit:
     def __post_init__(self) -> None:
         if self.extent is not None and self.extent <= 0:
             raise LayoutError(f"digit of extent {self.extent}: a size must be positive")
+        if max(self.extent or 0, self.page_step, self.byte_step) > MAX_SIZE:
+            raise LayoutError(
+                f"digit of extent {self.extent}, {self.page_step} pages and {self.byte_step} bytes a step: must not be above "
+                f"{MAX_SIZE}"
+            )
         if self.page_step < 0 or self.byte_step < 0:
             raise LayoutError(f"digit steps {self.page_step} pages and {self.byte_step} bytes: must not be negative")
 
@@ -75,6 +80,8 @@ class AxisMap:
     def __post_init__(self) -> None:
         if not self.digits:
             raise LayoutError(f"axis '{self.axis}': has no digits, so no address")
+        if math.prod(digit.extent or 1 for digit in self.digits) > MAX_SIZE:
+            raise LayoutError(f"axis '{self.axis}': its digits have more than {MAX_SIZE} values")
         if any(digit.extent is None for digit in self.digits[:-1]):
             raise LayoutError(f"axis '{self.axis}': only the last digit may have no end")
         if self.num_held is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvreshard.model.errors import LayoutError
+from kvreshard.model.ownership import MAX_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,10 @@ class Axis:
             raise LayoutError("an axis has no name")
         if self.extent is not None and self.extent <= 0:
             raise LayoutError(f"axis '{self.name}': extent {self.extent}; a size must be positive")
-        if self.tokens_per_index <= 0:
-            raise LayoutError(f"axis '{self.name}': {self.tokens_per_index} tokens per index; must be positive")
+        if not 0 < self.tokens_per_index <= MAX_SIZE:
+            raise LayoutError(
+                f"axis '{self.name}': {self.tokens_per_index} tokens per index; must be positive, and not above {MAX_SIZE}"
+            )
         if self.extent is not None and (self.tokens_per_index != 1 or self.keep_partial):
             raise LayoutError(f"axis '{self.name}': only the sequence axis counts tokens")
 
@@ -54,8 +57,10 @@ class Field:
     def __post_init__(self) -> None:
         if not self.name:
             raise LayoutError("a field has no name")
-        if self.element_bytes <= 0:
-            raise LayoutError(f"field '{self.name}': element of {self.element_bytes} bytes; a size must be positive")
+        if not 0 < self.element_bytes <= MAX_SIZE:
+            raise LayoutError(
+                f"field '{self.name}': element of {self.element_bytes} bytes; a size must be positive, and not above {MAX_SIZE}"
+            )
         names = [axis.name for axis in self.axes]
         if not names or len(set(names)) != len(names):
             raise LayoutError(f"field '{self.name}': axes {names}; needs at least one, each with a name of its own")

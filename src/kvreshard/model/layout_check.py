@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Int64s = NDArray[np.int64]
 # A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.
 MAX_RUNS_PER_PAGE = 1 << 20
+# Regions end below 2**63, so offsets below half of it add up without wrapping around.
+MAX_OFFSET_BYTES = 1 << 62
 
 
 def check_layout(layout: EngineLayout) -> None:
@@ -89,6 +92,11 @@ def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
             raise LayoutError(
                 f"rank {rank.rank}, field '{shard.field}': group '{shard.geometry.group}' or region '{shard.region}' "
                 "is not listed"
+            )
+        if not 0 <= shard.offset_bytes < rank.region_by_name[shard.region].size_bytes:
+            raise LayoutError(
+                f"rank {rank.rank}, field '{shard.field}': starts at byte {shard.offset_bytes} of region '{shard.region}', "
+                f"which has {rank.region_by_name[shard.region].size_bytes}; check its offset"
             )
 
 
@@ -175,6 +183,11 @@ def _check_geometry(where: str, field: Field, geometry: Geometry, group: Group) 
             mapped.indices_per_page * mapped.owned.period * sequence.tokens_per_index, mapped.owned.run
         )
         spanned = tokens
+        if mapped.indices_per_page > MAX_RUNS_PER_PAGE * mapped.owned.run and mapped.owned.period > 1:
+            raise LayoutError(
+                f"{where}, axis '{sequence.name}': {mapped.owned} cuts pages of {mapped.indices_per_page} indices into more "
+                f"than {MAX_RUNS_PER_PAGE} pieces; use a larger interleave"
+            )
         if rest:
             raise LayoutError(
                 f"{where}, axis '{sequence.name}': pages of {mapped.indices_per_page} indices and "
@@ -198,9 +211,12 @@ def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
     loops.sort()
     while loops and loops[0][0] == run_bytes:
         run_bytes *= loops.pop(0)[1]
-    num_runs = int(np.prod([count for _, count in loops], dtype=np.float64))
+    num_runs = prod(count for _, count in loops)
     if num_runs > MAX_RUNS_PER_PAGE:
         raise LayoutError(f"{where}: a page of {num_runs} separate pieces; more than {MAX_RUNS_PER_PAGE} are refused")
+    reach = run_bytes + sum(step * (count - 1) for step, count in loops)
+    if reach > MAX_OFFSET_BYTES:
+        raise LayoutError(f"{where}: a page that reaches to byte {reach}; more than {MAX_OFFSET_BYTES} are refused")
     starts = np.zeros(1, dtype=np.int64)
     for step, count in loops:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from kvreshard.model.errors import LayoutError
 
 Coordinates = NDArray[np.int64]
+# Coordinates, sizes and their sums stay far from where an int64 wraps around, whatever a peer says.
+MAX_SIZE = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Interval:
             raise LayoutError(f"interval {self}: starts below zero; a coordinate counts from 0")
         if self.stop is not None and self.stop <= self.start:
             raise LayoutError(f"interval {self}: stop {self.stop} is not above start {self.start}; it holds nothing")
+        if max(self.start, self.stop or 0) > MAX_SIZE:
+            raise LayoutError(f"interval {self}: ends above {MAX_SIZE}")
 
     @property
     def period(self) -> int:
@@ -83,6 +87,8 @@ class Cyclic:
                 f"cyclic set start={self.start} run={self.run} step={self.step}: "
                 "needs start >= 0, run >= 1 and start + run <= step"
             )
+        if self.step > MAX_SIZE:
+            raise LayoutError(f"cyclic set of step {self.step}: must not be above {MAX_SIZE}")
 
     @property
     def period(self) -> int:

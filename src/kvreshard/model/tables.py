@@ -20,7 +20,8 @@ from kvreshard.model.errors import BindError
 class PageTable:
     """One group's pages of one request.
 
-    `pages`: page ids, shape (n,), in logical order. `first_page`: logical index of `pages[0]`. `num_tokens`: tokens of
+    `pages`: page ids, shape (n,), in logical order. `first_page`: logical index of `pages[0]`; states and rings always
+    start at page 0, whatever it says. `num_tokens`: tokens of
     the request that the pages hold (source) or hold once loaded (destination); for a state, the tokens it has absorbed.
     """
 

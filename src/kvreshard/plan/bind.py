@@ -29,6 +29,8 @@ from kvreshard.plan.route import Lane, Route, Span
 Int64s = NDArray[np.int64]
 # 2**17 copies are 3 MB of arrays: large enough to amortise a call, small enough to start moving early.
 MAX_COPIES_PER_LIST = 1 << 17
+# Three numbers below this one fit an int64 side by side.
+MAX_CODED = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +57,8 @@ def _bind_lanes(route: Route, request: Request, max_copies: int) -> Iterator[Cop
     cut: dict[object, Pieces] = {}
     for lane in route.lanes:
         intervals = request.intervals[lane.dst_group.name]
+        if not intervals:
+            continue
         key = (
             lane.dst_group.name,
             lane.src_span,
@@ -123,6 +127,9 @@ def distinct_overlaps(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64
         return [], pieces.length
     table = np.stack([pieces.src_low, pieces.dst_low, pieces.length], axis=1)
     scale = int(table.max()) + 1
+    if scale > MAX_CODED:
+        distinct, which = np.unique(table, axis=0, return_inverse=True)
+        return [(int(a), int(b), int(c)) for a, b, c in distinct], which.reshape(-1)
     code = (table[:, 0] * scale + table[:, 1]) * scale + table[:, 2]
     _, first, which = np.unique(code, return_index=True, return_inverse=True)
     return [(int(a), int(b), int(c)) for a, b, c in table[first]], which.reshape(-1)

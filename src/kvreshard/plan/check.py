@@ -18,10 +18,11 @@ from itertools import combinations
 from math import prod
 
 from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.field import Axis
 from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import common_period, count_common
-from kvreshard.plan.match import SHOWN
+from kvreshard.plan.match import SHOWN, differences
 from kvreshard.plan.route import Lane, Route
 
 
@@ -41,11 +42,21 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
+    meant: dict[str, list[str]] = {}
     for lane in route.lanes:
+        if lane.dst_rank != rank.rank:
+            yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
         for index, name in enumerate(lane.fields):
-            lanes_of[name].append(lane)
-            yield from _lane_faults(lane, index, name, src.rank_by_number[lane.src_rank], src, "source")
-            yield from _lane_faults(lane, index, name, rank, dst, "destination")
+            if name not in meant:
+                both = src.field_by_name[name], dst.field_by_name[name]
+                meant[name] = differences(name, src.engine, both[0], dst.engine, both[1])
+                yield from meant[name]
+            source = list(_lane_faults(lane, index, name, src.rank_by_number[lane.src_rank], src, "source"))
+            destination = list(_lane_faults(lane, index, name, rank, dst, "destination"))
+            yield from source
+            yield from destination
+            if [(axis.name, axis.extent) for axis in lane.axes] == _shape(dst, name):
+                lanes_of[name].append(lane)
     covered: dict[tuple[int, ...], list[str]] = {}
     for shard in rank.shards:
         if shard.field not in src.field_by_name:
@@ -55,6 +66,10 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         if key not in covered:
             covered[key] = list(_cover_faults(shard.field, lanes, rank, dst))
             yield from covered[key]
+
+
+def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
+    return [(axis.name, axis.extent) for axis in layout.field_by_name[name].axes]
 
 
 def _lane_faults(lane: Lane, index: int, name: str, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
@@ -73,6 +88,10 @@ def _lane_faults(lane: Lane, index: int, name: str, rank: Rank, layout: EngineLa
             yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
     if len(maps) != len(shard.geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(shard.geometry.axes)}"
+    if [(axis.name, axis.extent) for axis in lane.axes] != _shape(layout, name):
+        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {_shape(layout, name)}"
+    if field.sequence is not None:
+        yield from _sequence_faults(lane, field.sequence, who, source)
     stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
     if stride != shard.geometry.page_stride_bytes:
         yield f"{who}: pages every {stride} bytes, its layout says {shard.geometry.page_stride_bytes}"
@@ -90,6 +109,28 @@ def _lane_faults(lane: Lane, index: int, name: str, rank: Rank, layout: EngineLa
             f"{who}: addresses [{base}, {end}) are out of bounds of region '{region.name}' "
             f"[{region.address}, {region.address + region.size_bytes})"
         )
+
+
+def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iterator[str]:
+    """How the lane counts tokens, and the spans in which bind cuts them."""
+    if (lane.tokens_per_index, lane.keep_partial) != (sequence.tokens_per_index, sequence.keep_partial):
+        yield (
+            f"{who}, axis '{sequence.name}': {lane.tokens_per_index} tokens per index (partial ones "
+            f"{'kept' if lane.keep_partial else 'left'}), its layout says {sequence.tokens_per_index} "
+            f"({'kept' if sequence.keep_partial else 'left'})"
+        )
+    for axis in lane.axes:
+        if axis.name != sequence.name:
+            continue
+        mapped, span = (axis.src, lane.src_span) if source else (axis.dst, lane.dst_span)
+        held = span.pages * mapped.indices_per_page
+        whole = span.indices * mapped.owned.run == held * mapped.owned.period and not held % mapped.owned.run
+        if not whole or (source and span.indices % axis.chosen.period) or span.ring_pages != mapped.ring_pages:
+            yield (
+                f"{who}, axis '{sequence.name}': a span of {span.indices} indices in {span.pages} pages (ring of "
+                f"{span.ring_pages}) is not whole pages and periods of {mapped.owned} in pages of {mapped.indices_per_page} "
+                f"(ring of {mapped.ring_pages})"
+            )
 
 
 def _cover_faults(name: str, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:

@@ -13,12 +13,25 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+
+# One engine's ranks repeat together, two engines after a few hundred laps; without a bound a peer could ask for any memory.
+MAX_LAPS = 1 << 16
 
 
 def common_period(extent: int | None, owners: Iterable[Ownership]) -> int:
-    """Coordinates after which membership of all `owners` repeats; the extent of a bounded axis."""
-    return extent if extent is not None else math.lcm(*(owned.period for owned in owners))
+    """Coordinates after which membership of all `owners` repeats; the extent of a bounded axis. Raises LayoutMismatch."""
+    if extent is not None:
+        return extent
+    periods = {owned.period for owned in owners}
+    period = math.lcm(*periods)
+    if period > MAX_LAPS * min(periods - {1}, default=1):
+        raise LayoutMismatch(
+            f"context parallelism repeats every {', '.join(map(str, sorted(periods - {1})))} coordinates on different ranks, "
+            f"together only every {period}: use interleaves of which one is a multiple of the other"
+        )
+    return period
 
 
 @lru_cache(maxsize=1 << 14)  # an election asks the same few questions once per pair of ranks

@@ -36,7 +36,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
         if other is None:
             _one_sided(field, dst, src, findings, warnings)
             continue
-        findings += _differences(field.name, src.engine, other, dst.engine, field)
+        findings += differences(field.name, src.engine, other, dst.engine, field)
         if field.name in held:
             names.append(field.name)
     for field in src.fields:
@@ -62,7 +62,8 @@ def _one_sided(
     )
 
 
-def _differences(name: str, src_engine: str, src: Field, dst_engine: str, dst: Field) -> list[str]:
+def differences(name: str, src_engine: str, src: Field, dst_engine: str, dst: Field) -> list[str]:
+    """In what two fields of one name differ, each as a sentence with both values and the remedy."""
     found = []
 
     def differ(what: str, src_value: object, dst_value: object, remedy: str) -> None:

@@ -6,7 +6,8 @@ Checked in whole before the first address is given out, so that a bad request mo
 2. Tokens lie below what each side holds; a state is one page, absorbed to the same token on both sides; the live tokens
    of a ring fit its capacity.
 3. Every page that an interval touches is in the table, inside its pool, and not the null page.
-4. No page id of a destination pool is used twice, not even by two groups that overlay each other.
+4. No page id of a destination pool is written or called new twice, not even by two groups that overlay each other; what is
+   called new is in the block table, since it will be zeroed.
 
 Raises BindError naming group, page or token, both values and the remedy.
 """
@@ -33,8 +34,8 @@ def entries(table: PageTable, span: Span) -> PageTable:
 
 def check_request(route: Route, request: Request) -> None:
     """Raises BindError unless every lane of the route can be bound."""
+    _check_group_names(route, request)
     used: dict[str, NDArray[np.bool_]] = {}
-    groups: dict[str, Group] = {}
     seen: set[object] = set()
     for lane in route.lanes:
         name = lane.dst_group.name
@@ -45,7 +46,6 @@ def check_request(route: Route, request: Request) -> None:
             continue
         src = _table(request.src_tables, lane.src_group, "source")
         dst = _table(request.dst_tables, lane.dst_group, "destination")
-        groups[name] = lane.dst_group
         mask = used.setdefault(name, np.zeros(len(dst.pages), dtype=bool))
         along = next((axis for axis in lane.axes if axis.extent is None), None)
         key = (lane.src_group.name, name, along, lane.tokens_per_index, lane.keep_partial)
@@ -62,7 +62,17 @@ def check_request(route: Route, request: Request) -> None:
             _pages(lane, lane.src_group, "source", src, along.src, lane.src_span, interval)
             touched = _pages(lane, lane.dst_group, "destination", dst, along.dst, lane.dst_span, interval)
             mask[touched] = True
-    _check_used_once(groups, used, request)
+    _check_used_once(route, used, request)
+
+
+def _check_group_names(route: Route, request: Request) -> None:
+    known = [group.name for group in route.dst_groups]
+    for what, names in (("token intervals", request.intervals), ("new pages", request.dst_new_pages)):
+        for name in names:
+            if name not in known:
+                raise BindError(
+                    f"group '{name}': the request has {what} for it, but the destination's groups are {', '.join(known)}"
+                )
 
 
 def _table(tables: Mapping[str, PageTable], group: Group, side: str) -> PageTable:
@@ -106,7 +116,8 @@ def _pages(
     if last < first:
         return np.zeros(0, dtype=np.int64)
     if span.ring_pages is not None and span.capacity is not None:
-        absorbed = table.num_tokens // lane.tokens_per_index
+        partial = lane.tokens_per_index - 1 if lane.keep_partial else 0
+        absorbed = (table.num_tokens + partial) // lane.tokens_per_index
         if absorbed - start > span.capacity:
             raise BindError(
                 f"group '{group.name}': tokens from {start_token} of {table.num_tokens} are to be moved, but the {side}'s "
@@ -144,22 +155,41 @@ def _check_ids(group: Group, pages: NDArray[np.int64], side: str) -> None:
         )
 
 
-def _check_used_once(groups: dict[str, Group], used: dict[str, NDArray[np.bool_]], request: Request) -> None:
-    by_pool: defaultdict[str, list[str]] = defaultdict(list)
-    for name in used:
-        by_pool[groups[name].pool].append(name)
-    for pool, names in by_pool.items():
-        pages = np.concatenate([request.dst_tables[name].pages[used[name]] for name in names])
-        if len(np.unique(pages)) != len(pages):
-            values, counts = np.unique(pages, return_counts=True)
-            page = int(values[counts > 1][0])
-            owners = [name for name in names if page in request.dst_tables[name].pages[used[name]]]
-            raise BindError(
-                f"page {page} of destination pool '{pool}' is written twice, by {' and '.join(map(repr, owners))}: a "
-                "page belongs to one group and one place in its block table"
-            )
-    for name, new_pages in request.dst_new_pages.items():
-        table = request.dst_tables.get(name)
-        if table is not None and len(new_pages) and not np.isin(new_pages, table.pages).all():
-            stray = int(new_pages[~np.isin(new_pages, table.pages)][0])
-            raise BindError(f"group '{name}': page {stray} is called new, but is not in the destination's block table")
+def _check_used_once(route: Route, used: dict[str, NDArray[np.bool_]], request: Request) -> None:
+    """No page of a pool is written or called new by two groups, or twice by one."""
+    by_pool: defaultdict[str, dict[str, NDArray[np.int64]]] = defaultdict(dict)
+    for group in route.dst_groups:
+        mask, new = used.get(group.name), _new_pages(group, request)
+        if mask is None and not len(new):
+            continue
+        written = request.dst_tables[group.name].pages[mask] if mask is not None else new[:0]
+        _once(group.pool, {group.name: written})
+        by_pool[group.pool][group.name] = np.union1d(written, new)
+    for pool, pages in by_pool.items():
+        _once(pool, pages)
+
+
+def _once(pool: str, pages_of: Mapping[str, NDArray[np.int64]]) -> None:
+    values, counts = np.unique(np.concatenate(list(pages_of.values())), return_counts=True)
+    if (counts > 1).any():
+        page = int(values[counts > 1][0])
+        owners = [name for name, pages in pages_of.items() if page in pages]
+        raise BindError(
+            f"page {page} of destination pool '{pool}' is written twice, by {' and '.join(map(repr, owners))}: a "
+            "page belongs to one group and one place in its block table"
+        )
+
+
+def _new_pages(group: Group, request: Request) -> NDArray[np.int64]:
+    """The pages that a group calls new, checked: they will be zeroed, so a wrong one destroys what it holds."""
+    new_pages = np.asarray(request.dst_new_pages.get(group.name, ()), dtype=np.int64)
+    if not len(new_pages):
+        return new_pages
+    table = _table(request.dst_tables, group, "destination")
+    stray = new_pages[~np.isin(new_pages, table.pages)]
+    if len(stray):
+        raise BindError(
+            f"group '{group.name}': page {int(stray[0])} is called new, but is not in the destination's block table"
+        )
+    _check_ids(group, new_pages, "destination")
+    return new_pages

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from kvreshard.plan.refine import Strip, refine
 
 # Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
 MAX_KEPT_PATTERNS = 4096
+# Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
+LAPS_LOOKED_AT = 8
 
 Overlap = tuple[int, int, int]
 """Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
@@ -38,7 +41,8 @@ Overlap = tuple[int, int, int]
 class Span:
     """How one side's pages cut the sequence: `indices` coordinates lie in `pages` consecutive pages.
 
-    `ring_pages`: in how many pages a ring wraps, None without a ring. `capacity`: coordinates that a ring holds.
+    `ring_pages`: in how many pages a ring wraps, None without a ring; a state wraps in its one page. `capacity`: coordinates
+    that a ring holds.
     """
 
     indices: int
@@ -102,9 +106,20 @@ class Lane:
             return refine(axis.src, axis.dst, axis.chosen, *overlap)
         return refine(axis.src, axis.dst, axis.chosen, 0, 0, axis.extent)
 
-    def full_overlap(self) -> Overlap:
-        """The largest overlap of two pages: what a page costs in the middle of a sequence."""
-        return (0, 0, min(self.src_span.indices, self.dst_span.indices))
+    def typical_overlap(self) -> Overlap:
+        """The fullest overlap of two pages near the start of a sequence: what a page costs.
+
+        Where ranks share the sequence, the first overlap may hold nothing of this lane; some laps are looked at.
+        """
+        src_size, dst_size = self.src_span.indices, self.dst_span.indices
+        first = (0, 0, min(src_size, dst_size))
+        along = next((axis for axis in self.axes if axis.extent is None), None)
+        if along is None or along.src.owned.period == along.dst.owned.period == along.chosen.period == 1:
+            return first
+        reach = min(math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size))
+        cuts = sorted({*range(0, reach + 1, src_size), *range(0, reach + 1, dst_size)})
+        overlaps = [(low % src_size, low % dst_size, high - low) for low, high in pairwise(cuts)]
+        return max(overlaps, key=lambda overlap: sum(strip.num_cells for strip in self._strips(along, overlap)))
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,8 @@ class Route:
     lanes: tuple[Lane, ...]
     reporters: Mapping[int, tuple[int, ...]]
     warnings: tuple[str, ...]
+    dst_groups: tuple[Group, ...]
+    """All groups of the destination engine, those without lanes to this rank included."""
 
     @property
     def src_ranks(self) -> tuple[int, ...]:
@@ -151,13 +168,13 @@ def compile_route(
         for index, family in enumerate(table.families)
         for src_rank, box in table.boxes.get((dst_rank, index), ())
     )
-    route = Route(src.engine, dst.engine, dst_rank, lanes, table.reporters, matched.warnings)
+    route = Route(src.engine, dst.engine, dst_rank, lanes, table.reporters, matched.warnings, dst.groups)
     prove(route, src, dst)
     return route
 
 
 def _decide(lane: Lane, cost: CostModel, way: Way | None) -> Lane:
-    return replace(lane, choice=choose(lane.pattern(lane.full_overlap()), cost, way))
+    return replace(lane, choice=choose(lane.pattern(lane.typical_overlap()), cost, way))
 
 
 def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box) -> Lane:
@@ -170,7 +187,7 @@ def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, d
     )
     sequence = family.shape.sequence
     along = next((axis for axis in axes if axis.extent is None), None)
-    state = Span(1, 1, None, None)
+    state = Span(1, 1, 1, None)
     return Lane(
         src_rank=src_rank,
         dst_rank=dst_rank,

@@ -171,7 +171,8 @@ def _offsets(
         pages += np.array([page for page, _ in places], dtype=np.int64).reshape(along)
         offsets += np.array([byte for _, byte in places], dtype=np.int64).reshape(along)
     wanted = np.ones(shape, dtype=bool) if wanted is None else wanted
-    logical = pages[wanted] - table.first_page
+    goes_on = any(mapped.digits[-1].extent is None and mapped.digits[-1].page_step for mapped in shard.geometry.axes)
+    logical = pages[wanted] - (table.first_page if goes_on else 0)
     assert logical.size == 0 or (logical.min() >= 0 and logical.max() < len(table.pages)), "block table too short"
     result = np.full(shape, -1, dtype=np.int64)
     result[wanted] = offsets[wanted] + table.pages[logical] * shard.geometry.page_stride_bytes

@@ -98,13 +98,15 @@ def run_trial(
     src_memory, dst_memory = _memory(ranks, src, 0), _memory(ranks, dst, num_src)
     _fill(src_memory, dst_memory, dst, requests, seed, progress)
     for number, request in enumerate(requests):
+        progress("values", number, len(requests))
         write_values(src, dst, src_memory, request, seed + number)
     expected = {place: content.copy() for place, content in dst_memory.items()}
     compile_s = _load(ranks, src, dst, way, progress)
     started_s = time.monotonic()
     outcomes = _move(ranks, src, dst, requests, push, timeout_s, progress)
     transfer_s = time.monotonic() - started_s
-    missing = () if push else _missing_reports(ranks, src, dst, len(requests))
+    failed = any(outcome.error is not None for outcome in outcomes)
+    missing = () if push or failed else _missing_reports(ranks, src, dst, len(requests))
     for done, request in enumerate(requests):
         progress("oracle", done, len(requests))
         apply_request(src, dst, src_memory, expected, request)

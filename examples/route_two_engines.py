@@ -1,0 +1,26 @@
+"""Describe two engines, route every decode rank, and look at who reads what from whom.
+
+The layouts are made from arguments alone, so either side can do this for both; nothing is started and nothing is moved.
+"""
+
+from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.plan import compile_route, elect, match_fields
+from kvreshard.plan.explain import explain, name_fields
+
+model = load("gemma-4-26b-a4b")  # or the path of a config.json
+prefill = describe(model, parse_engine("tp=4"), "prefill")
+decode = describe(model, parse_engine("tp=8,order=HND"), "decode")
+
+# The election is the same for all ranks of a pair; sharing it saves computing it once per rank.
+election = elect(prefill, decode, list(match_fields(prefill, decode).names))
+routes = [compile_route(prefill, decode, rank.rank, election=election) for rank in decode.ranks]
+
+explanation = explain(routes)
+for subject in explanation.subjects:
+    print(name_fields(subject.fields))
+    for reading in subject.readings:
+        parts = ", ".join(str(part) for part in reading.parts if not part.is_whole)
+        print(
+            f"  decode ranks {reading.dst_ranks} read {parts} from prefill rank {reading.src_rank}, {reading.choice.way}"
+        )
+print(f"{explanation.bytes_per_token} bytes per token in all")

@@ -1,0 +1,115 @@
+"""What may a person hand to a command, and what is said when it does not work?
+
+Models and engines go through the catalog, layouts through the wire codec. This file adds only what is about files: a path that
+cannot be read or written is an `InputError` with the path and the reason, and a result is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.model import EngineLayout, KvReshardError, wire
+
+Side = Literal["prefill", "decode"]
+
+
+class InputError(KvReshardError):
+    """Options that do not go together, or a file that cannot be read or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two engines, and a line about each for people."""
+
+    prefill: EngineLayout
+    decode: EngineLayout
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the options say about one side: an engine of the model, or the file of a layout."""
+
+    side: Side
+    engine: str | None
+    layout_file: Path | None
+
+
+def read_bytes(path: Path, max_bytes: int, what: str) -> bytes:
+    """A file's content. Raises InputError if it cannot be read or is larger than `max_bytes`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise InputError(f"{what} '{path}' cannot be read: {error.strerror}; check the path") from None
+    if len(content) > max_bytes:
+        raise InputError(f"{what} '{path}' has more than {max_bytes} bytes; that is no {what}")
+    return content
+
+
+def read_layout(path: Path) -> EngineLayout:
+    """The layout that `kvreshard describe` wrote. Every error names the file."""
+    content = read_bytes(path, wire.MAX_MESSAGE_BYTES, "layout file")
+    try:
+        return wire.decode(content, "json")
+    except KvReshardError as error:
+        raise type(error)(f"layout file '{path}': {error}") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: beside its place first, then moved there. Raises InputError."""
+    temporary: str | None = None
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            path.write_bytes(content)  # a pipe or /dev/stdout cannot be replaced
+            return
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+        raise InputError(f"output file '{path}' cannot be written: {error.strerror}; nothing was written") from None
+
+
+def describe_engine(model: str, engine: str, name: str, pages: int | None, draft: str | None) -> EngineLayout:
+    """The layout of an engine as a person writes it, of a model of the catalog or a path."""
+    return describe(load(model, draft), parse_engine(engine), name, pages)
+
+
+def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | None, draft: str | None) -> Pair:
+    """Both engines, each from a model and an engine or from a layout file."""
+    layouts: list[EngineLayout] = []
+    words: list[str] = []
+    for asked in (prefill, decode):
+        layout = _read_side(model, asked, pages, draft)
+        layouts.append(layout)
+        ranks = f"{len(layout.ranks)} rank{'s' if len(layout.ranks) > 1 else ''}"
+        words.append(f"{layout.engine} ({asked.engine or asked.layout_file}, {ranks})")
+    title = " -> ".join(words)
+    return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title)
+
+
+def _read_side(model: str | None, asked: Asked, pages: int | None, draft: str | None) -> EngineLayout:
+    side = asked.side
+    if asked.layout_file is not None and asked.engine is not None:
+        raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
+    if asked.layout_file is not None:
+        return read_layout(asked.layout_file)
+    if asked.engine is None:
+        raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
+    if model is None:
+        raise InputError(f"--{side} {asked.engine} needs a model; give --model ID or --model config.json")
+    return describe_engine(model, asked.engine, side, pages, draft)

@@ -1,0 +1,106 @@
+"""`kvreshard models`: which models the catalog knows, how large their caches are, and where the numbers come from.
+
+Sizes are those of the whole model in its own dtype, over all its caches, a draft's too: bytes of K, V, latents and the like per
+token, and bytes of states per request. A window's are counted like any token's: it has them for as long as it keeps the token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvreshard.catalog import MODELS, EngineSpec, Entry, Model
+from kvreshard.catalog import describe as describe_engine
+from kvreshard.catalog.entries import geometry
+from kvreshard.cli.terminal import Column, Sheet, bytes_text, number, show_line, show_sheet, write_json
+
+# The longest line of the catalog without its caches takes 80 columns.
+WIDE = 140
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model with its sizes."""
+
+    entry: Entry
+    model_type: str
+    layers: str
+    geometry: str
+    bytes_per_token: Fraction
+    state_bytes: int
+
+
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+    """List the models that the catalog knows."""
+    rows = [read_row(entry) for entry in MODELS.values()]
+    if as_json:
+        write_json([_document(row) for row in rows])
+        return
+    console = Console()
+    show_sheet(console, models_sheet(rows, with_caches=not console.is_terminal or console.width >= WIDE))
+    show_line(
+        console,
+        "unsure: fields of the config.json that could not be confirmed; reasons and sources: kvreshard models --json",
+    )
+
+
+def read_row(entry: Entry) -> ModelRow:
+    """An entry's model, measured on an engine of one rank."""
+    model = entry.load()
+    per_token, per_request = Fraction(0), 0
+    for field in describe_engine(model, EngineSpec(), entry.id).fields:
+        num_bytes = prod(axis.extent for axis in field.axes if axis.extent is not None) * field.element_bytes
+        if field.sequence is None:
+            per_request += num_bytes
+        else:
+            per_token += Fraction(num_bytes, field.sequence.tokens_per_index)
+    return ModelRow(entry, model.model_type, _layers(model), geometry(model), per_token, per_request)
+
+
+def models_sheet(rows: list[ModelRow], with_caches: bool = True) -> Sheet:
+    """The catalog as a table; `with_caches`: with the shape of each cache, which takes a wide terminal."""
+    columns = [
+        Column("id", whole=True), Column("layers"), Column("per token", right=True), Column("states", right=True),
+        Column("sources", whole=True),
+    ]  # fmt: skip
+    cells = [
+        [
+            row.entry.id,
+            row.layers,
+            bytes_text(row.bytes_per_token),
+            bytes_text(row.state_bytes) if row.state_bytes else "-",
+            f"{len(row.entry.sources)}{f', {len(row.entry.unconfirmed)} unsure' if row.entry.unconfirmed else ''}",
+        ]
+        for row in rows
+    ]
+    if with_caches:
+        columns.append(Column("caches"))
+        cells = [[*line, row.geometry] for line, row in zip(cells, rows, strict=True)]
+    return Sheet(f"{len(rows)} models", tuple(columns), tuple(map(tuple, cells)))
+
+
+def _layers(model: Model) -> str:
+    """How many caches of what family, drafts apart: `25 window, 5 full`."""
+    counts = Counter(f"{'draft ' if layer.optional else ''}{layer.family}" for layer in model.layers)
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
+
+
+def _document(row: ModelRow) -> dict[str, Any]:
+    return {
+        "id": row.entry.id,
+        "model": row.entry.model,
+        "model_type": row.model_type,
+        "layers": row.layers,
+        "caches": row.geometry,
+        "bytes_per_token": number(row.bytes_per_token),
+        "state_bytes_per_request": row.state_bytes,
+        "sources": list(row.entry.sources),
+        "unconfirmed": dict(row.entry.unconfirmed),
+        "notes": list(row.entry.notes),
+    }

@@ -1,0 +1,82 @@
+"""How large a part of a model fits a verification?
+
+Heads, widths and page sizes stay real; layers and pages give way.
+
+1. Pools are as large as the requests need (`testing.scenario.pages_needed`), unless an engine says how many pages it has.
+2. If all layers take more than the budget, fewer are taken (`catalog.shrink`): at least one of each sort, and one per
+   pipeline stage. Names stay, so layer 17 is still called so.
+
+Refused: fewer layers than pipeline stages, more layers than the model has, requests that do not fit with the fewest layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvreshard.catalog import EngineSpec, Model, describe, fit_stages, shrink
+from kvreshard.catalog.engine import stage_of_layers
+from kvreshard.cli.inputs import InputError
+from kvreshard.cli.terminal import bytes_text
+from kvreshard.model import EngineLayout
+from kvreshard.testing.scenario import pages_needed
+
+# Filling and comparing take about 10 s per GiB on one core: 2 GiB keep a run below a minute.
+BUDGET_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Both engines, of `num_layers` of the model's decoder layers."""
+
+    prefill: EngineLayout
+    decode: EngineLayout
+    num_layers: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory of all ranks' pools."""
+        layouts = (self.prefill, self.decode)
+        return sum(region.size_bytes for layout in layouts for rank in layout.ranks for region in rank.regions)
+
+
+def fit(
+    model: Model, prefill: EngineSpec, decode: EngineSpec, num_requests: int, num_tokens: int, num_layers: int | None
+) -> Fitted:
+    """Both layouts, with `num_layers` layers or as many as the budget allows. Raises InputError or LayoutError."""
+    for spec in (prefill, decode):
+        stage_of_layers(model, spec)  # refuses stages that do not add up, before they are scaled
+    num_stages = max(prefill.pp, decode.pp)
+    if num_layers is not None:
+        if num_layers > model.num_layers:
+            raise InputError(f"--layers {num_layers}, but model '{model.name}' has {model.num_layers} decoder layers")
+        if num_layers < num_stages:
+            raise InputError(
+                f"--layers {num_layers}: fewer than the {num_stages} pipeline stages; give at least that many"
+            )
+        return _fitted(model, prefill, decode, num_requests, num_tokens, num_layers)
+    wanted = model.num_layers
+    while True:
+        fitted = _fitted(model, prefill, decode, num_requests, num_tokens, wanted)
+        if fitted.pool_bytes <= BUDGET_BYTES:
+            return fitted
+        if wanted <= num_stages or fitted.num_layers > wanted:
+            raise InputError(
+                f"{num_requests} requests of {num_tokens} tokens need {bytes_text(fitted.pool_bytes)} even with "
+                f"{fitted.num_layers} of {model.num_layers} layers, and {bytes_text(BUDGET_BYTES)} are taken by default: give "
+                "fewer --requests or --tokens, or say how many --layers"
+            )
+        wanted = max(num_stages, min(wanted - 1, wanted * BUDGET_BYTES // fitted.pool_bytes))
+
+
+def _fitted(
+    model: Model, prefill: EngineSpec, decode: EngineSpec, num_requests: int, num_tokens: int, num_layers: int
+) -> Fitted:
+    part = model if num_layers == model.num_layers else shrink(model, num_layers)
+    layouts = []
+    for spec, name in ((prefill, "prefill"), (decode, "decode")):
+        scaled = spec if part is model else fit_stages(spec, part.num_layers)
+        layout = describe(part, scaled, name)
+        if spec.pages is None:
+            layout = describe(part, scaled, name, pages_needed(layout, num_requests, num_tokens))
+        layouts.append(layout)
+    return Fitted(layouts[0], layouts[1], part.num_layers)

@@ -1,0 +1,162 @@
+"""How does a result reach a person, a pipe or a program?
+
+- To a real terminal: tables with colours, fitted to its width.
+- To a pipe or a file: the same rows as plain lines, columns padded with spaces, never wrapped, whatever the width.
+- With `--json`: one JSON document on stdout and nothing else.
+
+Progress goes to stderr, and only if that is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+STYLES = {
+    "direct": "green",
+    "staged": "yellow",
+    "direct:": "green",
+    "staged:": "yellow",
+    "right:": "bold green",
+    "wrong:": "bold red",
+    "warning:": "bold yellow",
+    "unconfirmed": "yellow",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's name. `right`: its cells are numbers, aligned there. `whole`: its cells are not broken to fit a terminal."""
+
+    name: str
+    right: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A titled table of text, with notes below. Every row has as many cells as there are columns."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def show_sheet(console: Console, sheet: Sheet) -> None:
+    """The sheet and an empty line."""
+    if not console.is_terminal:
+        for line in plain_lines(sheet):
+            write_line(console, line)
+        write_line(console, "")
+        return
+    table = Table(
+        title=Text(sheet.title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+    )
+    for column in sheet.columns:
+        table.add_column(
+            Text(column.name),
+            justify="right" if column.right else "left",
+            overflow="fold",
+            no_wrap=column.right or column.whole,
+        )
+    for row in sheet.rows:
+        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    console.print(table)
+    for note in sheet.notes:
+        show_line(console, note)
+    console.print()
+
+
+def show_line(console: Console, text: str) -> None:
+    """One line; a first word with a colour of its own is shown in it."""
+    if not console.is_terminal:
+        write_line(console, text)
+        return
+    first, space, rest = text.partition(" ")
+    console.print(Text.assemble((first, STYLES.get(first, "")), space, rest), soft_wrap=False)
+
+
+def plain_lines(sheet: Sheet) -> list[str]:
+    """Title, header, rows and notes; columns two spaces apart.
+
+    >>> plain_lines(Sheet("heads", (Column("rank"), Column("bytes", right=True)), (("0", "8"), ("10", "16"))))
+    ['heads', 'rank  bytes', '0         8', '10       16']
+    """
+    cells = [tuple(column.name for column in sheet.columns), *sheet.rows]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(sheet.columns))]
+    padded = [
+        "  ".join(
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, sheet.columns, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return [sheet.title, *padded, *sheet.notes]
+
+
+def write_line(console: Console, text: str) -> None:
+    """Text as it is: no markup, no wrapping, no colour."""
+    console.file.write(text + "\n")
+
+
+def write_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def bytes_text(count: int | Fraction) -> str:
+    """Bytes for people: exact below 10 KiB and where whole, else one digit behind the point.
+
+    >>> [bytes_text(n) for n in (512, 1024, 5120, 25600, 1 << 20, 3000000000)]
+    ['512 B', '1 KiB', '5 KiB', '25 KiB', '1 MiB', '2.8 GiB']
+    >>> bytes_text(Fraction(1, 4)), bytes_text(Fraction(1000, 3))
+    ('0.25 B', '333.33 B')
+    """
+    size, unit = Fraction(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or (size < 10 * 1024 and size % 1024 and unit == "B"):
+            break
+        size, unit = size / 1024, larger
+    if size.denominator == 1:
+        return f"{int(size):,} {unit}"
+    digits = 2 if unit == "B" else 1
+    return f"{float(size):,.{digits}f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people, three digits.
+
+    >>> [seconds_text(s) for s in (0.0000651, 0.0123, 1.5, 90)]
+    ['65.1 us', '12.3 ms', '1.5 s', '90 s']
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def number(value: Fraction) -> int | float:
+    """A JSON number: whole if it is."""
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def join_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text, `none` if there are none."""
+    from kvreshard.plan.explain import number_ranges
+
+    return number_ranges(ranks) if ranks else "none"

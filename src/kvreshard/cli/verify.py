@@ -1,0 +1,159 @@
+"""`kvreshard verify`: does the cache of a model really get from one engine to another, every byte of it?
+
+1. Describe both engines, scaled to fit (`scale`), and make requests: fragmented tables, several in flight, some with a prefix
+   already there, a partial last page.
+2. Start the ranks: one process each over NIXL, or all in this process for `--transport memory`.
+3. Move all requests at once and compare all memory of the decode ranks with the slow oracle (`testing.trial`).
+4. Print what moved and the verdict; exit 1 if anything is wrong, naming the first wrong field, rank and token.
+
+Refused: NIXL that is not installed, `--way staged` with `--push`, and whatever the engines refuse.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from kvreshard.catalog import load, parse_engine
+from kvreshard.cli.inputs import InputError
+from kvreshard.cli.plan import WayOption
+from kvreshard.cli.scale import fit
+from kvreshard.cli.terminal import write_json
+from kvreshard.cli.verify_view import Run, run_document, show_run
+from kvreshard.model import KvReshardError
+from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
+from kvreshard.testing.scenario import make_requests
+from kvreshard.testing.trial import memory_needed, run_trial
+from kvreshard.transport.memory import Fabric, MemoryTransport
+
+STAGES = {
+    "start": "starting the ranks",
+    "fill": "filling their memory",
+    "values": "writing the values",
+    "compile": "compiling and proving routes",
+    "transfer": "moving the cache",
+    "oracle": "comparing with the oracle",
+}
+EXIT_WRONG = 1
+
+
+class TransportOption(StrEnum):
+    """What carries the bytes."""
+
+    NIXL = "nixl"
+    MEMORY = "memory"
+
+
+class VerifyError(KvReshardError):
+    """The verification itself could not be carried out; nothing is said about the transfer."""
+
+
+def verify(
+    model: Annotated[str, typer.Option(help="Id of the catalog, or path of a config.json.")] = "gemma-4-26b-a4b",
+    prefill: Annotated[str, typer.Option(help="Prefill engine, as in tp=4,pp=2,page=16.")] = "tp=4",
+    decode: Annotated[str, typer.Option(help="Decode engine, as in tp=8,order=HND.")] = "tp=8",
+    requests: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 512,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Decoder layers; as many as fit 2 GiB if not given.")
+    ] = None,
+    transport: Annotated[
+        TransportOption, typer.Option(help="One process per rank over NIXL, or one for all.")
+    ] = TransportOption.NIXL,
+    push: Annotated[bool, typer.Option("--push", help="Prefill ranks write, instead of decode ranks reading.")] = False,
+    way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Model of a draft whose caches come behind: id or path.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of tables, lengths and contents.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
+    if push and way is WayOption.STAGED:
+        raise InputError("--push writes directly and cannot be staged; drop --way staged or --push")
+    found = load(model, draft)
+    fitted = fit(found, parse_engine(prefill), parse_engine(decode), requests, tokens, layers)
+    made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
+    num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
+    started_s = time.monotonic()
+    with Stages(num_ranks) as stages:
+        try:
+            with make_ranks(transport, num_ranks, memory_needed(fitted.prefill, fitted.decode)) as ranks:
+                ranks.connect_all()
+                stages("start", num_ranks, num_ranks)
+                result = run_trial(
+                    ranks, fitted.prefill, fitted.decode, made,
+                    push=push, way=way.value if way else None, seed=seed, progress=stages,
+                )  # fmt: skip
+        except RankDiedError as error:
+            raise VerifyError(f"the verification could not be finished: {error}") from None
+    run = Run(
+        model, f"{prefill} -> {decode}", transport.value, push, tokens, seed, found.num_layers,
+        fitted, made, result, time.monotonic() - started_s,
+    )  # fmt: skip
+    if as_json:
+        write_json(run_document(run))
+    else:
+        show_run(Console(), run)
+    if not result.passed:
+        sys.stdout.flush()
+        raise typer.Exit(EXIT_WRONG)
+
+
+def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int) -> Ranks:
+    """All ranks of both engines, not connected yet."""
+    if transport is TransportOption.MEMORY:
+        fabric = Fabric()
+        return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
+    if importlib.util.find_spec("nixl") is None:
+        raise InputError("NIXL is not installed; `pip install kvreshard[nixl]`, or give --transport memory")
+    return ProcessRanks(num_ranks, memory_bytes)
+
+
+class Stages:
+    """A bar for each stage on stderr, if that is a terminal. Called with a stage, steps done and steps in all."""
+
+    def __init__(self, num_ranks: int) -> None:
+        console = Console(stderr=True)
+        columns = (
+            SpinnerColumn(finished_text="[green]+[/]"),
+            TextColumn("{task.description:28}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console) if console.is_terminal else None
+        self._tasks: dict[str, TaskID] = {}
+        self._last = ""
+        self("start", 0, num_ranks)
+
+    def __enter__(self) -> Stages:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress is not None:
+            self._finish(self._last)
+            self._progress.stop()
+            self._progress.console.print()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how far a stage is; one that begins ends the one before."""
+        if self._progress is None:
+            return
+        if stage not in self._tasks:
+            self._finish(self._last)
+            self._tasks[stage] = self._progress.add_task(STAGES.get(stage, stage), total=total)
+            self._last = stage
+        self._progress.update(self._tasks[stage], completed=done, total=total)
+
+    def _finish(self, stage: str) -> None:
+        if self._progress is not None and stage in self._tasks:
+            task = self._progress.tasks[self._tasks[stage]]
+            self._progress.update(task.id, completed=task.total)

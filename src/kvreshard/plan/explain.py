@@ -1,0 +1,302 @@
+"""Who reads what from whom, in rows that a person can read?
+
+Pure data, made from finished routes; whoever shows it adds words and colours.
+
+1. Lanes of equal fields and groups make a `Subject`; one lane is one `Reading`.
+2. Readings that differ in nothing but the destination rank are one, with all these ranks.
+3. Subjects of groups that differ in nothing but their names and fields are one, with the bytes of all.
+4. Every source rank gets a `SourceUse`: its readers, what leaves it, and who reports to it.
+
+Sizes are per token (a sequence) or per request (a state), exact as fractions: several tokens may share one stored index, and
+a rank may hold every n-th token. Refused: routes of different engines in one explanation (ValueError, a mistake in code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from math import prod
+
+from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.plan.cost import Choice
+from kvreshard.plan.cover import common_period, count_common
+from kvreshard.plan.route import Lane, LaneAxis, Route
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read along one axis: the coordinates that all of `owned` hold; nothing in `owned` means all of them."""
+
+    axis: str
+    extent: int | None
+    owned: tuple[Ownership, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.owned
+
+    def __str__(self) -> str:
+        """`head 2-3 of 8`, `token 0-15 mod 32`, `channel all 64`."""
+        if self.extent is None:
+            return f"{self.axis} {' and '.join(map(_span, self.owned)) or 'all'}"
+        if not self.owned:
+            return f"{self.axis} all {self.extent}"
+        return f"{self.axis} {' and '.join(_span(owned) for owned in self.owned)} of {self.extent}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What each of `dst_ranks` reads from `src_rank`: one box of every field of the subject, in the way of `choice`."""
+
+    dst_ranks: tuple[int, ...]
+    src_rank: int
+    parts: tuple[Part, ...]
+    num_bytes: Fraction
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Fields that are read alike, of one pair of groups or of several alike.
+
+    Bytes of its readings are those of all its fields, per token or, for a state, per request. A choice is per page, hence for
+    the fields of one pair of groups.
+    """
+
+    fields: tuple[str, ...]
+    src_groups: tuple[str, ...]
+    dst_groups: tuple[str, ...]
+    src_tokens_per_page: int | None
+    dst_tokens_per_page: int | None
+    is_state: bool
+    readings: tuple[Reading, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceUse:
+    """One source rank: `readers` read from it, `reporters` tell it when they are done (without readers: an appointed one)."""
+
+    src_rank: int
+    readers: tuple[int, ...]
+    reporters: tuple[int, ...]
+    bytes_per_token: Fraction
+    state_bytes: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A pair of engines, explained. Totals count what the destination ranks of the given routes read together."""
+
+    src_engine: str
+    dst_engine: str
+    dst_ranks: tuple[int, ...]
+    subjects: tuple[Subject, ...]
+    sources: tuple[SourceUse, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def unread(self) -> tuple[SourceUse, ...]:
+        """Source ranks that nobody reads, as far as the given routes can tell: their appointed reporter is among them."""
+        return tuple(u for u in self.sources if not u.readers and set(u.reporters) <= set(self.dst_ranks))
+
+    @property
+    def bytes_per_token(self) -> Fraction:
+        return sum((use.bytes_per_token for use in self.sources), Fraction(0))
+
+    @property
+    def state_bytes(self) -> Fraction:
+        return sum((use.state_bytes for use in self.sources), Fraction(0))
+
+
+def explain(routes: Sequence[Route]) -> Explanation:
+    """The routes of some or all destination ranks of one pair of engines."""
+    if len({(route.src_engine, route.dst_engine) for route in routes}) != 1:
+        raise ValueError("explain takes routes of one pair of engines, and at least one")
+    subjects: dict[object, tuple[Lane, list[Reading]]] = {}
+    for route in routes:
+        for lane in route.lanes:
+            key = (lane.fields, lane.src_group, lane.dst_group)
+            subjects.setdefault(key, (lane, []))[1].append(_reading(lane))
+    return Explanation(
+        src_engine=routes[0].src_engine,
+        dst_engine=routes[0].dst_engine,
+        dst_ranks=tuple(route.dst_rank for route in routes),
+        subjects=_merge([_subject(lane, readings) for lane, readings in subjects.values()]),
+        sources=_sources(routes),
+        warnings=tuple(dict.fromkeys(warning for route in routes for warning in route.warnings)),
+    )
+
+
+def _subject(lane: Lane, readings: list[Reading]) -> Subject:
+    return Subject(
+        fields=lane.fields,
+        src_groups=(lane.src_group.name,),
+        dst_groups=(lane.dst_group.name,),
+        src_tokens_per_page=lane.src_group.tokens_per_page,
+        dst_tokens_per_page=lane.dst_group.tokens_per_page,
+        is_state=lane.is_state,
+        readings=_collapse(readings),
+    )
+
+
+def _merge(subjects: Iterable[Subject]) -> tuple[Subject, ...]:
+    """One subject for all that differ in groups and fields only, and have as many fields."""
+    together: dict[object, list[Subject]] = {}
+    for subject in subjects:
+        key = (replace(subject, fields=(), src_groups=(), dst_groups=()), len(subject.fields))
+        together.setdefault(key, []).append(subject)
+    return tuple(
+        replace(
+            alike[0],
+            fields=tuple(name for subject in alike for name in subject.fields),
+            src_groups=tuple(dict.fromkeys(name for subject in alike for name in subject.src_groups)),
+            dst_groups=tuple(dict.fromkeys(name for subject in alike for name in subject.dst_groups)),
+            readings=tuple(replace(r, num_bytes=r.num_bytes * len(alike)) for r in alike[0].readings),
+        )
+        for alike in together.values()
+    )
+
+
+def _collapse(readings: Iterable[Reading]) -> tuple[Reading, ...]:
+    """One reading for all that differ in the destination rank only, ordered by first destination rank and source rank."""
+    together: dict[Reading, list[int]] = {}
+    for reading in readings:
+        together.setdefault(replace(reading, dst_ranks=()), []).extend(reading.dst_ranks)
+    merged = [replace(reading, dst_ranks=tuple(sorted(ranks))) for reading, ranks in together.items()]
+    return tuple(sorted(merged, key=lambda reading: (reading.dst_ranks, reading.src_rank)))
+
+
+def _reading(lane: Lane) -> Reading:
+    if lane.choice is None:
+        raise ValueError("a lane without a choice of direct or staged; explain takes routes that compile_route made")
+    parts = tuple(_part(axis) for axis in lane.axes)
+    return Reading((lane.dst_rank,), lane.src_rank, parts, lane_bytes(lane), lane.choice)
+
+
+def lane_bytes(lane: Lane) -> Fraction:
+    """What a lane moves per token, on average over a period of its ownerships; per request if it is a state."""
+    cells = prod((_share(axis) for axis in lane.axes), start=Fraction(1))
+    return cells * lane.element_bytes * len(lane.fields) / lane.tokens_per_index
+
+
+def _share(axis: LaneAxis) -> Fraction:
+    """Coordinates of a bounded axis, or the share of all coordinates of the sequence."""
+    owners = (axis.chosen, axis.dst.owned)
+    count = count_common(axis.extent, *owners)
+    return Fraction(count, 1 if axis.extent is not None else common_period(None, owners))
+
+
+def _part(axis: LaneAxis) -> Part:
+    chosen, held = axis.chosen, axis.dst.owned
+    if (
+        isinstance(chosen, Interval)
+        and isinstance(held, Interval)
+        and chosen.stop is not None
+        and held.stop is not None
+    ):
+        both = Interval(max(chosen.start, held.start), min(chosen.stop, held.stop))
+        return Part(axis.name, axis.extent, () if both == Interval(0, axis.extent) else (both,))
+    return Part(
+        axis.name, axis.extent, tuple(o for o in dict.fromkeys((chosen, held)) if o != Interval(0, axis.extent))
+    )
+
+
+def _span(owned: Ownership) -> str:
+    """First and last coordinate: people count heads, not half-open ends."""
+    if isinstance(owned, Interval) and owned.stop is None:
+        return f"{owned.start}-"
+    last = owned.start + owned.run - 1 if isinstance(owned, Cyclic) else (owned.stop or 0) - 1
+    span = str(owned.start) if last == owned.start else f"{owned.start}-{last}"
+    return f"{span} mod {owned.step}" if isinstance(owned, Cyclic) else span
+
+
+def _sources(routes: Sequence[Route]) -> tuple[SourceUse, ...]:
+    reporters: dict[int, set[int]] = {}
+    readers: dict[int, set[int]] = {}
+    per_token: dict[int, Fraction] = {}
+    per_request: dict[int, Fraction] = {}
+    for route in routes:
+        for src_rank, ranks in route.reporters.items():
+            reporters.setdefault(src_rank, set()).update(ranks)
+        for lane in route.lanes:
+            readers.setdefault(lane.src_rank, set()).add(lane.dst_rank)
+            sizes = per_request if lane.is_state else per_token
+            sizes[lane.src_rank] = sizes.get(lane.src_rank, Fraction(0)) + lane_bytes(lane)
+    return tuple(
+        SourceUse(
+            rank,
+            tuple(sorted(readers.get(rank, ()))),
+            tuple(sorted(reporters[rank])),
+            per_token.get(rank, Fraction(0)),
+            per_request.get(rank, Fraction(0)),
+        )
+        for rank in sorted(reporters)
+    )
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Numbers as a person writes them: `0-4,6,8-9`; three and more at one distance are `1-27 step 2`.
+
+    >>> number_ranges([0, 1, 2, 3, 7])
+    '0-3,7'
+    >>> number_ranges([1, 3, 5, 7])
+    '1-7 step 2'
+    """
+    ordered = sorted(set(numbers))
+    steps = {after - before for before, after in pairwise(ordered)}
+    if len(ordered) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{ordered[0]}-{ordered[-1]} step {steps.pop()}"
+    ranges: list[list[int]] = []
+    for number in ordered:
+        if ranges and ranges[-1][-1] + 1 == number:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in ranges)
+
+
+def name_fields(names: Iterable[str]) -> str:
+    """Field names with their first number collected: `layers.{0-4,6}.attn.{k,v}`.
+
+    >>> name_fields(["layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"])
+    'layers.{0-1}.{k,v}'
+    >>> name_fields(["draft", "layers.7.latent"])
+    'draft layers.7.latent'
+    """
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        words = name.split(".")
+        at = next((index for index, word in enumerate(words) if word.isdecimal()), None)
+        if at is None:
+            numbers[name, ""] = []
+        else:
+            numbers.setdefault((".".join(words[:at]), ".".join(words[at + 1 :])), []).append(int(words[at]))
+    endings: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (start, ending), found in numbers.items():
+        endings.setdefault((start, tuple(found)), []).append(ending)
+    return " ".join(_one_name(start, found, after) for (start, found), after in endings.items())
+
+
+def _one_name(start: str, numbers: tuple[int, ...], endings: list[str]) -> str:
+    if not numbers:
+        return start
+    middle = str(numbers[0]) if len(numbers) == 1 else f"{{{number_ranges(numbers)}}}"
+    shared = _shared_words(endings)
+    rest = [ending[len(shared) :] for ending in endings]
+    tail = rest[0] if len(rest) == 1 else f"{{{','.join(rest)}}}"
+    return ".".join(filter(None, [start, middle, shared + tail]))
+
+
+def _shared_words(endings: list[str]) -> str:
+    """The whole words, with their last dot, that several endings begin with."""
+    if len(endings) == 1:
+        return ""
+    columns = zip(*(ending.split(".")[:-1] for ending in endings), strict=False)
+    shared = ""
+    for words in columns:
+        if len(set(words)) > 1:
+            break
+        shared += f"{words[0]}."
+    return shared

@@ -1,0 +1,126 @@
+"""Is every failure one line and an exit code, whoever fails?"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+import kvreshard
+from kvreshard.cli import app as commands
+
+KVRESHARD = [sys.executable, "-c", "from kvreshard.cli import main; main()"]
+LLAMA = ("--model", "llama-3.1-8b")
+
+BAD = [
+    (["plan", "--modle", "x"], "No such option: --modle"),
+    (["pln"], "No such command 'pln'"),
+    (["plan", *LLAMA, "--prefill", "tp=4"], "nothing is known of the decode engine"),
+    (["plan", "--prefill", "tp=4", "--decode", "tp=2"], "needs a model"),
+    (["plan", *LLAMA, "--prefill", "tq=4", "--decode", "tp=2"], "did you mean 'tp'?"),
+    (["plan", *LLAMA, "--prefill", "tp=0", "--decode", "tp=2"], "engine option 'tp': 0"),
+    (["plan", *LLAMA, "--prefill", "tp=1,page=0", "--decode", "tp=2"], "engine option 'page': 0"),
+    (
+        ["plan", *LLAMA, "--prefill", "tp=1,order=HDN", "--decode", "tp=2"],
+        "engine option 'order': value 'HDN' is not known",
+    ),
+    (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--pages", "0"], "--pages"),
+    (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1,dtype=fp8"], "encoding is 'bfloat16' in engine 'prefill'"),
+    (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--rank", "1"], "has no rank 1; its ranks are [0]"),
+    (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--copies"], "--tables FILE"),
+    (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--way", "fast"], "'fast' is not one of"),
+    (["plan", "a.json"], "give two, prefill then decode"),
+    (["plan", "a.json", "b.json"], "layout file 'a.json' cannot be read: No such file"),
+    (["describe"], "Missing option '--model'"),
+    (["describe", "--model", "lama-3.1-8b"], "did you mean 'llama-3.1-8b'"),
+    (["describe", "--model", "no/such/config.json"], "no/such/config.json"),
+    (["verify", "--requests", "0"], "--requests"),
+    (["verify", "--layers", "31"], "has 30 decoder layers"),
+    (["verify", "--prefill", "tp=1,pp=4", "--layers", "3"], "fewer than the 4 pipeline stages"),
+    (["verify", "--push", "--way", "staged"], "cannot be staged"),
+    (["verify", "--prefill", "tp=1,pages=3", "--transport", "memory"], "free pages"),
+    (["verify", "--transport", "carrier-pigeon"], "'carrier-pigeon' is not one of"),
+    (["verify", "--requests", "9999", "--tokens", "99999"], "give fewer --requests or --tokens"),
+    (["models", "--sort"], "No such option: --sort"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(run, words: list[str], told: str) -> None:
+    result: Result = run(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert told in result.stderr
+
+
+@pytest.mark.parametrize("words", [words for words, _ in BAD if words[0] != "pln"], ids=" ".join)
+def test_with_json_the_failure_is_the_one_document(run, words: list[str]) -> None:
+    result: Result = run(*words, "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert error["type"]
+    assert f"error: {error['message']}\n" == result.stderr
+
+
+def test_version_and_help(run) -> None:
+    assert run("--version").stdout == f"kvreshard {kvreshard.__version__}\n"
+    assert run("--help").exit_code == 0
+    assert "verify" in run().stdout
+    for command in ("verify", "plan", "describe", "models"):
+        assert run(command, "--help").exit_code == 0
+
+
+def test_a_bug_is_not_dressed_up_as_bad_input() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        commands._run(broken, as_json=False)
+
+
+def test_interrupted(capsys) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert commands._run(interrupted, as_json=False) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """The command in a process of its own. Unbuffered, Python drops what a closing pipe does not take, without an error."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*KVRESHARD, *words], stdout=pipe, stderr=pipe, text=True, env=env)
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    process = start("describe", "--model", "llama-3.1-70b", "--engine", "tp=16")  # far more than a pipe holds
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_an_interrupted_process_says_so(tmp_path: Path) -> None:
+    pipe = tmp_path / "tables.json"
+    os.mkfifo(pipe)
+    process = start("plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--copies", "--tables", str(pipe))
+    with pipe.open("w"):  # opens once the command reads, and it waits for more
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (out, err, process.returncode) == ("", "interrupted\n", 130)
+
+
+def test_the_console_script_is_this_app() -> None:
+    done = start("plan", *LLAMA, "--prefill", "tp=x", "--decode", "tp=1")
+    out, err = done.communicate(timeout=60)
+    assert (out, err, done.returncode) == ("", "error: engine option 'tp': 'x' is not a whole number\n", 2)

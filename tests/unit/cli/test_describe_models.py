@@ -1,0 +1,74 @@
+"""`kvreshard describe` and `kvreshard models`: is what they write whole, right, or not there at all?"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvreshard.catalog import MODELS, describe, load, parse_engine
+from kvreshard.cli import inputs
+from kvreshard.model import wire
+
+
+def test_what_is_described_is_what_the_catalog_says(run, tmp_path: Path) -> None:
+    words = ("describe", "--model", "gemma-4-26b-a4b", "--engine", "tp=2,pp=2", "--name", "left", "--pages", "9")
+    expected = describe(load("gemma-4-26b-a4b"), parse_engine("tp=2,pp=2"), "left", 9)
+    assert wire.decode(run(*words).stdout.encode(), "json") == expected
+    result = run(*words, "--output", tmp_path / "left.json")
+    assert "engine 'left', 4 ranks, 60 fields, 6 groups" in result.stdout
+    assert wire.decode((tmp_path / "left.json").read_bytes(), "json") == expected
+    assert json.loads(run(*words, "--output", tmp_path / "left.json", "--json").stdout)["ranks"] == 4
+
+
+def test_a_config_file_works_like_an_id(run, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert len(json.loads(run("describe", "--model", path).stdout)["fields"]) == 4
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}'])
+def test_a_bad_config_names_the_file_or_model(run, tmp_path: Path, content: str) -> None:
+    (tmp_path / "odd.json").write_text(content)
+    result = run("describe", "--model", tmp_path / "odd.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "odd" in result.stderr
+
+
+def test_an_output_that_cannot_be_written_leaves_nothing(run, tmp_path: Path) -> None:
+    result = run("describe", "--model", "llama-3.1-8b", "--output", tmp_path / "no" / "such.json")
+    assert result.exit_code == 2
+    assert "cannot be written: No such file or directory; nothing was written" in result.stderr
+    assert run("describe", "--model", "llama-3.1-8b", "--output", tmp_path).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "layout.json").write_text("old")
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdopen", full_disk)
+    with pytest.raises(inputs.InputError, match="No space left on device; nothing was written"):
+        inputs.write_whole(tmp_path / "layout.json", b"new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("layout.json", "old")]
+
+
+def test_models_lists_all_with_their_doubts(run) -> None:
+    document = {entry["id"]: entry for entry in json.loads(run("models", "--json").stdout)}
+    assert list(document) == list(MODELS)
+    assert document["llama-3.1-8b"]["bytes_per_token"] == 131_072
+    assert document["deepseek-v3"]["sources"]
+    assert document["jamba-1.5-mini"]["state_bytes_per_request"] > 0
+    table = run("models").stdout
+    for name, entry in MODELS.items():
+        line = next(line for line in table.splitlines() if line.startswith(f"{name} "))
+        assert ("unsure" in line) == bool(entry.unconfirmed)

@@ -1,0 +1,187 @@
+"""`kvreshard plan`: is the table right and stable, and is every bad file refused before anything is printed?"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "wire"
+PAIR = [GOLDEN / "prefill-v1.json", GOLDEN / "decode-v1.json"]
+TABLES: dict[str, Any] = json.loads((GOLDEN / "tables.json").read_text())
+
+GEMMA = """\
+gemma-4-26b-a4b: prefill (tp=4, 4 ranks) -> decode (tp=8, 8 ranks)
+
+layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}
+group window.{0-4}, pages of 16 -> 32 tokens
+decode rank  reads from  what         per token  runs per page  way
+0            0           head 0 of 8     25 KiB     80 x 1 KiB  direct
+1            0           head 1 of 8     25 KiB     80 x 1 KiB  direct
+2            1           head 2 of 8     25 KiB     80 x 1 KiB  direct
+3            1           head 3 of 8     25 KiB     80 x 1 KiB  direct
+4            2           head 4 of 8     25 KiB     80 x 1 KiB  direct
+5            2           head 5 of 8     25 KiB     80 x 1 KiB  direct
+6            3           head 6 of 8     25 KiB     80 x 1 KiB  direct
+7            3           head 7 of 8     25 KiB     80 x 1 KiB  direct
+"""
+GEMMA_SOURCES = """\
+prefill ranks
+prefill rank  read by decode ranks  reported to by  per token
+0             0-1                   0-1                70 KiB
+1             2-3                   2-3                70 KiB
+2             4-5                   4-5                70 KiB
+3             6-7                   6-7                70 KiB
+
+moved: 280 KiB per token, to 8 decode ranks together
+"""
+
+
+def test_piped_output_is_plain_and_stable(run) -> None:
+    out = run("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8", "--way", "direct").stdout
+    assert out.startswith(GEMMA + "direct: forced; 80 runs one by one ")
+    assert out.endswith(GEMMA_SOURCES)
+    assert "\x1b" not in out
+
+
+def test_json_has_every_number_exact(run) -> None:
+    out = run("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8", "--json").stdout
+    document = json.loads(out)
+    assert document["decode_ranks"] == list(range(8))
+    assert document["bytes_per_token"] == 8 * 25 * 1024 + 8 * 10 * 1024
+    window, full = document["subjects"]
+    assert len(window["fields"]) == 50
+    assert window["readings"][2]["parts"] == {"token": [], "head": [{"start": 2, "stop": 3}], "channel": []}
+    assert full["readings"][0]["dst_ranks"] == [0, 1]
+
+
+def test_a_layout_file_and_an_engine_go_together(run, tmp_path: Path) -> None:
+    model = ("--model", "llama-3.1-8b")
+    assert (
+        run("describe", *model, "--engine", "tp=2", "--name", "prefill", "--output", tmp_path / "a.json").exit_code == 0
+    )
+    from_file = run("plan", *model, "--prefill-layout", tmp_path / "a.json", "--decode", "tp=4", "--json")
+    from_model = run("plan", *model, "--prefill", "tp=2", "--decode", "tp=4", "--json")
+    assert from_file.stdout == from_model.stdout != ""
+
+
+def test_only_some_ranks_and_a_forced_way(run) -> None:
+    options = ("--model", "deepseek-v2-lite", "--prefill", "tp=4", "--decode", "tp=2", "--rank", "1", "--way", "staged")
+    out = run("plan", *options).stdout
+    assert "staged: forced; " in out
+    assert "to 1 decode ranks together" in out
+    document = json.loads(run("plan", *options, "--json").stdout)
+    assert {reading["way"] for subject in document["subjects"] for reading in subject["readings"]} == {"staged"}
+
+
+def test_unread_sources_and_one_sided_drafts_are_told(run) -> None:
+    out = run("plan", "--model", "deepseek-v3", "--prefill", "tp=4,spec=1", "--decode", "tp=1").stdout
+    assert "prefill rank 3 is read by nobody; decode rank 0 tells it when its pages are free\n" in out
+    assert "warning: field 'mtp.0.attn.latent' of engine 'prefill' is not in engine 'decode'" in out
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(json.dumps(TABLES))
+    change(tables)
+    return tables
+
+
+BAD_TABLES = [
+    (
+        lambda t: t["decode"]["full"]["pages"].pop(),
+        "the destination's pages [1, 2), but its block table has pages [0, 1)",
+    ),
+    (lambda t: t["prefill"].pop("full"), "group 'full': the source gives no block table"),
+    (lambda t: t["decode"].update(fool=t["decode"]["full"]), "decode: group 'fool' is not one of engine 'decode'"),
+    (lambda t: t["intervals"].update(fool=[]), "intervals: group 'fool' is not one of engine 'decode'"),
+    (lambda t: t["intervals"].pop("state"), "intervals: group 'state' is missing"),
+    (lambda t: t["intervals"].update(full=[[-1, 3]]), "Expected `int` >= 0 - at `$.intervals[...][0][0]`"),
+    (lambda t: t["intervals"].update(full=[[3, 3]]), "token intervals [(3, 3)] must be ascending"),
+    (lambda t: t["intervals"].update(full=[[0, 4], [3, 6]]), "must be ascending, disjoint"),
+    (lambda t: t["intervals"].update(full=[[0, 4, 6]]), "$.intervals"),
+    (lambda t: t["intervals"].update(full=[[0, 7]]), "tokens up to 7 are to be moved, but the source's pages hold 6"),
+    (lambda t: t["prefill"]["full"].update(pages=[3, "1"]), "Expected `int`, got `str`"),
+    (lambda t: t["prefill"]["full"].update(pages=[3, 4]), "pages names page 4, but pool 'pages' of engine 'prefill'"),
+    (lambda t: t["prefill"]["full"].update(pages=[3, 1 << 80]), "$.prefill"),
+    (lambda t: t["prefill"]["full"].update(pages=[3, 0]), "null page 0"),
+    (lambda t: t["prefill"]["full"].update(first_page=1), "need the source's pages [0, 2)"),
+    (lambda t: t["prefill"]["full"].update(frist_page=1), "unknown field `frist_page`"),
+    (lambda t: t["prefill"]["state"].update(num_tokens=5), "the source's state has absorbed 5 tokens"),
+    (
+        lambda t: t["decode"]["state"].update(pages=[2], new_pages=[]),
+        "page 2 of destination pool 'pages' is written twice",
+    ),
+    (lambda t: t["decode"]["full"].update(new_pages=[3]), "page 3 is called new, but is not in"),
+    (lambda t: t["decode"]["full"].update(new_pages=[9]), "new_pages names page 9"),
+    (lambda t: t.update(version=2), "is of version 2; this command reads versions 1 to 1"),
+    (lambda t: t.pop("decode"), "missing required field `decode`"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), BAD_TABLES, ids=[told for _, told in BAD_TABLES])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["lines", "json"])
+def test_bad_tables_print_nothing_but_the_error(run, tmp_path: Path, change, told: str, options: list[str]) -> None:
+    file = tmp_path / "tables.json"
+    file.write_text(json.dumps(changed(change)))
+    result = run("plan", *PAIR, "--copies", "--fills", "--tables", file, *options)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "copies" not in result.stdout
+    assert result.stdout == "" or json.loads(result.stdout)["error"]["message"] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"prefill": {"full"', "truncated"),
+        (b"", "truncated"),
+        (b"\xff\xfe", "not a tables file"),
+        (b"[" * 100_000, "not a tables file"),
+        (b"[]", "Expected `object`"),
+    ],
+    ids=["cut", "empty", "binary", "deep", "list"],
+)
+def test_files_that_are_no_tables(run, tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "tables.json"
+    file.write_bytes(content)
+    result = run("plan", *PAIR, "--copies", "--tables", file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
+    assert str(file) in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text[: len(text) // 2], "truncated"),
+        (
+            lambda text: text.replace('"version": 1', '"version": 2'),
+            "layout of version 2; this side reads versions 1 to 1",
+        ),
+        (lambda text: text.replace("kvreshard.layout", "kvreshard.route"), "message is a 'kvreshard.route'"),
+        (lambda text: text.replace('"size_bytes": 120', '"size_bytes": 119'), "region 'kv' has 119 bytes"),
+        (lambda text: text.replace('"element_bytes"', '"element_size"'), "element"),
+        (lambda text: text.replace('"num_pages": 5', '"num_pages": 0'), "0 pages; a size must be positive"),
+        (lambda text: text.replace('"stop": 1', '"stop": 0', 1), "holds nothing"),
+    ],
+    ids=["cut", "later", "other", "short", "typo", "zero", "empty"],
+)
+def test_bad_layout_files_are_refused_by_name(run, tmp_path: Path, change, told: str) -> None:
+    file = tmp_path / "decode.json"
+    file.write_text(change(PAIR[1].read_text()))
+    result = run("plan", PAIR[0], file)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: layout file '{file}': ")
+    assert told in result.stderr
+
+
+def test_a_directory_is_no_layout(run, tmp_path: Path) -> None:
+    result = run("plan", tmp_path, tmp_path)
+    assert result.exit_code == 2
+    assert "cannot be read: Is a directory" in result.stderr
+
+
+def test_fills_alone(run) -> None:
+    lines = run("plan", *PAIR, "--fills", "--tables", GOLDEN / "tables.json").stdout.splitlines()
+    assert [sorted(json.loads(line)) for line in lines] == [["dst_address", "dst_rank", "length"]] * 2

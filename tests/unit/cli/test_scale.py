@@ -1,0 +1,44 @@
+"""Is a model cut down so that everything in it is still there, at its real sizes?"""
+
+import pytest
+
+from kvreshard.catalog import MODELS, EngineSpec, load, parse_engine
+from kvreshard.cli.inputs import InputError
+from kvreshard.cli.scale import BUDGET_BYTES, fit
+from kvreshard.model import LayoutError
+
+
+def test_given_stages_shrink_with_the_layers() -> None:
+    fitted = fit(load("deepseek-v3"), parse_engine("tp=2,pp=20+21+20"), EngineSpec(), 1, 16, 9)
+    assert fitted.num_layers == 9
+    assert [len({shard.field for shard in rank.shards}) for rank in fitted.prefill.ranks] == [3] * 6
+
+
+def test_layers_that_do_not_fit_the_model_or_the_stages() -> None:
+    with pytest.raises(InputError, match="has 32 decoder layers"):
+        fit(load("llama-3.1-8b"), EngineSpec(), EngineSpec(), 1, 16, 33)
+    with pytest.raises(InputError, match="fewer than the 3 pipeline stages"):
+        fit(load("llama-3.1-8b"), EngineSpec(), EngineSpec(pp=3), 1, 16, 2)
+    with pytest.raises(LayoutError, match=r"20\+21\+21 = 62 layers"):
+        fit(load("deepseek-v3"), parse_engine("pp=20+21+21"), EngineSpec(), 1, 16, 9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_sort_of_layer_survives(name: str) -> None:
+    fitted = fit(load(name), EngineSpec(), EngineSpec(), 1, 16, 1)
+    whole = fit(load(name), EngineSpec(), EngineSpec(), 1, 16, None)
+    sorts = [{(f.axes, f.encoding) for f in part.prefill.fields} for part in (fitted, whole)]
+    assert sorts[0] == sorts[1]
+
+
+def test_a_large_model_is_cut_to_the_budget_and_a_small_one_is_not() -> None:
+    large = fit(load("llama-3.1-70b"), parse_engine("tp=8"), parse_engine("tp=4"), 3, 4096, None)
+    assert 1 < large.num_layers < 80
+    assert large.pool_bytes <= BUDGET_BYTES
+    assert fit(load("deepseek-v2-lite"), EngineSpec(), EngineSpec(), 1, 64, None).num_layers == 27
+
+
+def test_pages_that_an_engine_gives_are_kept() -> None:
+    fitted = fit(load("llama-3.1-8b"), parse_engine("pages=50"), EngineSpec(), 1, 64, 2)
+    assert fitted.prefill.groups[0].num_pages == 50
+    assert fitted.decode.groups[0].num_pages != 50

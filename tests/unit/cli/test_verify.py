@@ -1,0 +1,104 @@
+"""`kvreshard verify`: does it pass what is right, and name what is wrong?"""
+
+import json
+import re
+
+import pytest
+
+from kvreshard.cli import verify
+from kvreshard.testing.ranks import LocalRanks, RankDiedError, Ranks
+from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
+
+QUICK = ("verify", "--transport", "memory", "--tokens", "70", "--requests", "2", "--layers", "6")
+SMALL = (*QUICK, "--prefill", "tp=1", "--decode", "tp=2")
+
+
+def make_faulty(fault: Fault, rank: int) -> object:
+    """Ranks in memory, of which one's first post has a fault."""
+
+    def plan(index: int, _transfer: object) -> Fault:
+        return fault if index == 0 else Fault()
+
+    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int) -> Ranks:
+        fabric = Fabric()
+        plans: dict[int, FaultPlan] = {rank: plan}
+        ranks = LocalRanks(
+            num_ranks,
+            memory_bytes,
+            lambda number: MemoryTransport(
+                fabric, f"rank{number}", **({"faults": plans[number]} if number in plans else {})
+            ),
+        )
+        ranks.patience_s = 0.1  # for the reports of a transfer that failed
+        return ranks
+
+    return make_ranks
+
+
+def test_a_right_transfer_is_called_right(run) -> None:
+    result = run(*SMALL)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("gemma-4-26b-a4b: tp=1 -> tp=2\nwhat            how much\n")
+    assert re.search(r"^moved +[\d.,]+ MiB of cache", result.stdout, re.MULTILINE)
+    assert re.search(r"^layers +6 of 30$", result.stdout, re.MULTILINE)
+    assert result.stdout.splitlines()[-1].startswith("right: every byte of 2 decode ranks")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("options", [["--push"], ["--way", "direct"], ["--way", "staged"]], ids=" ".join)
+def test_every_way_passes_and_moves_the_same(run, options: list[str]) -> None:
+    document = json.loads(run(*SMALL, *options, "--json").stdout)
+    assert document["passed"]
+    assert document["findings"] == []
+    assert document["push"] == ("--push" in options)
+    assert (document["num_staged_bytes"] > 0) == ("staged" in options)
+    assert document["num_bytes"] == json.loads(run(*SMALL, "--json").stdout)["num_bytes"]
+
+
+def test_a_flipped_byte_is_found_and_named(run, monkeypatch) -> None:
+    monkeypatch.setattr(verify, "make_ranks", make_faulty(Fault(corrupt_byte=5), rank=2))
+    result = run(*SMALL, "--way", "direct")
+    assert result.exit_code == 1
+    wrong = re.search(
+        r"^wrong: decode rank 1: 1 bytes; the first is field 'layers\.\d+\.attn\.[kv]', token \d+, head \d, channel \d+ of "
+        r"request \d \(byte \d+ of region 'kv'\)$",
+        result.stdout,
+        re.MULTILINE,
+    )
+    assert wrong, result.stdout
+    assert "right:" not in result.stdout
+    document = json.loads(run(*SMALL, "--way", "direct", "--json").stdout)
+    assert not document["passed"]
+    assert document["findings"][0].startswith("decode rank 1: 1 bytes; the first is field 'layers.")
+
+
+def test_a_transfer_that_fails_is_told(run, monkeypatch) -> None:
+    monkeypatch.setattr(verify, "make_ranks", make_faulty(Fault(fail_after_pieces=1), rank=1))
+    result = run(*SMALL, "--way", "direct")
+    assert result.exit_code == 1
+    assert "wrong: transfer: injected" in result.stdout
+
+
+def test_a_rank_that_dies_is_an_error_and_no_verdict(run, monkeypatch) -> None:
+    def dying(*_: object) -> Ranks:
+        raise RankDiedError("rank 3 (pid 1) ended with exit code 1")
+
+    monkeypatch.setattr(verify, "make_ranks", dying)
+    result = run(*SMALL)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: the verification could not be finished: rank 3 (pid 1) ended with exit code 1\n"
+
+
+def test_without_nixl_the_remedy_is_told(run, monkeypatch) -> None:
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    result = run(*SMALL, "--transport", "nixl")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "NIXL is not installed" in result.stderr
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_over_nixl_between_processes(run) -> None:
+    document = json.loads(run(*SMALL, "--transport", "nixl", "--tokens", "40", "--json").stdout)
+    assert document["passed"]
+    assert document["transport"] == "nixl"

@@ -1,0 +1,168 @@
+"""What of a peer's message is refused, and is anything ever raised but WireError and LayoutError?
+
+A decoded message is also compiled and bound against a good layout: a valid layout with mad sizes must be refused in words
+by the planner too, and must not take its memory.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, wire
+from kvreshard.model.tables import Request
+from kvreshard.plan import bind, find_unwritten
+from kvreshard.testing.apply import compile_all
+from kvreshard.testing.pairs import Pair, make_pair
+from kvreshard.testing.small import engine
+
+ENCODINGS: tuple[wire.Encoding, ...] = ("msgpack", "json")
+HOSTILE = [0, -1, 1, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), None, "x", "", 1.5, True, [], {}]
+HOSTILE_JSON = [*HOSTILE, 2**70, 10**400, float("nan"), float("inf")]
+
+
+def decode(message: bytes, encoding: wire.Encoding) -> EngineLayout | None:
+    """The layout, or None where it was refused as it should be; any other exception fails the test."""
+    try:
+        return wire.decode(message, encoding)
+    except (WireError, LayoutError):
+        return None
+
+
+def plan(src: EngineLayout, dst: EngineLayout, request: Request) -> None:
+    try:
+        for route in compile_all(src, dst):
+            find_unwritten(dst, route.dst_rank, request, list(bind(route, request)))
+    except (LayoutMismatch, BindError):
+        return
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of everything in a decoded message that is no container."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path
+        return
+    for key, inner in items:
+        yield from leaves(inner, (*path, key))
+
+
+def body() -> Any:
+    return json.loads(wire.encode(engine("prefill", tp=2), "json"))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_truncation_is_refused(encoding: wire.Encoding) -> None:
+    message = wire.encode(engine("prefill", tp=2, dcp=2), encoding)
+    for length in range(len(message)):
+        assert decode(message[:length], encoding) is None
+    assert decode(message, encoding) is not None
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_trailing_bytes_are_refused(encoding: wire.Encoding) -> None:
+    with pytest.raises(WireError, match="not a layout"):
+        wire.decode(wire.encode(engine("prefill"), encoding) + b"\x01", encoding)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_random_mutations_raise_nothing_else(encoding: wire.Encoding, run_seed: int) -> None:
+    rng = np.random.default_rng(run_seed)
+    messages = [
+        wire.encode(layout, encoding)
+        for layout in (engine("prefill", tp=2, dcp=2), engine("decode", stages=(0, 1)), make_pair("raw", 3).src)
+    ]
+    for _ in range(2000):
+        message = bytearray(messages[int(rng.integers(len(messages)))])
+        for _ in range(int(rng.choice([1, 1, 1, 2, 5]))):
+            message[int(rng.integers(len(message)))] = int(rng.integers(256))
+        decode(bytes(message), encoding)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_hostile_values_raise_nothing_else(encoding: wire.Encoding, run_seed: int) -> None:
+    """Every kind of value in every kind of place, decoded, compiled and bound."""
+    rng = np.random.default_rng(run_seed)
+    pairs: list[Pair] = [make_pair("raw", 3), make_pair("kinds", 2), make_pair("raw", 52)]
+    for pair in pairs:
+        value = json.loads(wire.encode(pair.src, "json"))
+        for path in (list(leaves(value))[i] for i in rng.permutation(len(list(leaves(value))))[:40].tolist()):
+            for hostile in HOSTILE if encoding == "msgpack" else HOSTILE_JSON:
+                layout = decode(replaced(value, path, hostile, encoding), encoding)
+                if layout is not None:
+                    plan(layout, pair.dst, pair.request)
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: object, encoding: wire.Encoding) -> bytes:
+    """The message with one value replaced; `value` itself is as before."""
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    old, inner[path[-1]] = inner[path[-1]], new
+    message = json.dumps(value).encode() if encoding == "json" else msgspec.msgpack.encode(value)
+    inner[path[-1]] = old
+    return message
+
+
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        ("json", b"[" * 200_000),
+        ("json", b'{"form":"kvreshard.layout","version":1,"engine":' + b"[" * 200_000),
+        ("json", b'{"form":"kvreshard.layout","version":1e400}'),
+        ("json", b'{"form":"kvreshard.layout","version":NaN}'),
+        ("json", b'{"form":"kvreshard.layout","version":1' + b"0" * 5000 + b"}"),
+        ("json", b"\xff\xfe"),
+        ("json", b""),
+        ("msgpack", b"\x91" * 200_000),
+        ("msgpack", b"\xdd\xff\xff\xff\xff"),
+        ("msgpack", b"\xdf\xff\xff\xff\xff"),
+        ("msgpack", b"\xc6\xff\xff\xff\xff"),
+        ("msgpack", b"\xa1\xff"),
+        ("msgpack", b""),
+    ],
+)
+def test_bombs_are_refused(encoding: wire.Encoding, message: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.decode(message, encoding)
+
+
+def test_a_later_version_is_refused_with_both_numbers() -> None:
+    value = {**body(), "version": wire.VERSION + 6, "what_we_do_not_know": [1]}
+    with pytest.raises(WireError, match=rf"version {wire.VERSION + 6}; this side reads versions 1 to {wire.VERSION}"):
+        wire.decode(json.dumps(value).encode(), "json")
+
+
+def test_another_form_is_refused_by_its_name() -> None:
+    with pytest.raises(WireError, match=r"'kvreshard\.lease', not a 'kvreshard\.layout'"):
+        wire.decode(json.dumps({**body(), "form": "kvreshard.lease"}).encode(), "json")
+
+
+def test_an_oversized_message_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+    with pytest.raises(WireError, match="more than 100 are not accepted"):
+        wire.decode(b"x" * 101)
+
+
+def test_a_geometry_that_is_not_in_the_message_is_named() -> None:
+    value = body()
+    value["ranks"][1]["shards"][0]["geometry"] = "g77"
+    with pytest.raises(WireError, match=r"rank 1, field 'layers\.0\.k': geometry 'g77' is not in the message"):
+        wire.decode(json.dumps(value).encode(), "json")
+
+
+def test_an_unknown_key_is_refused_by_its_name() -> None:
+    value = body()
+    value["groups"][0]["tokens_per_pag"] = 3
+    with pytest.raises(WireError, match="tokens_per_pag"):
+        wire.decode(json.dumps(value).encode(), "json")
+
+
+def test_an_ownership_is_one_of_the_two_forms() -> None:
+    value = body()
+    next(iter(value["geometries"].values()))["axes"][0]["owned"] = {"start": 0, "stop": 3, "run": 1, "step": 2}
+    with pytest.raises(LayoutError, match="axis 'token': give either start and stop, or start, run and step"):
+        wire.decode(json.dumps(value).encode(), "json")

@@ -1,0 +1,131 @@
+"""Who gives what to whom: atoms, boxes, and an election that every rank decides alike."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvreshard.kinds import Attention, Latent
+from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
+from kvreshard.plan import Election, compile_route, elect, match_fields
+from kvreshard.plan.cover import atoms, common_period, count_common, join
+from kvreshard.testing.small import engine
+
+
+def election(src: EngineLayout, dst: EngineLayout) -> Election:
+    return elect(src, dst, list(match_fields(src, dst).names))
+
+
+@pytest.mark.parametrize(
+    ("extent", "owners", "expected"),
+    [
+        (8, [Interval(0, 8)], [Interval(0, 8)]),
+        (8, [Interval(0, 4), Interval(4, 8)], [Interval(0, 4), Interval(4, 8)]),
+        (8, [Interval(0, 5), Interval(3, 8)], [Interval(0, 3), Interval(3, 5), Interval(5, 8)]),
+        (None, [Interval(0, None)], [Interval(0, None)]),
+        (None, [Cyclic(0, 2, 4), Cyclic(2, 2, 4)], [Cyclic(0, 2, 4), Cyclic(2, 2, 4)]),
+        (None, [Cyclic(0, 1, 2), Cyclic(1, 2, 3)], [Cyclic(i, 1, 6) for i in range(6)]),
+        (None, [Cyclic(0, 4, 4)], [Interval(0, None)]),
+    ],
+)
+def test_atoms_cut_at_every_edge(extent: int | None, owners: list[Ownership], expected: list[Ownership]) -> None:
+    assert atoms(extent, owners) == expected
+
+
+def test_atoms_are_held_whole_or_not_at_all() -> None:
+    owners = [Cyclic(0, 3, 8), Cyclic(2, 4, 6), Interval(0, None)]
+    period = common_period(None, owners)
+    assert period == 24
+    found = atoms(None, owners)
+    assert sum(count_common(None, atom) for atom in found) == period
+    for atom in found:
+        for owned in owners:
+            assert count_common(None, atom, owned) * 24 // common_period(None, [atom, owned]) in (
+                0,
+                count_common(None, atom),
+            )
+
+
+def test_join_takes_neighbours_only() -> None:
+    assert join(8, Interval(0, 3), Interval(3, 5)) == Interval(0, 5)
+    assert join(8, Interval(0, 3), Interval(4, 5)) is None
+    assert join(None, Cyclic(0, 2, 6), Cyclic(2, 1, 6)) == Cyclic(0, 3, 6)
+    assert join(None, Cyclic(0, 2, 6), Cyclic(2, 4, 6)) == Interval(0, None)
+    assert join(None, Cyclic(0, 2, 6), Cyclic(3, 1, 6)) is None
+    assert join(None, Cyclic(0, 1, 2), Cyclic(1, 1, 3)) is None
+
+
+def test_periods_that_share_nothing_are_refused() -> None:
+    steps = (101, 103, 107, 109)
+    with pytest.raises(LayoutMismatch, match=r"101, 103, 107, 109 .* only every 121330189"):
+        common_period(None, [Cyclic(0, 1, step) for step in steps])
+
+
+def test_replicas_are_spread_over_destination_ranks() -> None:
+    """8 ranks hold the same latent; 4 destination ranks read from 4 different ones, whole."""
+    table = election(
+        engine("prefill", tp=8, kind=Latent(8, "bfloat16")), engine("decode", tp=4, kind=Latent(8, "bfloat16"))
+    )
+    assert {rank: readers for rank, readers in table.readers.items() if readers} == {0: (0,), 1: (1,), 2: (2,), 3: (3,)}
+    assert table.reporters == {0: (0,), 1: (1,), 2: (2,), 3: (3,), 4: (0,), 5: (1,), 6: (2,), 7: (3,)}
+
+
+def test_a_destination_stays_with_a_source_that_it_reads_anyway() -> None:
+    """With GQA 2 heads on 4 ranks, heads 0 and 1 twice: each destination rank reads one source rank for all layers."""
+    kind = Attention(2, 4, "bfloat16")
+    src, dst = engine("prefill", tp=4, kind=kind, stages=(0, 0, 0)), engine("decode", tp=2, kind=kind, stages=(0, 0, 0))
+    table = election(src, dst)
+    assert [compile_route(src, dst, rank, election=table).src_ranks for rank in (0, 1)] == [(0,), (2,)]
+
+
+def test_the_less_loaded_replica_gives() -> None:
+    """Rank 1 reads first from rank 0 or 1, rank 2 then from the other."""
+    kind = Latent(8, "bfloat16")
+    table = election(engine("prefill", tp=2, kind=kind), engine("decode", tp=4, kind=kind))
+    assert table.readers == {0: (0, 2), 1: (1, 3)}
+
+
+def test_every_rank_computes_the_same_table() -> None:
+    src, dst = engine("prefill", tp=6, dcp=2), engine("decode", tp=4, dcp=2, interleave=3)
+    first, second = election(src, dst), election(src, dst)
+    assert (first.boxes, first.reporters) == (second.boxes, second.reporters)
+    for rank in dst.ranks:
+        assert compile_route(src, dst, rank.rank).reporters == first.reporters
+
+
+def test_unread_ranks_get_one_reporter_and_read_ranks_their_readers() -> None:
+    src, dst = engine("prefill", tp=4, kind=Attention(1, 4, "bfloat16")), engine("decode", tp=2)
+    dst = engine("decode", tp=1, kind=Attention(1, 4, "bfloat16"))
+    table = election(src, dst)
+    assert table.readers == {0: (0,), 1: (), 2: (), 3: ()}
+    assert table.reporters == {0: (0,), 1: (0,), 2: (0,), 3: (0,)}
+
+
+def test_boxes_of_one_source_are_joined() -> None:
+    """4 heads on one destination rank from 2 source ranks of 2 heads: two lanes, not four."""
+    kind = Attention(4, 2, "bfloat16")
+    src, dst = engine("prefill", tp=2, kind=kind), engine("decode", tp=1, kind=kind)
+    route = compile_route(src, dst, 0)
+    heads = [(lane.src_rank, lane.axes[1].chosen) for lane in route.lanes]
+    assert sorted(set(heads), key=str) == [(0, Interval(0, 2)), (1, Interval(2, 4))]
+
+
+def test_a_hole_in_the_source_names_field_axis_and_both_sides() -> None:
+    src, dst = engine("prefill", tp=2), engine("decode", tp=1)
+    with pytest.raises(LayoutMismatch) as caught:
+        compile_route(replace(src, ranks=src.ranks[:1]), dst, 0)
+    for fact in (
+        "'layers.0.k'",
+        "'head'",
+        "rank 0 of engine 'decode'",
+        "[0, 2)",
+        "[1, 2)",
+        "'prefill'",
+        "[0, 1)",
+        "sizes",
+    ):
+        assert fact in str(caught.value)
+
+
+def test_a_rank_that_does_not_exist_is_named() -> None:
+    with pytest.raises(LayoutMismatch, match=r"engine 'decode' has no rank 7; its ranks are \[0\]"):
+        compile_route(engine("prefill"), engine("decode"), 7)

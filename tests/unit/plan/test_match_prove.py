@@ -1,0 +1,220 @@
+"""Is a pair that cannot be routed refused in words, and does the proof see through a wrong route, whoever made it?"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvreshard.kinds import Attention, Latent, Opaque
+from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
+from kvreshard.model import Axis, Cyclic, EngineLayout, Interval, LayoutMismatch
+from kvreshard.plan import Lane, Route, compile_route, match_fields
+from kvreshard.plan.check import prove
+from kvreshard.testing.small import GROUP, engine
+
+SRC, DST = engine("prefill", tp=2), engine("decode", tp=1)
+
+
+def mismatch(facts: str, call: Callable[[], object]) -> None:
+    with pytest.raises(LayoutMismatch) as caught:
+        call()
+    for fact in facts.split("|"):
+        assert fact in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "facts"),
+    [
+        (
+            Attention(2, 2, "bfloat16"),
+            Attention(2, 2, "float16"),
+            "field 'layers.0.k'|encoding|'bfloat16' in engine 'prefill'|'float16' in engine 'decode'|same cache dtype",
+        ),
+        (
+            Attention(2, 2, "bfloat16", quantisation="scales-1"),
+            Attention(2, 2, "bfloat16", quantisation="scales-2"),
+            "encoding|'bfloat16/scales-1'|'bfloat16/scales-2'|quantisation",
+        ),
+        (Attention(2, 2, "bfloat16"), Attention(2, 2, "float32"), "element size in bytes|2 in|4 in|dtype"),
+        (
+            Attention(2, 2, "bfloat16"),
+            Attention(4, 2, "bfloat16"),
+            "field 'layers.0.k'|extent of axis 'head'|2 in engine 'prefill'|4 in engine 'decode'|same model|sharded size",
+        ),
+        (Attention(2, 2, "bfloat16"), Attention(2, 2, "bfloat16", 3), "field 'layers.0.v'|axis 'channel'|2 in|3 in"),
+        (
+            Latent(4, "bfloat16"),
+            Latent(4, "bfloat16", tokens_per_state=2),
+            "tokens per index of axis 'token'|1 in|2 in|same compression",
+        ),
+        (Opaque(8, 4, "amx"), Opaque(8, 4, "vec"), "encoding|'opaque/amx'|'opaque/vec'"),
+        (Opaque(8, 4, "amx"), Opaque(9, 4, "amx"), "axis 'byte'|8 in|9 in"),
+        (
+            Attention(2, 2, "bfloat16"),
+            Latent(4, "bfloat16"),
+            "'layers.0.k'|'layers.0.latent'|same model|declared optional",
+        ),
+    ],
+)
+def test_fields_must_mean_the_same(src: Any, dst: Any, facts: str) -> None:
+    mismatch(facts, lambda: compile_route(engine("prefill", kind=src), engine("decode", kind=dst), 0))
+
+
+def test_opaque_pages_need_equal_sizes_of_engine_and_page() -> None:
+    one, two = engine("prefill", kind=Opaque(8, 4, "x"), tp=2), engine("decode", kind=Opaque(8, 4, "x"), tp=1)
+    mismatch("'layers.0.page'|axis 'part'|2 in|1 in", lambda: compile_route(one, two, 0))
+    one, two = engine("prefill", kind=Opaque(8, 4, "x")), engine("decode", kind=Opaque(8, 2, "x"), page=2)
+    mismatch("'layers.0.page'|tokens per index|4 in|2 in|same page size", lambda: compile_route(one, two, 0))
+
+
+def test_whether_partial_indices_move_must_agree() -> None:
+    field = DST.fields[0]
+    other = replace(field, axes=(Axis("token", None, 1, keep_partial=True), *field.axes[1:]))
+    dst = replace(DST, fields=(other, *DST.fields[1:]))
+    mismatch("'layers.0.k'|axis 'token'", lambda: match_fields(SRC, dst))
+
+
+def with_draft(name: str, optional: bool) -> EngineLayout:
+    kind = Attention(2, 2, "bfloat16")
+    layers = [Layer("layers.0", kind), Layer("draft.0", kind, optional=optional)]
+    return assemble(name, layers, [PagedGroup(GROUP, ("layers.0", "draft.0"), 4)], Grid(), order="NHD", num_pages=10)
+
+
+@pytest.mark.parametrize("missing_at", ["prefill", "decode"])
+def test_a_field_on_one_side_is_refused_or_a_warning(missing_at: str) -> None:
+    def pair(optional: bool) -> tuple[EngineLayout, EngineLayout]:
+        src = engine("prefill") if missing_at == "prefill" else with_draft("prefill", optional)
+        dst = engine("decode") if missing_at == "decode" else with_draft("decode", optional)
+        return src, dst
+
+    having = "decode" if missing_at == "prefill" else "prefill"
+    facts = f"'draft.0.k' is in engine '{having}' but not in engine '{missing_at}'|declared optional"
+    mismatch(facts, lambda: compile_route(*pair(False), 0))
+    route = compile_route(*pair(True), 0)
+    assert len(route.warnings) == 2
+    assert "'draft.0.k'" in route.warnings[0]
+    assert "not moved" in route.warnings[0]
+    assert {name for lane in route.lanes for name in lane.fields} == {"layers.0.k", "layers.0.v"}
+
+
+def test_all_findings_are_told_at_once() -> None:
+    src = engine("prefill", stages=(0,) * 6, kind=Attention(2, 2, "bfloat16"))
+    dst = engine("decode", stages=(0,) * 6, kind=Attention(2, 2, "float16"))
+    mismatch("layers.0.k|layers.0.v|layers.3.v|(and 4 more)", lambda: match_fields(src, dst))
+
+
+ROUTE = compile_route(SRC, DST, 0)
+
+
+def routed(*lanes: Lane) -> Route:
+    return replace(ROUTE, lanes=lanes)
+
+
+def with_axis(lane: Lane, number: int, **parts: Any) -> Lane:
+    axes = list(lane.axes)
+    axes[number] = replace(axes[number], **parts)
+    return replace(lane, axes=tuple(axes))
+
+
+def lane_of(src_rank: int) -> Lane:
+    return next(lane for lane in ROUTE.lanes if lane.src_rank == src_rank)
+
+
+def based(lane: Lane, side: str, delta: int) -> Lane:
+    bases = replace(lane.bases, **{side: getattr(lane.bases, side) + delta})
+    return replace(lane, bases=bases)
+
+
+ZERO, ONE = lane_of(0), lane_of(1)
+HEAD = ONE.axes[1]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "facts"),
+    [
+        ((ZERO,), "field 'layers.0.k'|a hole|rank 0|head [0, 2)|rank 0 gives|head [0, 1)"),
+        ((), "field 'layers.0.k'|a hole|nobody gives anything"),
+        ((ZERO, ONE, ONE), "ranks 1 and 1 both write the same cells|head [1, 2)"),
+        (
+            (with_axis(ZERO, 1, chosen=Interval(0, 2)), ONE),
+            "field 'layers.0.k', axis 'head': [0, 2) is read from rank 0, which holds only [0, 1)",
+        ),
+        (
+            (with_axis(ZERO, 0, chosen=Cyclic(0, 1, 2)), ONE),
+            "field 'layers.0.k'|a hole|token 1 of every 2 from 0",
+        ),
+        ((with_axis(ZERO, 1, src=HEAD.src), ONE), "source rank 0, axis 'head'|the lane maps|its layout says"),
+        ((with_axis(ZERO, 0, dst=ZERO.axes[0].src), ONE), "destination rank 0, axis 'token'|its layout says"),
+        ((replace(ZERO, axes=ZERO.axes[:2]), ONE), "2 axes, its layout has 3"),
+        ((with_axis(ZERO, 1, name="channel"), ONE), "('channel', 2)|its layout has|('head', 2)"),
+        ((with_axis(ZERO, 1, extent=3), ONE), "('head', 3)|its layout has|('head', 2)"),
+        ((replace(ZERO, dst_rank=4), ONE), "a lane to rank 4 in the route of rank 0"),
+        ((replace(ZERO, tokens_per_index=2), ONE), "axis 'token': 2 tokens per index|its layout says 1"),
+        ((replace(ZERO, keep_partial=True), ONE), "axis 'token'|partial ones kept|(left)"),
+        ((replace(ZERO, src_span=replace(ZERO.src_span, indices=3)), ONE), "source rank 0, axis 'token': a span of 3"),
+        (
+            (replace(ZERO, dst_span=replace(ZERO.dst_span, pages=2)), ONE),
+            "destination rank 0|a span of 4 indices in 2 pages",
+        ),
+        ((replace(ZERO, dst_span=replace(ZERO.dst_span, ring_pages=1)), ONE), "ring of 1|ring of None"),
+        ((replace(ZERO, src_rank=1), ONE), "source rank 1|axis 'head'"),
+        ((replace(ZERO, element_bytes=1), ONE), "elements of 1 bytes, its layout says 2"),
+        ((replace(ZERO, src_page_stride_bytes=7), ONE), "source rank 0|pages every 7 bytes|says 32"),
+        ((replace(ZERO, dst_page_stride_bytes=65), ONE), "destination rank 0|pages every 65 bytes|says 64"),
+        ((based(ZERO, "src", 2), ONE), "source rank 0|first cell at address 1000002|says 1000000"),
+        ((based(ZERO, "dst", 1000), ONE), "out of bounds of region 'kv' [2000000, 2000640)"),
+        ((based(ZERO, "src", -1), ONE), "out of bounds of region 'kv'"),
+        ((replace(ZERO, src_group=replace(ZERO.src_group, name="other")), ONE), "block table of group 'other'|'full'"),
+        ((replace(ZERO, dst_group=replace(ZERO.dst_group, num_pages=99)), ONE), "out of bounds|block table"),
+        ((replace(ZERO, fields=("layers.0.k", "layers.0.k")), ONE), "field 'layers.0.v'|a hole"),
+    ],
+)
+def test_the_proof_refuses_a_wrong_route(lanes: tuple[Lane, ...], facts: str) -> None:
+    mismatch(
+        "route from engine 'prefill' to rank 0 of engine 'decode' is not provable|" + facts,
+        lambda: prove(routed(*lanes), SRC, DST),
+    )
+
+
+def test_the_proof_accepts_the_right_route_and_its_lanes_in_any_order() -> None:
+    prove(ROUTE, SRC, DST)
+    prove(routed(*reversed(ROUTE.lanes)), SRC, DST)
+
+
+def test_the_proof_refuses_fields_of_another_rank() -> None:
+    """A pipeline stage that does not hold the field."""
+    src, dst = engine("prefill", stages=(0, 1)), engine("decode", stages=(0, 0))
+    route = compile_route(src, dst, 0)
+    moved = tuple(replace(lane, src_rank=1 - lane.src_rank) for lane in route.lanes)
+    mismatch("does not hold the field", lambda: prove(replace(route, lanes=moved), src, dst))
+
+
+def test_the_proof_refuses_unequal_encodings() -> None:
+    """A route made for equal fields, shown layouts that are not equal."""
+    fp16 = engine("prefill", tp=2, kind=Attention(2, 2, "float16"))
+    mismatch("'layers.0.k'|encoding|'float16'|'bfloat16'", lambda: prove(ROUTE, fp16, DST))
+
+
+def test_a_sharded_length_for_a_replicated_field_is_refused() -> None:
+    """A source that splits the channels of a latent, for a destination that has them whole on every rank."""
+    src, dst = engine("prefill", tp=2, kind=Latent(4, "bfloat16")), engine("decode", kind=Latent(4, "bfloat16"))
+    halves = []
+    for rank in src.ranks:
+        shard = rank.shards[0]
+        channel = replace(shard.geometry.axes[1], owned=Interval(0, 2))
+        geometry = replace(shard.geometry, axes=(shard.geometry.axes[0], channel))
+        halves.append(replace(rank, shards=(replace(shard, geometry=geometry),)))
+    mismatch(
+        "'layers.0.latent', axis 'channel'|rank 0 of engine 'decode' holds [0, 4)|[2, 4) has no source|[0, 2)",
+        lambda: compile_route(replace(src, ranks=tuple(halves)), dst, 0),
+    )
+
+
+def test_bases_are_proved_field_by_field() -> None:
+    """Two fields of one lane with their addresses swapped: right bytes in number, wrong bytes in place."""
+    swapped = replace(ZERO, bases=replace(ZERO.bases, src=np.flip(ZERO.bases.src)))
+    mismatch(
+        "'layers.0.k', source rank 0: first cell at address 1000004", lambda: prove(routed(swapped, ONE), SRC, DST)
+    )

@@ -1,0 +1,136 @@
+"""Are refined strips, coalesced loops and fused fields the same bytes as cell by cell, and as few as can be?"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvreshard.model import AxisMap, Cyclic, Digit, Interval
+from kvreshard.plan.pattern import Bases, build_pattern, coalesce, fuse
+from kvreshard.plan.refine import Loop, Strip, fold, refine
+
+
+def cells(strip: Strip) -> list[tuple[int, int, int, int]]:
+    """Every cell of a strip, as (source page, source byte, destination page, destination byte)."""
+    found = []
+    for steps in product(*(range(loop.count) for loop in strip.loops)):
+        src = strip.src_byte + sum(k * loop.src_step for k, loop in zip(steps, strip.loops, strict=True))
+        dst = strip.dst_byte + sum(k * loop.dst_step for k, loop in zip(steps, strip.loops, strict=True))
+        found.append((strip.src_page, src, strip.dst_page, dst))
+    return found
+
+
+def paged(owned: Interval | Cyclic, *digits: Digit) -> AxisMap:
+    return AxisMap("token", owned, (*digits, Digit(None, 1, 0)))
+
+
+ALL = Interval(0, None)
+MAPS = [
+    paged(ALL, Digit(8, 0, 2)),
+    paged(ALL, Digit(4, 0, 6), Digit(3, 0, 2)),
+    paged(ALL, Digit(2, 0, 1), Digit(2, 0, 40), Digit(3, 0, 7)),
+    paged(Cyclic(1, 2, 5), Digit(6, 0, 3)),
+    paged(Cyclic(0, 3, 4), Digit(2, 0, 9), Digit(2, 0, 2)),
+    paged(ALL, Digit(1, 0, 5)),
+]
+
+
+@pytest.mark.parametrize("src", MAPS)
+@pytest.mark.parametrize("dst", MAPS)
+def test_strips_hold_every_common_cell_once(src: AxisMap, dst: AxisMap) -> None:
+    for chosen in (src.owned, Cyclic(0, 1, 2), Cyclic(2, 3, 7)):
+        for src_low, dst_low, length in ((0, 0, 25), (7, 3, 11), (4, 4, 1), (30, 13, 40)):
+            window = np.arange(length, dtype=np.int64)
+            held = (
+                src.owned.contains(window + src_low)
+                & dst.owned.contains(window + dst_low)
+                & chosen.contains(window + src_low)
+            )
+            src_page, src_byte = src.locate(src.owned.to_local(window[held] + src_low))
+            dst_page, dst_byte = dst.locate(dst.owned.to_local(window[held] + dst_low))
+            expected = np.stack([src_page, src_byte, dst_page, dst_byte], axis=1).tolist()
+            strips = refine(src, dst, chosen, src_low, dst_low, length)
+            assert sorted(map(list, (cell for strip in strips for cell in cells(strip)))) == sorted(expected)
+
+
+def test_one_axis_with_equal_maps_is_one_strip() -> None:
+    mapped = AxisMap("head", Interval(0, 12), (Digit(2, 0, 4), Digit(6, 0, 100)))
+    (strip,) = refine(mapped, mapped, Interval(0, 12), 0, 0, 12)
+    assert strip.num_cells == 12
+    assert strip.loops == (Loop(2, 4, 4), Loop(6, 100, 100))
+
+
+def test_work_does_not_grow_with_the_extent() -> None:
+    """A head of a million channels is one strip, whatever is asked of it."""
+    src = AxisMap("channel", Interval(0, 1 << 20), (Digit(1 << 20, 0, 2),))
+    dst = AxisMap("channel", Interval(1 << 10, 1 << 19), (Digit(1 << 20, 0, 2),))
+    (strip,) = refine(src, dst, Interval(0, 1 << 20), 0, 0, 1 << 20)
+    assert (strip.num_cells, strip.src_byte, strip.dst_byte) == ((1 << 19) - (1 << 10), 2 << 10, 0)
+
+
+def test_fold_joins_what_repeats_and_nothing_else() -> None:
+    one = [Strip(0, 0, 10 * i, 7 * i, ()) for i in range(4)]
+    assert fold(one) == [Strip(0, 0, 0, 0, (Loop(4, 10, 7),))]
+    pages = [Strip(i, 0, 10 * i, 7 * i, ()) for i in range(3)]
+    assert fold(pages) == pages, "strips of different pages lie at distances that only a block table knows"
+    uneven = [Strip(0, 0, byte, byte, ()) for byte in (0, 10, 25)]
+    assert sorted(c for s in fold(uneven) for c in cells(s)) == sorted(c for s in uneven for c in cells(s))
+    backwards = [Strip(0, 0, 30 - 10 * i, 7 * i, ()) for i in range(4)]
+    assert fold(backwards) == [Strip(0, 0, 30, 0, (Loop(4, -10, 7),))]
+
+
+@pytest.mark.parametrize(
+    ("loops", "expected"),
+    [
+        ([Loop(4, 2, 2), Loop(3, 8, 8)], (24, ())),
+        ([Loop(3, 8, 8), Loop(4, 2, 2)], (24, ())),
+        ([Loop(4, 2, 2), Loop(3, 8, 9)], (8, (Loop(3, 8, 9),))),
+        ([Loop(4, 2, 4)], (2, (Loop(4, 2, 4),))),
+        ([Loop(4, 4, 2)], (2, (Loop(4, 4, 2),))),
+        ([Loop(1, 50, 60)], (2, ())),
+        ([Loop(4, 10, 20), Loop(3, 40, 80)], (2, (Loop(12, 10, 20),))),
+        ([Loop(4, 10, 20), Loop(3, 40, 90)], (2, (Loop(4, 10, 20), Loop(3, 40, 90)))),
+    ],
+)
+def test_coalesce(loops: list[Loop], expected: tuple[int, tuple[Loop, ...]]) -> None:
+    assert coalesce(2, loops) == expected
+
+
+def bases(src: list[int], dst: list[int], region: list[int] | None = None) -> Bases:
+    numbers = region or [0] * len(src)
+    return Bases(*(np.array(values, dtype=np.int64) for values in (src, dst, numbers)))
+
+
+@pytest.mark.parametrize(
+    ("given", "fused"),
+    [
+        (bases([0, 8, 16], [100, 108, 116]), ([0], [100])),
+        (bases([16, 0, 8], [116, 100, 108]), ([0], [100])),
+        (bases([0, 8, 16, 24], [100, 108, 200, 208]), ([0, 16], [100, 200])),
+        (bases([0, 8], [100, 109]), None),
+        (bases([0, 9], [100, 108]), None),
+        (bases([0, 8], [108, 100]), None),
+        (bases([0, 8, 16], [100, 108, 200]), None),
+        (bases([0, 8, 16, 30], [100, 108, 116, 130]), None),
+        (bases([0], [100]), None),
+        (bases([0, 8], [100, 108], [0, 1]), None),
+    ],
+)
+def test_fuse_joins_only_what_continues_on_both_sides(given: Bases, fused: tuple[list[int], list[int]] | None) -> None:
+    found = fuse(given, 8)
+    assert (None if found is None else (found.src.tolist(), found.dst.tolist())) == fused
+
+
+def test_a_fused_run_grows_over_its_loops_too() -> None:
+    """K and V of a cell side by side, cells in a row: one run, not one per cell."""
+    token = [Strip(0, 0, 0, 0, (Loop(5, 16, 16),))]
+    channel = [Strip(0, 0, 0, 0, (Loop(4, 2, 2),))]
+    pattern = build_pattern(bases([0, 8], [1000, 1008]), 2, [token, channel])
+    assert (pattern.lengths.tolist(), pattern.bases.src.tolist(), pattern.num_bytes) == ([80], [0], 80)
+
+
+def test_runs_are_listed_by_source_page_and_byte() -> None:
+    strips = [Strip(1, 0, 4, 0, ()), Strip(0, 0, 8, 10, ()), Strip(0, 0, 2, 20, ())]
+    pattern = build_pattern(bases([0], [0]), 2, [strips])
+    assert list(zip(pattern.src_pages.tolist(), pattern.src_offsets.tolist(), strict=True)) == [(0, 2), (0, 8), (1, 4)]
+    assert pattern.dst_offsets.tolist() == [20, 10, 0]

@@ -1,0 +1,213 @@
+"""Which requests are refused, before the first address is given out, and does the error name what is wrong?"""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvreshard.kinds import Attention, Latent, Mamba1, Opaque, Ring
+from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
+from kvreshard.model import BindError, EngineLayout
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import bind, compile_route, find_unwritten
+from kvreshard.testing.small import GROUP, changed, engine, request
+
+SRC, DST = engine("prefill", null_page=0), engine("decode", null_page=0)
+GOOD = request(SRC, DST, 10)
+
+
+def refused(facts: str, wanted: Request, src: EngineLayout = SRC, dst: EngineLayout = DST) -> None:
+    """bind itself raises, not the first list; the words have all facts, which are separated by '|'."""
+    with pytest.raises(BindError) as caught:
+        bind(compile_route(src, dst, 0), wanted)
+    for fact in facts.split("|"):
+        assert fact in str(caught.value), str(caught.value)
+
+
+def src_table(pages: list[int], num_tokens: int = 10, first_page: int = 0) -> Request:
+    return changed(GOOD, src_tables={GROUP: PageTable(pages, num_tokens, first_page)})
+
+
+def dst_table(pages: list[int], num_tokens: int = 10, first_page: int = 0) -> Request:
+    return changed(GOOD, dst_tables={GROUP: PageTable(pages, num_tokens, first_page)})
+
+
+def test_the_good_one_is_good() -> None:
+    assert sum(copies.num_bytes for copies in bind(compile_route(SRC, DST, 0), GOOD)) == 10 * 2 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted"),
+    [
+        ("group 'full'|source|page 10|[0, 10)", src_table([1, 10, 3])),
+        ("group 'full'|source|page -1|[0, 10)", src_table([1, -1, 3])),
+        ("group 'full'|destination|page 99|[0, 10)", dst_table([1, 99, 3])),
+        ("group 'full'|source|null page 0", src_table([1, 0, 3])),
+        ("group 'full'|destination|null page 0", dst_table([0, 2, 3])),
+        ("group 'full'|tokens [0, 10)|source's pages [0, 3)|has pages [0, 2)", src_table([1, 2])),
+        ("group 'full'|destination's pages [0, 3)|has pages [0, 2)", dst_table([1, 2])),
+        ("group 'full'|source's pages [0, 3)|has pages [1, 4)", src_table([1, 2, 3], first_page=1)),
+        ("group 'full'|tokens up to 10|source's pages hold 9", src_table([1, 2, 3], 9)),
+        ("group 'full'|tokens up to 10|destination's pages hold 4", dst_table([1, 2, 3], 4)),
+        ("page 5|pool 'pages'|written twice|'full'", dst_table([5, 3, 5])),
+        ("group 'full'|source gives no block table", changed(GOOD, src_tables={})),
+        ("group 'full'|destination gives no block table", changed(GOOD, dst_tables={})),
+        ("group 'full'|no token intervals|empty list", changed(GOOD, intervals={})),
+        ("group 'ful'|token intervals|groups are full", changed(GOOD, intervals={GROUP: [(0, 10)], "ful": []})),
+        ("group 'ful'|new pages|groups are full", changed(GOOD, dst_new_pages={"ful": np.array([1])})),
+        (
+            "group 'full'|page 9 is called new|not in the destination's",
+            changed(GOOD, dst_new_pages={GROUP: np.array([9])}),
+        ),
+        (
+            "group 'full'|destination|page 77|[0, 10)",
+            changed(dst_table([2, 3, 4, 77]), dst_new_pages={GROUP: np.array([77])}),
+        ),
+        (
+            "group 'full'|destination|null page 0",
+            changed(dst_table([2, 3, 4, 0]), dst_new_pages={GROUP: np.array([4, 0])}),
+        ),
+    ],
+)
+def test_tables_intervals_and_new_pages(facts: str, wanted: Request) -> None:
+    refused(facts, wanted)
+
+
+@pytest.mark.parametrize(
+    "intervals", [[(0, 4), (3, 6)], [(4, 6), (0, 3)], [(3, 3)], [(5, 2)], [(-2, 3)], [(0, 4), (4, 4)]]
+)
+def test_intervals_are_ascending_disjoint_and_not_empty(intervals: list[tuple[int, int]]) -> None:
+    with pytest.raises(
+        BindError, match=f"group 'full'.*{re.escape(str(intervals))}.*ascending, disjoint and not empty"
+    ):
+        changed(GOOD, intervals={GROUP: intervals})
+
+
+@pytest.mark.parametrize(
+    ("pages", "num_tokens", "first_page", "facts"),
+    [
+        ([[1, 2]], 4, 0, "flat list"),
+        ([1.5], 4, 0, "flat list .* float64"),
+        (["1"], 4, 0, "flat list"),
+        ([2**63, -1], 4, 0, "flat list"),
+        ([1], -4, 0, "holds -4 tokens"),
+        ([1], 4, -1, "from page -1"),
+    ],
+)
+def test_a_block_table_is_a_flat_list_of_ids(pages: list[object], num_tokens: int, first_page: int, facts: str) -> None:
+    with pytest.raises(BindError, match=facts):
+        PageTable(pages, num_tokens, first_page)
+
+
+def test_a_page_outside_the_interval_may_be_anything_at_the_source() -> None:
+    """Null pages in front of a window and lookahead behind the tokens are not looked at."""
+    wanted = changed(src_table([0, 0, 3, 99]), intervals={GROUP: [(8, 10)]})
+    assert sum(copies.num_bytes for copies in bind(compile_route(SRC, DST, 0), wanted)) == 2 * 16
+
+
+def states() -> tuple[EngineLayout, EngineLayout, Request]:
+    kind = Mamba1(4, 2, 2, "bfloat16", "bfloat16")
+    src, dst = engine("prefill", kind=kind, null_page=0), engine("decode", kind=kind, null_page=0)
+    return src, dst, request(src, dst, 9)
+
+
+def test_a_state_of_another_moment_is_refused() -> None:
+    src, dst, good = states()
+    wanted = changed(good, src_tables={GROUP: PageTable([3], 10)})
+    refused("group 'full'|absorbed 10 tokens|resumes at 9|stop the prefill", wanted, src, dst)
+
+
+@pytest.mark.parametrize(
+    ("pages", "facts"),
+    [
+        ([], "0 pages for a state"),
+        ([3, 4], "2 pages for a state|one page"),
+        ([0], "null page 0"),
+        ([10], "page 10|[0, 10)"),
+    ],
+)
+def test_a_state_is_one_page_that_exists(pages: list[int], facts: str) -> None:
+    src, dst, good = states()
+    refused(facts, changed(good, src_tables={GROUP: PageTable(pages, 9)}), src, dst)
+    refused(facts, changed(good, dst_tables={GROUP: PageTable(pages, 9)}), src, dst)
+
+
+@pytest.mark.parametrize("tokens", [(2, 9), (0, 9)])
+def test_what_a_ring_has_overwritten_is_refused(tokens: tuple[int, int]) -> None:
+    kind = Ring(6, 1, "bfloat16")
+    src, dst = engine("prefill", kind=kind), engine("decode", kind=kind)
+    good = request(src, dst, 9, [(3, 9)], src_pages=[1], dst_pages=[2])
+    assert list(bind(compile_route(src, dst, 0), good))
+    refused(
+        f"group 'full'|tokens from {tokens[0]} of 9|only the last 6",
+        changed(good, intervals={GROUP: [tokens]}),
+        src,
+        dst,
+    )
+    newer = changed(good, src_tables={GROUP: PageTable([1], 10)})
+    refused("group 'full'|tokens from 3 of 10|source's ring keeps only the last 6", newer, src, dst)
+    refused("source gives 0 pages for a ring of 1", changed(good, src_tables={GROUP: PageTable([], 9)}), src, dst)
+
+
+def test_a_partial_page_counts_against_a_ring() -> None:
+    """A ring of pages of unknown inside: 5 tokens in pages of 2 are three pages, the last one partial."""
+    src, dst = (engine(name, kind=Opaque(4, 2, "tag"), page=2) for name in ("prefill", "decode"))
+    ring = _as_ring(dst, 2)
+    good = request(src, dst, 5, [(2, 5)])
+    assert list(bind(compile_route(src, ring, 0), good))
+    refused("tokens from 0 of 5|destination's ring keeps only the last 4", request(src, dst, 5), src, ring)
+
+
+def _as_ring(layout: EngineLayout, num_pages: int) -> EngineLayout:
+    from kvreshard.model import AxisMap, Digit
+
+    def turned(axis: AxisMap) -> AxisMap:
+        if axis.num_held is not None:
+            return axis
+        return replace(axis, digits=(Digit(num_pages, 1, 0), Digit(None, 0, 0)))
+
+    ranks = []
+    for rank in layout.ranks:
+        shards = tuple(
+            replace(shard, geometry=replace(shard.geometry, axes=tuple(map(turned, shard.geometry.axes))))
+            for shard in rank.shards
+        )
+        ranks.append(replace(rank, shards=shards))
+    return replace(layout, ranks=tuple(ranks))
+
+
+def overlaid() -> tuple[EngineLayout, EngineLayout]:
+    layers = [Layer("a", Latent(4, "bfloat16")), Layer("b", Attention(1, 2, "bfloat16"))]
+    groups = [PagedGroup("one", ("a",), 4), PagedGroup("two", ("b",), 4)]
+    src, dst = (assemble(name, layers, groups, Grid(), order="NHD", num_pages=9) for name in ("prefill", "decode"))
+    return src, dst
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "new"),
+    [
+        ([1, 2], [2, 3], {}),
+        ([1, 2], [4, 5, 2], {"two": np.array([2])}),
+        ([1, 2, 7], [4, 5, 7], {"one": np.array([7]), "two": np.array([7])}),
+    ],
+)
+def test_a_page_belongs_to_one_of_the_groups_that_overlay_it(
+    one: list[int], two: list[int], new: dict[str, np.ndarray]
+) -> None:
+    src, dst = overlaid()
+    source = {"one": PageTable([1, 2], 8), "two": PageTable([3, 4], 8)}
+    tables = {"one": PageTable(one, 8), "two": PageTable(two, 8)}
+    wanted = Request(source, tables, {"one": [(0, 8)], "two": [(0, 8)]}, new)
+    refused("destination pool 'pages'|written twice|'one' and 'two'|one group", wanted, src, dst)
+    unmoved = changed(wanted, intervals={"one": [(0, 8)], "two": []})
+    if new:
+        refused("written twice|'one' and 'two'", unmoved, src, dst)
+    else:
+        assert list(bind(compile_route(src, dst, 0), unmoved))
+
+
+def test_nothing_is_zeroed_of_a_refused_request() -> None:
+    wanted = changed(dst_table([2, 3, 4, 77]), dst_new_pages={GROUP: np.array([77])})
+    with pytest.raises(BindError):
+        find_unwritten(DST, 0, wanted, bind(compile_route(SRC, DST, 0), wanted))
