@@ -135,13 +135,21 @@ class TestAgent:
         """
         here, there = np.zeros(1 << 20, dtype=np.uint8), np.full(1 << 20, 7, dtype=np.uint8)
         counts: list[tuple[int, int]] = []
+
+        def count() -> tuple[int, int]:
+            """File descriptors and threads."""
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
         resident: list[int] = []
         for _cycle in range(num_cycles):
             self._whole_life(here, there)
-            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            counts.append(count())
             with open("/proc/self/statm") as statm:
                 resident.append(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        assert counts[-1] == counts[5]
+        fewest = [min(column) for column in zip(*counts[:6], strict=True)]
+        until(
+            lambda: all(now <= low for now, low in zip(count(), fewest, strict=True))
+        )  # a joined thread lingers in /proc
         # Measured over 200 cycles: within 6 MB up and down, without a trend. One leaked agent has some 0.5 MB.
         assert resident[-1] - resident[5] < 16e6
 
