@@ -8,7 +8,7 @@ export PYTHON
 # A run must not depend on what else lies on the caller's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-ci check format bench clean
+.PHONY: help demo test test-ci check format bench mutants clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -43,6 +43,10 @@ bench: ## what the planner costs
 	@set -e; found=; for file in bench/bench_*.py; do \
 	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file" $(ARGS); done; \
 	  [ -n "$$found" ] || echo "bench: no benchmarks yet"
+
+mutants: ## break the code in many ways; every one must fail a test (some ten minutes)
+	@scripts/venv test
+	@$(PY) tests/mutations/run.py $(ARGS)
 
 clean: ## remove .venv, caches and builds
 	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -3,7 +3,7 @@
 The property that carries the project. `kvreshard.testing.pairs` makes the pairs, each from one integer; a failure names it.
 Each run draws other pairs, from the seed in the head of the report (`make test SEED=...` repeats it). By the environment:
 
-    KVRESHARD_PAIRS=20000       how many pairs of each layer, instead of 1,500 (`make test`) or 150 (`make check`)
+    KVRESHARD_PAIRS=20000       how many pairs of each layer, instead of 2,000 (`make test`) or 150 (`make check`)
     KVRESHARD_PAIR_SEED=4711    the first pair's seed, instead of one from the run's seed
     KVRESHARD_PAIR_WORKERS=8    processes, instead of one per core
 """
@@ -20,7 +20,7 @@ from hypothesis import settings
 from kvreshard.testing.pairs import LAYERS, Outcome, PairLayer, count_features, make_pair, run_pair
 
 # Enough that a feature of the table below is missing from a run of this size in less than one run of a million.
-FULL_RUN = 1000
+FULL_RUN: dict[PairLayer, int] = {"kinds": 2000, "raw": 2000}
 MAX_REDRAW_RATE = 0.4
 
 FEATURES: dict[PairLayer, Sequence[str]] = {
@@ -112,7 +112,7 @@ def table(outcomes: Sequence[Outcome], wanted: Sequence[str]) -> str:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_plan_and_oracle_agree(layer: PairLayer, run_seed: int) -> None:
-    default = 1500 if settings.get_current_profile_name() != "dev" else 150
+    default = FULL_RUN[layer] if settings.get_current_profile_name() != "dev" else 150
     num_pairs = int(os.environ.get("KVRESHARD_PAIRS", default))
     first_seed = int(os.environ.get("KVRESHARD_PAIR_SEED", run_seed % 10**9))
     print(f"\n{num_pairs} pairs of layer '{layer}' from seed {first_seed} on")
@@ -131,7 +131,7 @@ def test_plan_and_oracle_agree(layer: PairLayer, run_seed: int) -> None:
     print(f"{rate:.1%} of the draws were refused by a layout; {moved:.1%} of the pairs changed bytes")
     assert rate < MAX_REDRAW_RATE, "\n".join(sorted(set(redraws))[:20])
     assert moved > 0.9
-    if num_pairs >= FULL_RUN:
+    if num_pairs >= FULL_RUN[layer]:
         counts = count_features(outcomes)
         missing = [name for name in wanted if not counts[name]]
         assert not missing, f"no pair has {missing}; the corpus leaves something out:\n{counted}"

@@ -32,6 +32,8 @@ from kvreshard.plan.refine import Strip, refine
 MAX_KEPT_PATTERNS = 4096
 # Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
 LAPS_LOOKED_AT = 8
+# Where one side's pages are much smaller than the other's, that many overlaps, evenly spread, tell as much as all.
+OVERLAPS_LOOKED_AT = 32
 
 Overlap = tuple[int, int, int]
 """Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
@@ -118,7 +120,8 @@ class Lane:
             return first
         reach = min(math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size))
         cuts = sorted({*range(0, reach + 1, src_size), *range(0, reach + 1, dst_size)})
-        overlaps = [(low % src_size, low % dst_size, high - low) for low, high in pairwise(cuts)]
+        every = -(-len(cuts) // OVERLAPS_LOOKED_AT) | 1  # odd: where two ranks take turns, both turns are seen
+        overlaps = [(low % src_size, low % dst_size, high - low) for low, high in list(pairwise(cuts))[::every]]
         return max(overlaps, key=lambda overlap: sum(strip.num_cells for strip in self._strips(along, overlap)))
 
 

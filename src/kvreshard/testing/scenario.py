@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model import BindError, EngineLayout, Group
+from kvreshard.model import AxisMap, BindError, EngineLayout, Group
 from kvreshard.model.tables import PageTable, Request, Tokens
 
 MAX_LOOKAHEAD_PAGES = 2
@@ -25,11 +25,15 @@ MAX_LOOKAHEAD_PAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a group's block table looks like: pages of a ring, or None; tokens that stay of a long request."""
+    """What a group's block table looks like: pages of a ring, or None; tokens that stay of a long request.
+
+    `paging`: per distinct way of paging the sequence its map and tokens per index.
+    """
 
     group: Group
     ring_pages: int | None
     kept_tokens: int | None
+    paging: tuple[tuple[AxisMap, int], ...]
 
     def first_token(self, num_tokens: int) -> int:
         """The first token that the group still has."""
@@ -37,12 +41,24 @@ class _Shape:
 
     def logical_pages(self, num_tokens: int, lookahead: int) -> tuple[int, int]:
         """Half-open range of logical pages of the block table."""
-        size = self.group.tokens_per_page
-        if size is None:
+        if self.group.tokens_per_page is None:
             return 0, 1
         if self.ring_pages is not None:
             return 0, self.ring_pages
-        return self.first_token(num_tokens) // size, -(-num_tokens // size) + lookahead
+        first = self.first_token(num_tokens)
+        low = min((self._held(paging, first) // paging[0].indices_per_page for paging in self.paging), default=0)
+        return low, self.pages_of(num_tokens) + lookahead
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that hold something of the first `num_tokens` tokens, on whichever rank has most of them."""
+        return max(
+            (-(-self._held(paging, num_tokens) // paging[0].indices_per_page) for paging in self.paging), default=0
+        )
+
+    @staticmethod
+    def _held(paging: tuple[AxisMap, int], num_tokens: int) -> int:
+        mapped, tokens_per_index = paging
+        return mapped.owned.count_below(-(-num_tokens // tokens_per_index))
 
 
 def pages_needed(layout: EngineLayout, num_requests: int, num_tokens: int) -> int:
@@ -78,6 +94,7 @@ def make_requests(
 def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
     rings: dict[str, int | None] = {}
     capacity: dict[str, int] = {}
+    paging: defaultdict[str, dict[tuple[AxisMap, int], None]] = defaultdict(dict)
     for rank in layout.ranks:
         for shard in rank.shards:
             sequence = layout.field_by_name[shard.field].sequence
@@ -85,6 +102,7 @@ def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
                 continue
             mapped = shard.geometry.axis(sequence.name)
             rings[shard.geometry.group] = mapped.ring_pages
+            paging[shard.geometry.group][mapped, sequence.tokens_per_index] = None
             if mapped.ring_pages is not None:
                 held = mapped.ring_pages * mapped.indices_per_page * sequence.tokens_per_index
                 capacity[shard.geometry.group] = held
@@ -93,6 +111,7 @@ def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
             group,
             rings.get(group.name),
             min(capacity.get(group.name, group.window_tokens or 0), group.window_tokens or 1 << 62) or None,
+            tuple(paging[group.name]),
         )
         for group in layout.groups
     }
@@ -137,7 +156,6 @@ def _interval(shape: _Shape, num_tokens: int, present: int) -> list[Tokens]:
 
 
 def _new_pages(shape: _Shape, table: PageTable, present: int) -> NDArray[np.int64]:
-    size = shape.group.tokens_per_page
-    if size is None or shape.ring_pages is not None:
+    if shape.group.tokens_per_page is None or shape.ring_pages is not None:
         return table.pages
-    return table.pages[max(0, -(-present // size) - table.first_page) :]
+    return table.pages[max(0, shape.pages_of(present) - table.first_page) :]
