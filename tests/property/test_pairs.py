@@ -72,6 +72,7 @@ FEATURES: dict[PairLayer, Sequence[str]] = {
     ),
 }
 BOTH = (
+    "equal engines",
     "DCP: both sides",
     "DCP: source only",
     "DCP: destination only",

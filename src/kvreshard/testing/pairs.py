@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,8 @@ from kvreshard.testing.requests import make_request
 PairLayer = Literal["kinds", "raw"]
 LAYERS: Sequence[PairLayer] = ("kinds", "raw")
 MAX_DRAWS = 100
+# Two draws are never equal by chance, and equal engines merge more than any others.
+EQUAL_RATE = 0.08
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,22 @@ def make_pair(layer: PairLayer, seed: int) -> Pair:
 def _draw_kinds(rng: np.random.Generator, features: set[str]) -> tuple[EngineLayout, EngineLayout, int]:
     model = kind_pairs.draw_model(rng)
     num_tokens = int(rng.integers(1, int(rng.choice([10, 40, 100]))))
-    src, dst = (
-        kind_pairs.draw_engine(rng, name, model, side, num_tokens, features)
-        for side, name in enumerate(("prefill", "decode"))
-    )
-    return src, dst, num_tokens
+    src = kind_pairs.draw_engine(rng, "prefill", model, 0, num_tokens, features)
+    if rng.random() < EQUAL_RATE:
+        features.add("equal engines")
+        return src, replace(src, engine="decode"), num_tokens
+    return src, kind_pairs.draw_engine(rng, "decode", model, 1, num_tokens, features), num_tokens
 
 
 def _draw_raw(rng: np.random.Generator, features: set[str]) -> tuple[EngineLayout, EngineLayout, int]:
     model = raw_pairs.draw_model(rng)
     num_tokens = int(rng.integers(1, int(rng.choice([10, 40, 120]))))
-    src, dst = (raw_pairs.draw_engine(rng, name, model, num_tokens, features) for name in ("src", "dst"))
+    src = raw_pairs.draw_engine(rng, "src", model, num_tokens, features)
+    if rng.random() < EQUAL_RATE:
+        features.add("equal engines")
+        dst = replace(src, engine="dst")
+    else:
+        dst = raw_pairs.draw_engine(rng, "dst", model, num_tokens, features)
     optional = {field.name for field in src.fields if field.optional}
     if optional and optional != {field.name for field in src.fields}:
         features.add("optional field on one side")

@@ -9,10 +9,12 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import ByteRanges, CopyList, bind, compile_route, find_unwritten
 from kvreshard.plan import bind as _bind
-from kvreshard.plan.bind import MAX_CODED, Pieces, distinct_overlaps
+from kvreshard.plan.bind import MAX_CODED, Pieces, _merge_pages, distinct_overlaps
 from kvreshard.plan.copies import merged, subtract
+from kvreshard.testing.apply import check_transfer, compile_all
 from kvreshard.testing.small import GROUP, changed, engine, request
 
+SIDES = ("prefill", "decode")
 ONE_FIELD = Latent(4, "bfloat16")  # 8 bytes per token
 
 
@@ -185,3 +187,19 @@ def test_a_page_that_is_not_new_keeps_what_it_has() -> None:
     src, dst = engine("prefill", kind=ONE_FIELD), engine("decode", kind=ONE_FIELD)
     wanted = request(src, dst, 6, dst_pages=[2, 3])
     assert ranges(find_unwritten(dst, 0, wanted, bind(compile_route(src, dst, 0), wanted))) == []
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"])
+def test_between_equal_engines_a_partial_page_is_not_taken_for_a_whole_one(order: str) -> None:
+    """A whole page may be one run over all fields, the partial one a run per field: as many runs, other bases."""
+    src, dst = [engine(name, order=order, stages=(0, 0, 0), kind=Attention(1, 2, "bfloat16")) for name in SIDES]
+    wanted = request(src, dst, 10, src_pages=[1, 4, 2], dst_pages=[6, 3, 8])
+    assert check_transfer(src, dst, compile_all(src, dst), wanted, np.random.default_rng(1)) > 0
+
+
+def test_pages_are_joined_only_where_every_run_continues() -> None:
+    """Two pages of two runs: the first run of the second page continues that of the first, the second does not."""
+    src_at, dst_at = np.array([[0, 100], [3, 103]]), np.array([[50, 200], [53, 203]])
+    lengths = np.array([[3, 2], [3, 2]])
+    for before, after in zip((src_at, dst_at, lengths), _merge_pages(src_at, dst_at, lengths), strict=True):
+        assert before.tolist() == after.tolist()

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvreshard.kinds import Attention, Latent
+from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
 from kvreshard.plan import Election, compile_route, elect, match_fields
 from kvreshard.plan.cover import atoms, common_period, count_common, join
-from kvreshard.testing.small import engine
+from kvreshard.testing.apply import check_transfer, compile_all
+from kvreshard.testing.small import engine, request
 
 
 def election(src: EngineLayout, dst: EngineLayout) -> Election:
@@ -75,6 +78,30 @@ def test_a_destination_stays_with_a_source_that_it_reads_anyway() -> None:
     src, dst = engine("prefill", tp=4, kind=kind, stages=(0, 0, 0)), engine("decode", tp=2, kind=kind, stages=(0, 0, 0))
     table = election(src, dst)
     assert [compile_route(src, dst, rank, election=table).src_ranks for rank in (0, 1)] == [(0,), (2,)]
+
+
+def test_a_destination_stays_with_it_for_families_of_another_shape_too() -> None:
+    """Whole latents and halved heads: the rank that alone has the head gives the latent as well."""
+    layers = [Layer("layers.0", Attention(4, 2, "bfloat16")), Layer("layers.1", Latent(8, "bfloat16"))]
+    groups = [PagedGroup("a", ("layers.0",), 4), PagedGroup("b", ("layers.1",), 4)]
+    src, dst = [
+        assemble(name, layers, groups, Grid(4), order="BLNHC", num_pages=4, first_address=address)
+        for name, address in (("prefill", 1_000_000), ("decode", 2_000_000))
+    ]
+    assert election(src, dst).readers == {0: (0,), 1: (1,), 2: (2,), 3: (3,)}
+    narrow = replace(dst, ranks=dst.ranks[2:])
+    assert election(src, narrow).readers == {0: (), 1: (), 2: (2,), 3: (3,)}
+
+
+def test_a_rank_with_the_whole_sequence_gives_only_the_turns_that_are_asked_of_it() -> None:
+    """Rank 0 has all tokens in pages of 6, rank 1 two of every four: turns that do not end where pages do."""
+    kind = Latent(2, "bfloat16")
+    whole = engine("prefill", kind=kind, page=6, num_pages=20)
+    turns = engine("prefill", tp=2, dcp=2, interleave=2, kind=kind, page=3, num_pages=20)
+    src = replace(turns, ranks=(whole.ranks[0], replace(turns.ranks[0], rank=1)))
+    dst = engine("decode", tp=2, dcp=2, interleave=2, kind=kind, page=4, num_pages=20)
+    wanted = request(src, dst, 41)
+    assert check_transfer(src, dst, compile_all(src, dst), wanted, np.random.default_rng(2)) > 0
 
 
 def test_the_less_loaded_replica_gives() -> None:
