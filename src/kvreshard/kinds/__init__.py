@@ -1,10 +1,10 @@
 """What kinds of cache exist, and what each holds in a page. The only room of the core that knows model vocabulary."""
 
 from kvreshard.kinds.attention import Attention
-from kvreshard.kinds.linear import GatedDelta
+from kvreshard.kinds.linear import GatedDelta, LinearState, ShortConv
 from kvreshard.kinds.mamba import Mamba1, Mamba2
 from kvreshard.kinds.mla import Latent
-from kvreshard.kinds.opaque import Opaque
+from kvreshard.kinds.opaque import Opaque, OpaqueState
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
@@ -15,14 +15,17 @@ __all__ = [
     "GatedDelta",
     "Kind",
     "Latent",
+    "LinearState",
     "Mamba1",
     "Mamba2",
     "Opaque",
+    "OpaqueState",
     "PageView",
     "Piece",
     "Place",
     "Ring",
     "ScaledRows",
+    "ShortConv",
     "Style",
     "TensorShape",
     "indexer",

@@ -1,8 +1,13 @@
 """A page whose inside is not known: equal whole pages may be copied, everything else must be refused.
 
-One field per layer, `<layer>.page`, axes (token, part, byte). One index of the sequence is a whole page of `tokens_per_page`
-tokens; a partial last page is moved whole. Each tensor-parallel rank is one `part`, so that other parallel sizes, page sizes
-or page bytes differ in an extent or in tokens per index, and the match refuses them with both values.
+| kind | one field per layer, `<layer>.page` | what a request moves |
+|---|---|---|
+| `Opaque` | axes (token, part, byte) | whole pages of `tokens_per_page` tokens; a partial last page is moved whole |
+| `OpaqueState` | axes (part, byte) | the one page that holds a state |
+
+Each tensor-parallel rank is one `part`, so that other parallel sizes, page sizes or page bytes differ in an extent or in
+tokens per index, and the match refuses them with both values. Bytes count in the order in which they lie in memory; a page
+that an engine keeps in several pieces is given as that many slots.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ from dataclasses import dataclass
 from kvreshard.kinds.page import PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place, whole
 from kvreshard.model import Axis, AxisMap, Digit, Field, Interval, LayoutError
+
+TENSOR = "page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +47,57 @@ class Opaque:
             raise LayoutError(
                 f"opaque page '{self.tag}' spans {self.tokens_per_page} tokens, the engine's pages {tokens_per_page}"
             )
-        return (TensorShape("page", 1, 1, self.page_bytes),)
+        return (TensorShape(TENSOR, 1, 1, self.page_bytes),)
 
     def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
-        field = Field(
-            f"{layer}.page",
-            (
-                Axis("token", None, self.tokens_per_page, keep_partial=True),
-                Axis("part", place.tp_size),
-                Axis("byte", self.page_bytes),
-            ),
-            1,
-            f"opaque/{self.tag}",
-        )
-        axes = (
-            AxisMap("token", Interval(0, None), (Digit(None, 1, 0),)),
+        axis = Axis("token", None, self.tokens_per_page, keep_partial=True)
+        token = AxisMap("token", Interval(0, None), (Digit(None, 1, 0),))
+        return (_page(layer, place, views[TENSOR], self.tag, ((axis, token),)),)
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueState:
+    """A state, ring or other page per request of `page_bytes` bytes on each rank; `tag` names what wrote it."""
+
+    page_bytes: int
+    tag: str
+
+    def __post_init__(self) -> None:
+        if self.page_bytes <= 0 or not self.tag:
+            raise LayoutError(
+                f"opaque state of {self.page_bytes} bytes, tag '{self.tag}': needs a positive size and the name of what "
+                "wrote it"
+            )
+
+    @property
+    def is_state(self) -> bool:
+        return True
+
+    @property
+    def window_tokens(self) -> int | None:
+        return None
+
+    def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
+        return (TensorShape(TENSOR, 1, 1, self.page_bytes),)
+
+    def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
+        return (_page(layer, place, views[TENSOR], self.tag, ()),)
+
+
+def _page(layer: str, place: Place, view: PageView, tag: str, sequence: tuple[tuple[Axis, AxisMap], ...]) -> Piece:
+    """The page's bytes, in `slots` pieces, behind the sequence axis if there is one."""
+    page_bytes = view.shape.page_bytes
+    piece_bytes = page_bytes // view.shape.slots
+    axes = (
+        *sequence,
+        (
+            Axis("part", place.tp_size),
             AxisMap("part", Interval(place.tp_rank, place.tp_rank + 1), (Digit(1, 0, 0),)),
-            AxisMap("byte", whole(self.page_bytes), (Digit(self.page_bytes, 0, 1),)),
-        )
-        return (Piece("page", field, axes, 0),)
+        ),
+        (
+            Axis("byte", page_bytes),
+            AxisMap("byte", whole(page_bytes), (Digit(piece_bytes, 0, 1), Digit(view.shape.slots, 0, view.slot_step))),
+        ),
+    )
+    field = Field(f"{layer}.{TENSOR}", tuple(axis for axis, _ in axes), 1, f"opaque/{tag}")
+    return Piece(TENSOR, field, tuple(mapped for _, mapped in axes), 0)

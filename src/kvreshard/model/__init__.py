@@ -4,6 +4,7 @@ from kvreshard.model.address import AxisMap, Digit, canonical
 from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, WireError
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, Slab
+from kvreshard.model.merge import merge_ranks
 from kvreshard.model.ownership import Cyclic, Interval, Ownership, count_within, split_evenly
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "WireError",
     "canonical",
     "count_within",
+    "merge_ranks",
     "split_evenly",
 ]

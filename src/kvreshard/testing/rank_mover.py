@@ -22,7 +22,8 @@ from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, elect, match_fields
 from kvreshard.plan.cost import Way
-from kvreshard.session.transfer import Moved, Mover, Staging
+from kvreshard.session.pull import Moved, Staging
+from kvreshard.session.transfer import Mover
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import HostMemory
 

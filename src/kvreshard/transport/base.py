@@ -283,6 +283,11 @@ class Transport(Protocol):
         at all if the transfer fails. Refused: unknown peer, pieces out of bounds on either side (nothing moves).
         """
 
+    def cancel(self, transfer: Transfer) -> None:
+        """Post no more of a transfer of this transport. It fails when what was posted of it has settled, or is done if
+        that was everything; nothing happens if it has settled.
+        """
+
     def notify(self, peer: str, payload: bytes) -> None:
         """Send a message on its own. Delivery to a peer that has died is not reported."""
 

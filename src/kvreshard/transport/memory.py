@@ -272,6 +272,9 @@ class MemoryTransport:
         self.fabric.schedule(_Posted(self, target, transfer, copies, fault, notify, due_step=None))
         return transfer
 
+    def cancel(self, transfer: Transfer) -> None:
+        """Nothing to hold back: a transfer is in flight here as a whole, from post to settlement."""
+
     def notify(self, peer: str, payload: bytes) -> None:
         """See `Transport.notify`."""
         with self._open():

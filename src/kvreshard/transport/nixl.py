@@ -301,6 +301,10 @@ class NixlTransport:
         self._owner.post(Job(transfer, own_name, cursor, notify))
         return transfer
 
+    def cancel(self, transfer: Transfer) -> None:
+        """See `Transport.cancel`."""
+        self._owner.cancel(transfer)
+
     def notify(self, peer: str, payload: bytes) -> None:
         """See `Transport.notify`. Does not block on NIXL."""
         own_name, _ = self._peer(peer)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransportError
-from kvreshard.transport.refusals import closed_transport, closed_while_pending
+from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending
 from kvreshard.transport.slices import Slice, SliceBudget, SliceCursor
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,17 @@ class Owner:
     def post(self, job: Job) -> None:
         """Start a job; does not wait."""
         self.submit(lambda: self._accept(job))
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Post no more of a transfer; does not wait."""
+
+        def stop() -> None:
+            for job in self._jobs:
+                if job.transfer is transfer and not job.cursor.exhausted:
+                    job.fail(cancelled(transfer))
+            self._settle_jobs()
+
+        self.submit(stop)
 
     def send(self, peer: str, payload: bytes) -> None:
         """Send a notification; does not wait. A failure is logged, since delivery is never certain."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvreshard.transport.base import TransportError
+from kvreshard.transport.base import Transfer, TransportError
 
 
 def unknown_peer(own_name: str, peer: str, known: Iterable[str]) -> TransportError:
@@ -13,6 +13,11 @@ def unknown_peer(own_name: str, peer: str, known: Iterable[str]) -> TransportErr
     return TransportError(
         f"peer {peer!r} is unknown to transport {own_name!r}; its peers are: {names}; call add_peer with the metadata"
     )
+
+
+def cancelled(transfer: Transfer) -> TransportError:
+    """The end of a transfer whose poster no longer wants it."""
+    return TransportError(f"{transfer.direction.value} with peer {transfer.peer!r} was cancelled")
 
 
 def closed_transport(own_name: str) -> TransportError:

@@ -13,7 +13,8 @@ from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
-from kvreshard.session.transfer import Mover, Staging
+from kvreshard.session.pull import LeaseProof, Staging, StaleLease
+from kvreshard.session.transfer import Mover
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
@@ -168,3 +169,23 @@ def test_a_refused_request_moves_nothing() -> None:
         with pytest.raises(BindError, match="tokens up to 51"):
             mover(dst, 0, src, staged=True).pull(route, bad, dst.layout, b"done")
     assert differing_bytes(before, dst.memory) == {}
+
+
+def test_a_request_whose_lease_word_changed_is_not_served() -> None:
+    """The word is read after the data, on every rank that is read: all right, one changed, one never set."""
+    fabric = Fabric()
+    src, dst = make_engine(fabric, "p", 4, "NHD", 8), make_engine(fabric, "d", 2, "NHD", 16)
+    words = {rank: np.array([77], dtype=np.uint64) for rank in src.transports}
+    scratch = np.zeros(8 * 4, np.uint8)
+    for rank, word in words.items():
+        src.transports[rank].register([MemoryRegion(word.ctypes.data, 8)])
+    for transport in dst.transports.values():
+        transport.register([MemoryRegion(scratch.ctypes.data, scratch.size)])
+    connect(src, dst)
+    route = compile_route(src.layout, dst.layout, 0)
+    proof = LeaseProof(77, {rank: word.ctypes.data for rank, word in words.items()}, scratch.ctypes.data)
+    reader = mover(dst, 0, src, staged=False)
+    assert reader.pull(route, make_request(), dst.layout, lease=proof).num_bytes > 0
+    words[route.src_ranks[-1]][0] = 78
+    with pytest.raises(StaleLease, match=rf"source rank {route.src_ranks[-1]} .*0x4e, expected 0x4d"):
+        reader.pull(route, make_request(), dst.layout, lease=proof)

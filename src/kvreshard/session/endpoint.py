@@ -1,0 +1,332 @@
+"""Who does the work of a rank's session, away from the engine's step?
+
+One thread per rank, which never waits for a peer. Each turn:
+
+1. take the orders that were handed in;
+2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
+3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly;
+4. renew the leases of the requests that wait here;
+5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
+
+The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.session.card import EngineCard
+from kvreshard.session.job import Job, to_failure
+from kvreshard.session.lease import LeaseBook, LeaseTable
+from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
+from kvreshard.session.orders import (
+    Cancel,
+    EndpointOptions,
+    Failure,
+    Grant,
+    Load,
+    Offer,
+    Order,
+    Release,
+    RemoteEngine,
+    RemoteLease,
+    Results,
+    Revoke,
+    Unwatch,
+    Watch,
+)
+from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.pull import WORD_BYTES, Staging
+from kvreshard.transport.base import MemoryRegion, Transport, TransportError
+from kvreshard.transport.local import LocalMemory
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_WORDS = 1 << 14
+REST_WITH_LOADS_S = 0.050
+REST_WITH_LEASES_S = 0.005
+REST_IDLE_S = 0.500
+
+
+class Scratch:
+    """Registered local memory for lease words: the places of `num_words` words, first fit."""
+
+    def __init__(self, num_words: int = SCRATCH_WORDS) -> None:
+        self._words = np.zeros(num_words, dtype=np.uint64)
+        self._taken: dict[int, int] = {}
+
+    @property
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(int(self._words.ctypes.data), self._words.nbytes)
+
+    def take(self, num_words: int) -> int | None:
+        """The address of so many words, or None while there is no place."""
+        start = 0
+        for first, count in sorted(self._taken.items()):
+            if first - start >= num_words:
+                break
+            start = first + count
+        if start + num_words > len(self._words):
+            return None
+        if num_words:
+            self._taken[start] = num_words
+        return self.region.address + start * WORD_BYTES
+
+    def give(self, address: int) -> None:
+        """Give a place back."""
+        self._taken.pop((address - self.region.address) // WORD_BYTES, None)
+
+
+class Endpoint:
+    """A rank's session. All public methods may be called from any thread but `turn`, which is the loop's own.
+
+    `table`: this rank's lease words; it, the scratch words and the staging buffer must be registered before the transport's
+    metadata is taken (`regions`).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        transport: Transport,
+        memory: LocalMemory,
+        options: EndpointOptions,
+        *,
+        table: LeaseTable,
+        staging: Staging | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
+    ) -> None:
+        self._rank, self._transport, self._memory = rank, transport, memory
+        self._options, self._staging, self._clock = options, staging, clock
+        self._scratch = Scratch()
+        self._book = LeaseBook(table)
+        self._peers = peers or Peers(options, clock, self.wake)
+        self._me: Self | None = None
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._jobs: list[Job] = []
+        self._given_up: list[Job] = []
+        self._waiting_releases: list[Release] = []
+        self._watched: dict[str, Watch] = {}
+        self._last_heartbeat_s = clock()
+        self._results = Results()
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """Memory of the endpoint itself that the transport must know."""
+        return (self._scratch.region,)
+
+    def introduce(self, card: EngineCard, layout: EngineLayout) -> None:
+        """Say which engine this rank belongs to; loads wait for it."""
+        self._me = Self(card, layout, self._rank, self._transport, self._memory, self._staging)
+        self.wake()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name=f"kvreshard-session-{self._rank}", daemon=True)
+        self._thread.start()
+
+    def submit(self, order: Order) -> None:
+        """Hand in an order; does not wait."""
+        self._orders.put(order)
+        self.wake()
+
+    def collect(self) -> Results:
+        """What has ended since the last call."""
+        with self._lock:
+            results, self._results = self._results, Results()
+        return results
+
+    def wake(self) -> None:
+        """End the current rest."""
+        self._event.set()
+
+    @property
+    def num_quarantined(self) -> int:
+        """Loads that were given up and whose reads have not settled."""
+        return len(self._given_up)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are granted or offered here."""
+        return len(self._book)
+
+    def close(self) -> None:
+        """End the thread, then the meetings under way. The caller closes the transport."""
+        self._stopping = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self._peers.close()
+
+    def turn(self) -> float:
+        """One turn of the loop; returns how long it may rest."""
+        now_s = self._clock()
+        self._event.clear()
+        self._take_orders(now_s)
+        self._read_notes(now_s)
+        self._book.expire(now_s)
+        for job in self._jobs:
+            job.advance(now_s)
+        self._finish_jobs()
+        self._send_releases()
+        self._send_heartbeats(now_s)
+        with self._lock:
+            self._results.freed.update(self._book.take_finished())
+        self._transport.set_attentive(bool(self._jobs or self._book.num_offered))
+        if self._jobs or self._waiting_releases:
+            return REST_WITH_LEASES_S if self._book.num_offered else REST_WITH_LOADS_S
+        return REST_WITH_LEASES_S if self._book.num_offered else REST_IDLE_S
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                rest_s = self.turn()
+            except Exception:  # the thread must live: without it every request of this rank would hang
+                logger.exception("kvreshard session of rank %d", self._rank)
+                rest_s = REST_WITH_LOADS_S
+            self._event.wait(rest_s)
+
+    def _take_orders(self, now_s: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                order = self._orders.get_nowait()
+                try:
+                    self._obey(order, now_s)
+                except Exception as error:  # an order that cannot be obeyed must not take the others with it
+                    logger.exception("%s", order)
+                    if isinstance(order, Load):
+                        self._fail(order.request, to_failure(error))
+
+    def _obey(self, order: Order, now_s: float) -> None:
+        match order:
+            case Grant():
+                self._book.grant(order.request, order.slot, order.word)
+            case Offer():
+                if not self._book.offer(order.request, order.ttl_s, now_s):
+                    with self._lock:
+                        self._results.freed[order.request] = "revoked"
+            case Revoke():
+                self._book.revoke(order.request)
+            case _:
+                self._obey_reader(order, now_s)
+
+    def _obey_reader(self, order: Order, now_s: float) -> None:
+        match order:
+            case Load():
+                self._load(order, now_s)
+            case Release():
+                self._waiting_releases.append(order)
+            case Cancel():
+                for job in self._jobs:
+                    if job.load.request == order.request:
+                        job.stop(Failure("cancelled", "the request was aborted"), now_s)
+            case Watch():
+                self._watched[order.request] = order
+                if self._me is not None:
+                    self._peers.get(self._me, order.remote)
+            case Unwatch():
+                self._watched.pop(order.request, None)
+
+    def _load(self, load: Load, now_s: float) -> None:
+        if self._me is None:
+            raise KvReshardError("a load was ordered before the endpoint knew its engine")
+        meeting = self._peers.get(self._me, load.remote)
+        self._jobs.append(Job(load, meeting, now_s, self._me.layout, self._options, self.wake, self._scratch.take))
+
+    def _read_notes(self, now_s: float) -> None:
+        for message in self._transport.notifications():
+            note = read_note(message.payload)
+            if isinstance(note, Report):
+                self._book.report(note)
+            elif isinstance(note, Heartbeat):
+                self._book.renew(note, now_s)
+
+    def _finish_jobs(self) -> None:
+        for job in [job for job in self._jobs if job.outcome is not None]:
+            self._jobs.remove(job)
+            request, outcome = job.load.request, job.outcome
+            self._watched.pop(request, None)
+            failed = isinstance(outcome, Failure)
+            if failed and not job.is_settled:
+                self._given_up.append(job)
+            else:
+                self._free_scratch(job)
+            if job.peer is not None:
+                self._report(job.peer, job.load.lease, is_good=not failed)
+            if isinstance(outcome, Failure):
+                self._fail(request, outcome)
+                if outcome.kind in ("transfer", "timeout"):
+                    # The peer may be gone: the next request finds out from its listener.
+                    self._peers.forget(job.load.remote)
+            elif outcome is not None:
+                with self._lock:
+                    self._results.received[request] = outcome
+        for job in [job for job in self._given_up if job.is_settled]:
+            self._given_up.remove(job)
+            job.close()
+            self._free_scratch(job)
+
+    def _fail(self, request: str, failure: Failure) -> None:
+        logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)
+        with self._lock:
+            self._results.failed[request] = failure
+
+    def _free_scratch(self, job: Job) -> None:
+        if job.scratch_address is not None:
+            self._scratch.give(job.scratch_address)
+
+    def _send_releases(self) -> None:
+        """A release needs its source's route: who reports to whom. One that cannot be met keeps its lease until it ends."""
+        still: list[Release] = []
+        for release in self._waiting_releases:
+            if self._me is None:
+                still.append(release)
+                continue
+            meeting = self._peers.get(self._me, release.remote)
+            if not meeting.done():
+                still.append(release)
+            elif meeting.exception() is None:
+                self._report(meeting.result(), release.lease, is_good=True)
+        self._waiting_releases = still
+
+    def _report(self, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
+        consumer = f"{self._me.card.engine}/{self._me.card.incarnation}" if self._me is not None else ""
+        for rank in peer.told_ranks:
+            report = Report(
+                VERSION, consumer, lease.request, lease.word, self._rank, peer.route.reporters[rank], is_good
+            )
+            self._notify(peer, rank, write_note(report))
+
+    def _send_heartbeats(self, now_s: float) -> None:
+        if self._me is None or now_s < self._last_heartbeat_s + self._options.heartbeat_s:
+            return
+        self._last_heartbeat_s = now_s
+        wanted: dict[RemoteEngine, list[tuple[str, int]]] = {}
+        for watch in self._watched.values():
+            wanted.setdefault(watch.remote, []).append((watch.lease.request, watch.lease.word))
+        for remote, leases in wanted.items():
+            peer = self._peers.met(remote)
+            if peer is None:
+                self._peers.get(self._me, remote)
+                continue
+            for note in heartbeats(self._me.card.engine, leases):
+                for rank in peer.told_ranks:
+                    self._notify(peer, rank, write_note(note))
+
+    def _notify(self, peer: Peer, rank: int, payload: bytes) -> None:
+        try:
+            self._transport.notify(peer.mover.peers[rank], payload)
+        except TransportError as error:
+            logger.warning("rank %d of engine %s was not told: %s", rank, peer.remote.engine, error)

@@ -1,0 +1,62 @@
+"""What do ranks tell one another through the transport's notifications, and how is a stranger's message survived?
+
+Two kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly) and a `Heartbeat`
+(these requests are still wanted). Both carry the leases' words, which only those know who were told: a rank cannot free
+another's pages by a guess. `read_note` gives None for everything that is not exactly one of them; nothing raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+VERSION = 1
+# Keeps a heartbeat below the transport's limit of 64 KiB per notification, with request ids of up to 200 bytes.
+MAX_LEASES_PER_HEARTBEAT = 200
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """`reporter`, a rank of engine `consumer`, has done with `request`; `reporters`: all ranks that tell this source rank."""
+
+    version: int
+    consumer: str
+    request: str
+    word: int
+    reporter: int
+    reporters: tuple[int, ...]
+    is_good: bool = True
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """Engine `consumer` still wants these (request, word) leases."""
+
+    version: int
+    consumer: str
+    leases: tuple[tuple[str, int], ...]
+
+
+Note = Report | Heartbeat
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Report | Heartbeat)
+
+
+def write_note(note: Note) -> bytes:
+    """The bytes of a note."""
+    return _encoder.encode(note)
+
+
+def read_note(payload: bytes) -> Note | None:
+    """The note, or None for anything else: another version, another program, noise."""
+    try:
+        note = _decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        return None
+    return note if note.version == VERSION else None
+
+
+def heartbeats(consumer: str, leases: Iterable[tuple[str, int]]) -> Iterator[Heartbeat]:
+    """As many heartbeats as it takes."""
+    rest = tuple(leases)
+    for first in range(0, len(rest), MAX_LEASES_PER_HEARTBEAT):
+        yield Heartbeat(VERSION, consumer, rest[first : first + MAX_LEASES_PER_HEARTBEAT])

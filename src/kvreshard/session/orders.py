@@ -1,0 +1,145 @@
+"""What is a rank's endpoint told to do, and what does it say afterwards?
+
+Frozen data that may cross a process border. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvreshard.model.tables import Request
+from kvreshard.session.handshake import Address
+from kvreshard.session.lease import Cause
+from kvreshard.session.pull import Moved
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """An engine that holds what is wanted: a restart under the same name and address is another incarnation."""
+
+    engine: str
+    incarnation: str
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLease:
+    """The lease of one request at its source: the source's own request id, and where its word stands."""
+
+    request: str
+    slot: int
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed."""
+
+    request: str
+    remote: RemoteEngine
+    lease: RemoteLease
+    transfer: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the source that a request's pages are not needed. Nothing is reported for it here."""
+
+    remote: RemoteEngine
+    lease: RemoteLease
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop loading a request as soon as nothing moves any more; it is reported as failed, or as received if it was done."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Get to know the source, and renew its lease until the request is loaded, released or unwatched."""
+
+    request: str
+    remote: RemoteEngine
+    lease: RemoteLease
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch:
+    """Renew no longer."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Write the word of a request that computes here."""
+
+    request: str
+    slot: int
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat."""
+
+    request: str
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """The request will not be offered."""
+
+    request: str
+
+
+Order = Load | Release | Cancel | Watch | Unwatch | Grant | Offer | Revoke
+
+FailureKind = Literal["handshake", "mismatch", "request", "transfer", "stale lease", "timeout", "cancelled", "fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request could not be loaded. `is_quarantined`: a read may still write its pages; they must not be reused."""
+
+    kind: FailureKind
+    text: str
+    is_quarantined: bool = False
+
+
+@dataclass(slots=True)
+class Results:
+    """What has ended since the last call. A request that failed is not in `received`."""
+
+    freed: dict[str, Cause] = field(default_factory=dict)
+    received: dict[str, Moved] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.freed or self.received or self.failed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """Bounds and intervals of an endpoint.
+
+    Attributes:
+        handshake_timeout_s: for each question to a peer's listener.
+        load_timeout_s: from the order to load until the last byte; then the load is stopped and has failed.
+        settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
+        heartbeat_s: between renewals of the leases of requests that wait.
+        retry_s: how long a peer that could not be met is not asked again.
+        allow_mismatch: facts of the engine cards that may differ.
+    """
+
+    handshake_timeout_s: float = 10.0
+    load_timeout_s: float = 120.0
+    settle_timeout_s: float = 30.0
+    heartbeat_s: float = 5.0
+    retry_s: float = 5.0
+    allow_mismatch: tuple[str, ...] = ()

@@ -1,0 +1,200 @@
+"""How does a rank get to know an engine that it reads from, once, in the background?
+
+1. Ask the engine's listener for its card; it must be the incarnation that was named.
+2. Compare facts, decode the layout, compile and prove this rank's route.
+3. Make the source ranks that it reads from, or reports to, known to the transport.
+4. Tell the other side how it went.
+
+The outcome is a `Peer` or an error that names what differs; both are kept, an error for a while only, so that requests do not
+ask again one by one. An engine that comes back under its old name is another incarnation: its former peer is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.plan.route import Route, compile_route
+from kvreshard.session.card import EngineCard, check_facts
+from kvreshard.session.handshake import HandshakeError, fetch_card, tell_outcome
+from kvreshard.session.orders import EndpointOptions, RemoteEngine, RemoteLease
+from kvreshard.session.pull import WORD_BYTES, LeaseProof, Staging
+from kvreshard.session.transfer import Mover
+from kvreshard.transport.base import Transport, TransportError
+from kvreshard.transport.local import LocalMemory
+
+logger = logging.getLogger(__name__)
+
+MAX_MEETINGS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A source engine that this rank can read from."""
+
+    remote: RemoteEngine
+    card: EngineCard
+    layout: EngineLayout
+    route: Route
+    mover: Mover
+
+    def lease_proof(self, lease: RemoteLease, scratch_address: int) -> LeaseProof:
+        """Where the words of a lease stand. Raises LayoutMismatch for a slot that a source rank does not have."""
+        addresses = {}
+        for rank in self.route.src_ranks:
+            card = self.card.rank_by_number[rank]
+            if not 0 <= lease.slot < card.lease_slots:
+                raise LayoutMismatch(
+                    f"request '{lease.request}' of engine '{self.remote.engine}': lease slot {lease.slot}, but rank {rank} "
+                    f"has {card.lease_slots}; were the kv_transfer_params changed on their way?"
+                )
+            addresses[rank] = card.lease_address + lease.slot * WORD_BYTES
+        return LeaseProof(lease.word, addresses, scratch_address)
+
+    @property
+    def told_ranks(self) -> tuple[int, ...]:
+        """Source ranks that hear from this rank."""
+        mine = self.route.dst_rank
+        return tuple(rank for rank, reporters in self.route.reporters.items() if mine in reporters)
+
+
+@dataclass(frozen=True)
+class Self:
+    """This rank: its engine's card and layout, its memory and what it moves bytes with."""
+
+    card: EngineCard
+    layout: EngineLayout
+    rank: int
+    transport: Transport
+    memory: LocalMemory
+    staging: Staging | None
+
+
+class Peers:
+    """The engines that this rank knows, or is getting to know. Used from one thread; meetings run on others."""
+
+    def __init__(
+        self,
+        options: EndpointOptions,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        meet: Callable[[Self, RemoteEngine, EndpointOptions], Peer] | None = None,
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._wake = wake
+        self._meet = meet or meet_engine
+        self._known: dict[RemoteEngine, Future[Peer]] = {}
+        self._failed_s: dict[RemoteEngine, float] = {}
+        self._pool = ThreadPoolExecutor(MAX_MEETINGS_AT_ONCE, thread_name_prefix="kvreshard-meet")
+
+    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
+        """The peer, now or later; its exception says why there is none."""
+        found = self._known.get(remote)
+        failed_s = self._failed_s.get(remote)
+        if found is not None and (failed_s is None or self._clock() < failed_s + self._options.retry_s):
+            return found
+        self._forget_former(me, remote)
+        self._failed_s.pop(remote, None)
+        future = self._pool.submit(self._meet, me, remote, self._options)
+        self._known[remote] = future
+        future.add_done_callback(lambda done: self._note(remote, done))
+        return future
+
+    def met(self, remote: RemoteEngine) -> Peer | None:
+        """The peer if it is known already."""
+        future = self._known.get(remote)
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        return future.result()
+
+    def forget(self, remote: RemoteEngine) -> None:
+        """Drop a peer that has failed; the next request meets it anew."""
+        future = self._known.pop(remote, None)
+        self._failed_s.pop(remote, None)
+        if future is not None and future.done() and future.exception() is None:
+            disconnect(future.result())
+
+    def close(self) -> None:
+        """Wait for meetings under way; the transport forgets the peers when it is closed."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _forget_former(self, me: Self, remote: RemoteEngine) -> None:
+        """A restarted engine's former life: the same name, another incarnation."""
+        for other in [known for known in self._known if known.engine == remote.engine and known != remote]:
+            logger.info("engine %s has restarted: its former routes are dropped", other.engine)
+            self.forget(other)
+
+    def _note(self, remote: RemoteEngine, done: Future[Peer]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            self._failed_s[remote] = self._clock()
+        self._wake()
+
+
+def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
+    """Steps 1 to 4. Raises KvReshardError or TransportError."""
+    mine = me.card.engine
+    card = fetch_card(remote.address, mine, me.rank, options.handshake_timeout_s)
+    if (card.engine, card.incarnation) != (remote.engine, remote.incarnation):
+        raise HandshakeError(
+            f"at {remote.address} listens engine '{card.engine}', incarnation {card.incarnation[:12]}, not '{remote.engine}', "
+            f"incarnation {remote.incarnation[:12]}: it has restarted, and what the request refers to is gone"
+        )
+    try:
+        peer = _compare(me, remote, card, options)
+    except (KvReshardError, TransportError) as error:
+        logger.error("cannot read from engine %s at %s: %s", remote.engine, remote.address, error)
+        _tell(me, remote, str(error), False, options)
+        raise
+    sentence = describe_route(peer.route)
+    logger.info("engine %s at %s: %s", remote.engine, remote.address, sentence)
+    _tell(me, remote, sentence, True, options)
+    return peer
+
+
+def disconnect(peer: Peer) -> None:
+    """Make the transport forget a peer's ranks."""
+    for name in peer.mover.peers.values():
+        with contextlib.suppress(TransportError):
+            peer.mover.transport.remove_peer(name)
+
+
+def describe_route(route: Route) -> str:
+    """A route in a sentence, for a log."""
+    ways = [lane.choice.way for lane in route.lanes if lane.choice is not None]
+    shares: dict[int, int] = {}
+    for lane in route.lanes:
+        shares[lane.src_rank] = shares.get(lane.src_rank, 0) + len(lane.fields)
+    told = ", ".join(f"rank {rank} ({count} fields)" for rank, count in sorted(shares.items()))
+    staged = sum(way == "staged" for way in ways)
+    return (
+        f"rank {route.dst_rank} reads {told or 'nothing'} in {len(route.lanes)} lanes, {len(route.lanes) - staged} direct and "
+        f"{staged} staged" + "".join(f"; {warning}" for warning in route.warnings)
+    )
+
+
+def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+    check_facts(me.card, card, options.allow_mismatch)
+    layout = card.decode_layout()
+    route = compile_route(layout, me.layout, me.rank)
+    needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
+    names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
+    added: list[str] = []
+    try:
+        for rank, name in names.items():
+            me.transport.add_peer(name, card.rank_by_number[rank].metadata)
+            added.append(name)
+    except TransportError:
+        for name in added:
+            me.transport.remove_peer(name)
+        raise
+    return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))
+
+
+def _tell(me: Self, remote: RemoteEngine, text: str, is_good: bool, options: EndpointOptions) -> None:
+    with contextlib.suppress(HandshakeError):
+        tell_outcome(remote.address, me.card.engine, me.rank, text, is_good, options.handshake_timeout_s)

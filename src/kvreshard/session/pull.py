@@ -1,0 +1,214 @@
+"""How does one rank read its part of a request, step by step, so that one thread can have many of them on the way?
+
+`pull_steps` is a generator. It yields a `Transfer` when it cannot go on before that has settled, or None when it waits for
+the staging buffer; whoever drives it resumes it then. What it does, in order:
+
+1. Bind (or stage) the route for the request; nothing is posted if that is refused.
+2. Post the direct lanes at once. Fill the staging buffer batch by batch, permuting each when its reads are done.
+3. Zero what no copy writes in newly allocated pages, while the reads run.
+4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
+5. Read each source rank's lease word. Another word than expected: the pages may have been freed while they were read.
+
+Refused: BindError before anything moves. Raises TransportError or StaleLease after all transfers have settled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvreshard.model.errors import KvReshardError
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.tables import Request
+from kvreshard.plan.bind import bind
+from kvreshard.plan.copies import CopyList
+from kvreshard.plan.request_check import check_request
+from kvreshard.plan.route import Route
+from kvreshard.plan.stage import Batch, stage
+from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
+
+if TYPE_CHECKING:
+    from kvreshard.session.transfer import Mover
+
+WORD_BYTES = 8
+
+
+class StaleLease(KvReshardError):
+    """The source no longer guarantees the pages that were read: what arrived may belong to another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A registered buffer for staged lanes: `size_bytes` from `address`. One request at a time fills it."""
+
+    address: int
+    size_bytes: int
+    taken: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseProof:
+    """What proves that a request's pages were still its own: `word`, in the lease table of every rank that is read.
+
+    `addresses`: source rank -> address of the word there. `scratch_address`: registered local memory, 8 bytes per rank read.
+    """
+
+    word: int
+    addresses: Mapping[int, int]
+    scratch_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one rank's part of a request took. Seconds are wall time.
+
+    `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `zeroed_bytes`
+    of new pages were written by no copy.
+    """
+
+    num_bytes: int
+    num_read_bytes: int
+    num_copies: int
+    num_staged_bytes: int
+    bind_s: float
+    total_s: float
+    num_zeroed_bytes: int = 0
+
+
+Steps = Generator[Transfer | None, None, Moved]
+
+
+def pull_steps(
+    mover: Mover,
+    route: Route,
+    request: Request,
+    dst: EngineLayout,
+    lease: LeaseProof | None = None,
+    note: Callable[[Transfer], None] = lambda transfer: None,
+) -> Steps:
+    """Read everything that the route's destination rank needs. Resume when what was yielded has settled, however.
+
+    `note` hears of every transfer as soon as it is posted: a driver that stops early must see each of them settle.
+    """
+    started_s = mover.clock()
+    check_request(route, request)
+    direct, staged = split(route, mover.staging is not None)
+    lists = list(bind(direct, request))
+    batches = (
+        [b for lane in staged.lanes for b in stage(lane, request, mover.staging.size_bytes)] if mover.staging else []
+    )
+    bind_s = mover.clock() - started_s
+    posted: list[Transfer] = []
+    error: Exception | None = None
+    zeroed = 0
+    try:
+        for copies in lists:
+            posted.append(mover.post(Direction.READ, copies))
+            note(posted[-1])
+        if request.dst_new_pages:
+            zeroed = mover.fill(dst, route.dst_rank, request, [*lists, *bind(staged, request)])
+        yield from _run_batches(mover, batches, note)
+    except (TransportError, TimeoutError) as failed:
+        error = failed
+    for transfer in posted:
+        error = (yield from _settled(transfer)) or error
+    if error is None and lease is not None:
+        error = yield from _check_words(mover, lease, route.src_ranks, note)
+    if error is not None:
+        raise error
+    num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in batches)
+    num_read = num_direct + sum(batch.reads.num_bytes for batch in batches)
+    num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in batches)
+    total_s = mover.clock() - started_s
+    return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed)
+
+
+def split(route: Route, can_stage: bool) -> tuple[Route, Route]:
+    """The lanes that are read directly, and those that go through staging."""
+    staged = [can_stage and lane.choice is not None and lane.choice.way == "staged" for lane in route.lanes]
+    through = tuple(lane for lane, yes in zip(route.lanes, staged, strict=True) if yes)
+    straight = tuple(lane for lane, yes in zip(route.lanes, staged, strict=True) if not yes)
+    return replace(route, lanes=straight), replace(route, lanes=through)
+
+
+def _settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | None]:
+    """Wait until a transfer has settled; its error, or the driver's when it gave up waiting."""
+    try:
+        yield transfer
+    except TimeoutError as gave_up:
+        return gave_up
+    return transfer.error
+
+
+def _run_batches(
+    mover: Mover, batches: list[Batch], note: Callable[[Transfer], None]
+) -> Generator[Transfer | None, None, None]:
+    staging = mover.staging
+    if staging is None or not batches:
+        return
+    while not staging.taken.acquire(blocking=False):
+        yield None
+    try:
+        for batch in batches:
+            reads = replace(batch.reads, dst_address=batch.reads.dst_address + staging.address)
+            transfer = mover.post(Direction.READ, reads)
+            note(transfer)
+            error = yield from _settled(transfer)
+            if error is not None:
+                raise error
+            _permute(mover, batch, staging)
+    finally:
+        staging.taken.release()
+
+
+def _permute(mover: Mover, batch: Batch, staging: Staging) -> None:
+    for move in batch.moves:
+        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
+        mover.memory.move(
+            staging.address,
+            move.slot_bytes,
+            move.dst_bases,
+            move.dst_pages,
+            move.length,
+            loops,
+            move.slot_offset,
+            move.dst_offset,
+        )
+
+
+def _check_words(
+    mover: Mover, lease: LeaseProof, src_ranks: tuple[int, ...], note: Callable[[Transfer], None]
+) -> Generator[Transfer | None, None, Exception | None]:
+    """Read the words, all at once; an error if one could not be read or is not the one expected."""
+    reads: list[tuple[int, int, Transfer]] = []
+    error: Exception | None = None
+    for index, rank in enumerate(src_ranks):
+        local = lease.scratch_address + index * WORD_BYTES
+        ctypes.c_uint64.from_address(local).value = ~lease.word & (2**64 - 1)
+        try:
+            copies = Copies.of([local], [lease.addresses[rank]], WORD_BYTES)
+            reads.append((rank, local, mover.transport.post(mover.peers[rank], Direction.READ, copies)))
+            note(reads[-1][2])
+        except TransportError as failed:
+            error = failed
+    for rank, local, transfer in reads:
+        error = (yield from _settled(transfer)) or error
+        found = ctypes.c_uint64.from_address(local).value
+        if error is None and found != lease.word:
+            error = StaleLease(
+                f"source rank {rank} no longer holds the lease of this request (its word is {found:#x}, expected "
+                f"{lease.word:#x}): its pages may have been reused while they were read; "
+                "compute the prompt again, or give leases more time"
+            )
+    return error
+
+
+def post(mover: Mover, direction: Direction, copies: CopyList) -> Transfer:
+    """Post a copy list of the planner to the peer that it names."""
+    reading = direction is Direction.READ
+    peer = mover.peers[copies.src_rank if reading else copies.dst_rank]
+    local, remote = (copies.dst_address, copies.src_address) if reading else (copies.src_address, copies.dst_address)
+    return mover.transport.post(peer, direction, Copies.of(local, remote, copies.length))

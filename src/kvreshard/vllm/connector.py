@@ -1,0 +1,181 @@
+"""`ReshardConnector`: what vLLM loads, and nothing but the translation of its hooks.
+
+    --kv-transfer-config '{"kv_connector":"ReshardConnector","kv_connector_module_path":"kvreshard.vllm","kv_role":"kv_producer"}'
+
+The scheduler's process makes a `SchedulerSide`, every rank a `WorkerSide`. Loads are asynchronous; nothing is saved layer by
+layer. The hybrid memory allocator is supported (`SupportsHMA`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvreshard.model import KvReshardError
+from kvreshard.session.card import RankCard
+from kvreshard.vllm.logs import join_vllm_log
+from kvreshard.vllm.options import read_options
+from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
+from kvreshard.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class ReshardHandshake(KVConnectorHandshakeMetadata):
+    """One rank's layout in the wire form, and its card."""
+
+    def __init__(self, layout: bytes, card: RankCard) -> None:
+        self.layout, self.card = layout, card
+
+
+class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
+        config = vllm_config.kv_transfer_config
+        if config is None or config.engine_id is None:
+            raise KvReshardError("ReshardConnector needs a kv_transfer_config with an engine id; vLLM gives one")
+        options = read_options(config.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config.engine_id, options)
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config.engine_id, options)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads outside tokens where there are heads: a split by heads is then one piece per page. Others work too."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return "LBHNC"
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load restores states that lag behind a deeper attention hit."""
+        return True
+
+    # The scheduler's side
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Every transferred group: the request's own blocks are loaded, not hash-addressed ones."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def on_new_request(self, request: Request) -> None:
+        """See `SchedulerSide.arrive`."""
+        self._scheduling.arrive(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide.count_loadable`."""
+        count = self._scheduling.count_loadable(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """See `SchedulerSide.allocate`."""
+        self._scheduling.allocate(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """This step's orders."""
+        return self._scheduling.take_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See `SchedulerSide.hear`."""
+        self._scheduling.hear(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """For engines with one group."""
+        return self._scheduling.finish(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See `SchedulerSide.finish`."""
+        return self._scheduling.finish(request, block_ids)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """See `SchedulerSide.bind`."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduling.bind(kv_cache_manager)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """What all ranks say about themselves, by (pipeline rank, tensor rank)."""
+        parts = {place: (m.layout, m.card) for place, m in metadata.items() if isinstance(m, ReshardHandshake)}
+        self._scheduling.set_ranks(parts)
+
+    # The worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See `WorkerSide.register`."""
+        self._working.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What this rank says about itself."""
+        card = self._working.card
+        return None if card is None else ReshardHandshake(*card)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Pass the orders on; loads go on by themselves."""
+        if isinstance(self._connector_metadata, ReshardMetadata):
+            self._working.obey(self._connector_metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See `WorkerSide.collect`."""
+        return self._working.collect()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See `WorkerSide.take_metadata`."""
+        return self._working.take_metadata()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are done before a request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Readers take pages where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def shutdown(self) -> None:
+        """End threads, sockets and the agent."""
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        if self._scheduler is None:
+            raise KvReshardError("this is a worker's ReshardConnector; only the scheduler's may be asked")
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        if self._worker is None:
+            raise KvReshardError("this is the scheduler's ReshardConnector; only a worker's may be asked")
+        return self._worker

@@ -1,0 +1,196 @@
+"""The decode side in vLLM's scheduler: how many tokens can be loaded, and which order goes to the ranks?
+
+1. A request with `do_remote_prefill` arrives: its parameters are read; the ranks meet its source and renew its lease.
+2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`): the longest prefix that is the same
+   text, that the source still has whole, and that this engine may resume from.
+3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
+4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
+
+What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
+position that the source stands at, or nothing is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvreshard.model.tables import PageTable, Tokens
+from kvreshard.model.tables import Request as Transfer
+from kvreshard.session.orders import Cancel, Load, Order, Release, Unwatch, Watch
+from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup, Reach
+from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
+from kvreshard.vllm.prompt import count_matching
+from kvreshard.vllm.requests import read_prompt
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request between its arrival and the end of its load. `num_loadable`: tokens from the start, once known."""
+
+    prefill: RemotePrefill
+    num_loadable: int | None = None
+    num_computed: int = 0
+    is_loading: bool = False
+
+
+class Consumer:
+    """`num_backoff_tokens`: trailing tokens that this engine must compute itself."""
+
+    def __init__(self, groups: Sequence[CacheGroup], num_backoff_tokens: int) -> None:
+        self._groups = tuple(groups)
+        self._has_state = any(group.is_state for group in groups)
+        self._num_backoff_tokens = num_backoff_tokens
+        self._waiting: dict[str, _Waiting] = {}
+
+    def arrive(self, request: Request) -> Iterator[Order]:
+        """Read the parameters; a request that cannot use them is computed here."""
+        try:
+            prefill = read_params(request.kv_transfer_params or {})
+        except ParamsError as error:
+            logger.warning("request %s will be computed here: %s", request.request_id, error)
+            return
+        self._waiting[request.request_id] = _Waiting(prefill)
+        yield Watch(request.request_id, prefill.remote, prefill.lease)
+
+    def count_loadable(self, request: Request, num_computed: int) -> int:
+        """Tokens that can be loaded beyond the `num_computed` that this engine has."""
+        waiting = self._waiting.get(request.request_id)
+        if waiting is None or waiting.is_loading:
+            return 0
+        if waiting.num_loadable is None:
+            waiting.num_loadable = self._count(request, waiting.prefill)
+        waiting.num_computed = num_computed
+        return max(0, waiting.num_loadable - num_computed)
+
+    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Order]:
+        """Blocks are there: load `num_external` tokens, or let the source go."""
+        waiting = self._waiting.get(request.request_id)
+        if waiting is None or waiting.is_loading:
+            return
+        if num_external <= 0:
+            yield from self._release(request.request_id, waiting)
+            return
+        waiting.is_loading = True
+        prefill = waiting.prefill
+        transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
+        yield Load(request.request_id, prefill.remote, prefill.lease, transfer)
+
+    def abort(self, request_id: str) -> Iterator[Order]:
+        """The request has ended, in whatever way."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return
+        if waiting.is_loading:
+            yield Cancel(request_id)
+        else:
+            yield from self._release(request_id, waiting)
+
+    def ended(self, request_id: str) -> None:
+        """The load is over on every rank."""
+        self._waiting.pop(request_id, None)
+
+    def incomplete_blocks(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
+        """(group, blocks from the start) that the load leaves without some of their tokens: a window begins inside."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None or not waiting.is_loading:
+            return
+        for group in self._groups:
+            if group.page_tokens is not None:
+                first, _ = group.pages(_ids(blocks, group), 0)
+                first_token = _first_token(waiting.prefill, group.reach)
+                if first * group.page_tokens < first_token:
+                    yield group, -(-first_token // group.page_tokens)
+
+    def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
+        del self._waiting[request_id]
+        yield Unwatch(request_id)
+        yield Release(waiting.prefill.remote, waiting.prefill.lease)
+
+    def _count(self, request: Request, prefill: RemotePrefill) -> int:
+        """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""
+        name, num_prompt = request.request_id, int(request.num_prompt_tokens)
+        same = count_matching(prefill.prompt, read_prompt(request))
+        limit = num_prompt - self._num_backoff_tokens
+        count = int(min(same, prefill.num_tokens, limit))
+        if self._has_state or prefill.has_state:
+            if prefill.num_tokens > limit or same < prefill.num_tokens:
+                reason = (
+                    f"its source stands at token {prefill.num_tokens}, the prompts agree on {same} tokens, and this engine "
+                    f"must resume at token {limit} or before: a state cannot be taken back"
+                )
+                logger.warning("request %s will be computed here: %s", name, reason)
+                return 0
+            return prefill.num_tokens
+        if same < min(prefill.num_tokens, num_prompt):
+            logger.info("request %s: the prompts agree on %d of %d tokens", name, same, num_prompt)
+        missing = self._find_missing(prefill, count)
+        if missing:
+            logger.warning("request %s will be computed here: of its first %d tokens %s", name, count, missing)
+            return 0
+        return max(0, count)
+
+    def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
+        """What the source no longer has of what this engine needs; empty if nothing."""
+        for group in self._groups:
+            needed, first = group.first_needed(num_tokens), _first_token(prefill, group.reach)
+            if first > needed:
+                return f"group {group.name} needs token {needed}, and its source begins at token {first}"
+        mine = {group.reach for group in self._groups}
+        for theirs in prefill.groups:
+            first = theirs.first_page * (theirs.page_tokens or 0)
+            if (theirs.window_tokens, theirs.chunk_tokens) not in mine and first > 0:
+                return (
+                    f"this engine keeps all where its source keeps a window of {theirs.window_tokens or theirs.chunk_tokens} "
+                    f"tokens (group {theirs.name} begins at token {first}); enable the hybrid KV cache manager on both sides"
+                )
+        return ""
+
+    def _transfer(self, prefill: RemotePrefill, blocks: KVCacheBlocks, num_tokens: int) -> Transfer:
+        tables: dict[str, PageTable] = {}
+        intervals: dict[str, list[Tokens]] = {}
+        new_pages: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        for group in self._groups:
+            ids = _ids(blocks, group)
+            first, pages = group.pages(ids, num_tokens)
+            fresh = [b.block_id for b in blocks.blocks[group.index] if b.block_hash is None and not b.is_null]
+            start = max(self._first_missing(group, blocks, first), _first_token(prefill, group.reach))
+            tables[group.name] = PageTable(list(pages), num_tokens, first)
+            intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
+            new_pages[group.name] = np.array(fresh, dtype=np.int64)
+        return Transfer(prefill.tables(), tables, intervals, new_pages)
+
+    @staticmethod
+    def _first_missing(group: CacheGroup, blocks: KVCacheBlocks, first: int) -> int:
+        """The first token that the group does not have here: its blocks with a hash are prefix hits."""
+        if group.page_tokens is None:
+            return 0
+        held = blocks.blocks[group.index]
+        fresh = next((i for i, b in enumerate(held) if b.block_hash is None and not b.is_null), len(held))
+        return max(first, fresh) * group.page_tokens
+
+
+def _first_token(prefill: RemotePrefill, reach: Reach) -> int:
+    """The first token that the source still has in every group of layers that look back so far."""
+    return max(
+        (
+            group.first_page * group.page_tokens
+            for group in prefill.groups
+            if group.page_tokens is not None and (group.window_tokens, group.chunk_tokens) == reach
+        ),
+        default=0,
+    )
+
+
+def _ids(blocks: KVCacheBlocks, group: CacheGroup) -> list[int]:
+    return [NULL_BLOCK if block.is_null else block.block_id for block in blocks.blocks[group.index]]

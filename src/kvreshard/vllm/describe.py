@@ -1,0 +1,246 @@
+"""What does this worker hold, field by field, and at which address?
+
+1. Groups are vLLM's transfer groups by index, `g0`, `g1`, ...; they overlay in one pool whose page 0 means "no page".
+2. Layers of a group are described one by one, from their own specification (`UniformTypeKVCacheSpecs` is unwrapped), their
+   registered tensor and the facts about them; never from numbers of the whole model alone.
+3. A layer that cannot be described exactly becomes an opaque page. A name under which a layer shares another's cache gets no
+   field, and neither does a cache without pages (encoder-only attention).
+4. What the kind says a page has must be what the tensor has; then steps and offsets are the tensor's own.
+
+Every storage is one region (`kv`, `kv1`, ...). Refused, with both values: views that contradict the kind, layers without a
+tensor, cross attention and attention sinks in shared pages, caches without views (HiSparse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place
+from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
+from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
+from kvreshard.vllm.heads import configured_heads, total_kv_heads
+from kvreshard.vllm.layer_facts import LayerFacts, Scales, read_layer
+from kvreshard.vllm.layer_view import LayerView, layer_view, slabs
+from kvreshard.vllm.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
+from kvreshard.vllm.rank_place import RankPlace
+from kvreshard.vllm.states import state_kind
+
+POOL = "pages"
+# Block 0 of vLLM's pool is its null block (`v1/core/block_pool.py`).
+NULL_PAGE = 0
+REFUSED: Mapping[str, str] = {
+    "CrossAttentionSpec": "cross attention keeps an encoder's tokens",
+    "SinkFullAttentionSpec": "attention sinks are pages that requests share",
+    "HiSparseHotSpec": "the cache has no view",
+    "HiSparseResidentSpec": "the cache has no view",
+}
+WITHOUT_PAGES = ("EncoderOnlyAttentionSpec",)
+
+
+def describe_rank(
+    *,
+    engine: str,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    place: RankPlace,
+    scales: Mapping[str, Scales] | None = None,
+    facts: Mapping[str, LayerFacts] | None = None,
+) -> EngineLayout:
+    """The layout of `engine` with this one rank. `kv_caches`: the tensors that vLLM registers, by layer.
+
+    `scales` and `facts` replace what would be read from vLLM's layers. Raises LayoutError.
+    """
+    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(scales or {}), dict(facts or {}))
+    groups = []
+    for index, group in enumerate(kv_cache_config.transfer_groups):
+        group_spec = group.kv_cache_spec
+        if type(group_spec).__name__ in WITHOUT_PAGES:
+            continue
+        specs = getattr(group_spec, "kv_cache_specs", None)
+        layers = {name: specs.get(name) if specs is not None else group_spec for name in group.layer_names}
+        groups.append(described.add_group(f"g{index}", group_spec, layers, kv_caches))
+    return EngineLayout(engine, tuple(described.fields.values()), tuple(groups), (described.rank(),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer with what is needed to make its fields."""
+
+    name: str
+    group: str
+    kind: Kind
+    found: Found
+    place: Place
+    view: LayerView
+    optional: bool
+    block_tokens: int
+
+
+class _Rank:
+    """A rank that is being described."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        num_pages: int,
+        place: RankPlace,
+        scales: dict[str, Scales],
+        facts: dict[str, LayerFacts],
+    ) -> None:
+        self.fields: dict[str, Field] = {}
+        self._vllm_config, self._num_pages, self._place = vllm_config, num_pages, place
+        self._scales, self._facts = scales, facts
+        self._regions: dict[int, Region] = {}
+        self._shards: list[Shard] = []
+        self._views: list[LayerView] = []
+
+    def add_group(self, name: str, spec: Any, layers: Mapping[str, Any], kv_caches: Mapping[str, Any]) -> Group:
+        """Describe the layers of one group; `spec` is the group's own, which may wrap the layers'."""
+        added: list[tuple[_Layer, Any]] = []
+        for layer, own in layers.items():
+            facts = self._layer_facts(layer, own if own is not None else spec)
+            if facts.shares_with is not None:
+                continue
+            if own is None:
+                raise LayoutError(f"layer '{layer}' is in group '{name}', which has no specification for it")
+            if type(own).__name__ in REFUSED:
+                raise LayoutError(
+                    f"layer '{layer}' ({type(own).__name__}): {REFUSED[type(own).__name__]}; it cannot be moved"
+                )
+            if layer not in kv_caches:
+                raise LayoutError(f"layer '{layer}' of group '{name}' has no registered cache among {len(kv_caches)}")
+            added.append((self._describe(layer, name, own, facts, kv_caches[layer]), own))
+        for described, _ in added:
+            self._add_fields(described)
+        return self._group(name, spec, added)
+
+    def rank(self) -> Rank:
+        """The finished rank."""
+        return Rank(
+            self._place.rank,
+            self._place.labels,
+            tuple(self._regions.values()),
+            slabs(POOL, self._views),
+            tuple(self._shards),
+        )
+
+    def _layer_facts(self, layer: str, spec: Any) -> LayerFacts:
+        facts = self._facts.get(layer)
+        if facts is None:
+            facts = read_layer(self._vllm_config, layer, spec, self._place.tp_size)
+        return replace(facts, scales=self._scales[layer]) if layer in self._scales else facts
+
+    def _describe(self, name: str, group: str, spec: Any, facts: LayerFacts, tensor: Any) -> _Layer:
+        view = layer_view(name, tensor, self._region(tensor), self._num_pages)
+        optional = is_draft(name, num_target_layers(self._vllm_config), facts.is_draft)
+        place = self._layer_place(spec, optional)
+        tokens = int(spec.block_size)
+        found = self._find(name, spec, facts, place, optional)
+        kind = found.kind if found.kind is not None else self._opaque(spec, facts, place, view, found.reason)
+        return _Layer(name, group, kind, found, found.place or place, view, optional, tokens)
+
+    def _layer_place(self, spec: Any, is_draft_layer: bool) -> Place:
+        if getattr(spec, "max_tp_shards", None) == 1 and not spec.dcp_sharded:
+            return Place(self._place.tp_rank, self._place.tp_size)
+        if is_draft_layer and not spec.dcp_sharded:
+            return draft_place(self._vllm_config, self._place)
+        if is_draft_layer and self._place.dcp_size == 1:
+            return draft_place(self._vllm_config, self._place)
+        return self._place.sharing_sequence() if spec.dcp_sharded else self._place.whole_sequence()
+
+    def _find(self, name: str, spec: Any, facts: LayerFacts, place: Place, is_draft_layer: bool) -> Found:
+        """The kind of the layer, by the type of its specification."""
+        from vllm.v1.kv_cache_interface import (
+            AttentionSpec,
+            CircularBufferSpec,
+            HiddenStateCacheSpec,
+            MambaSpec,
+            MLAAttentionSpec,
+            SlidingWindowMLASpec,
+        )
+
+        if isinstance(spec, MambaSpec):
+            from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+            return state_kind(name, spec, facts, place, is_conv_state_dim_first())
+        if isinstance(spec, CircularBufferSpec):
+            return ring_kind(spec, facts)
+        if isinstance(spec, HiddenStateCacheSpec) or not isinstance(spec, AttentionSpec):
+            return Found(None, reason=type(spec).__name__)
+        if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+            return latent_kind(spec, facts)
+        parts = place.tp_size // place.dcp_size
+        window = getattr(spec, "sliding_window", None) is not None
+        configured = configured_heads(self._vllm_config, name, is_window=window, is_draft=is_draft_layer)
+        return attention_kind(spec, facts, total_kv_heads(name, spec.num_kv_heads, parts, configured))
+
+    def _opaque(self, spec: Any, facts: LayerFacts, place: Place, view: LayerView, reason: str) -> Kind:
+        """The page as bytes, with a tag of everything that could give them another meaning."""
+        dcp = f"/dcp={place.dcp_size}x{place.interleave}" if place.dcp_size > 1 else ""
+        tag = (
+            f"{facts.backend}/{facts.platform}/{facts.cache_dtype or 'auto'}/{_dtypes(spec)}/{type(spec).__name__}/"
+            f"{view.order}/{view.block_states}x{view.cell_bytes}{dcp}/{reason}"
+        )
+        if _tokens_per_page(spec, 1) is None or type(spec).__name__ == "CircularBufferSpec":
+            return OpaqueState(view.page_bytes, tag)
+        return Opaque(view.page_bytes, int(spec.block_size) * place.dcp_size, tag)
+
+    def _add_fields(self, layer: _Layer) -> None:
+        if isinstance(layer.kind, Opaque | OpaqueState):
+            view = layer.view.opaque_view("page")
+            pieces = layer.kind.pieces(layer.name, layer.place, layer.found.style, {"page": view})
+        else:
+            pieces = _exact_pieces(layer)
+        self._views.append(layer.view)
+        for piece in pieces:
+            self.fields[piece.field.name] = replace(piece.field, optional=layer.optional)
+            geometry = Geometry(layer.group, layer.view.page_step, piece.axes)
+            offset = layer.view.offset_bytes + piece.offset_bytes
+            self._shards.append(Shard(piece.field.name, layer.view.region, offset, geometry))
+
+    def _group(self, name: str, spec: Any, added: list[tuple[_Layer, Any]]) -> Group:
+        """What the group's pages span; a stage without layers of it says what the specification says."""
+        dcp = self._place.dcp_size if spec.dcp_sharded else 1
+        spans: set[int | None] = {_tokens_per_page(own, dcp) for _, own in added} or {_tokens_per_page(spec, dcp)}
+        if any(isinstance(layer.kind, OpaqueState) for layer, _ in added):
+            spans = {None}
+        if len(spans) != 1:
+            raise LayoutError(f"group '{name}': its layers span {sorted(map(str, spans))} tokens per page")
+        windows = {window_tokens(own) for _, own in added} or {window_tokens(spec)}
+        window = None if None in windows else max(window for window in windows if window is not None)
+        return Group(name, POOL, self._num_pages, spans.pop(), NULL_PAGE, window)
+
+    def _region(self, tensor: Any) -> str:
+        storage = tensor.untyped_storage()
+        address = int(storage.data_ptr())
+        if address not in self._regions:
+            name = f"kv{len(self._regions) or ''}"
+            self._regions[address] = Region(name, address, int(storage.nbytes()), str(tensor.device))
+        return self._regions[address].name
+
+
+def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
+    """The fields of a layer of known inside, after comparing its page with the view's."""
+    shapes = layer.kind.tensors(layer.place, layer.found.style, layer.block_tokens)
+    view = layer.view
+    expected = [(shape.slots, shape.states, shape.cell_bytes) for shape in shapes]
+    if expected != [(view.slots, view.states, view.cell_bytes)]:
+        raise LayoutError(
+            f"layer '{layer.name}': rank {layer.place.tp_rank} of {layer.place.tp_size} should hold pages of (head slots, "
+            f"states, cell bytes) {expected[0]}, but its cache has {(view.slots, view.states, view.cell_bytes)}; the model's "
+            f"config and the engine's cache contradict one another ({layer.kind})"
+        )
+    return layer.kind.pieces(layer.name, layer.place, layer.found.style, {shapes[0].name: view.page_view(shapes[0])})
+
+
+def _tokens_per_page(spec: Any, dcp_size: int) -> int | None:
+    """Tokens of a page over all ranks; None for a state. A ring's page spans its capacity."""
+    return None if type(spec).__name__ == "MambaSpec" else int(spec.block_size) * dcp_size
+
+
+def _dtypes(spec: Any) -> str:
+    dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "none"),)
+    return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,167 @@
+"""What does the inside of a page look like, for each attention backend, cache dtype and instruction set of vLLM 0.32.0?
+
+An engine's view says (pages, head slots, states, cell); backends fill it differently. This table is all that is known; what is
+not in it is opaque, so that whole equal pages may be moved and anything else is refused. Data only: nothing here asks vLLM.
+
+| interior | slots x cell | where a value lies |
+|---|---|---|
+| `cell`, `slots`, `planes-kt`, `tiles` | | as in `kinds.attention` |
+| `scaled-cell` | heads x (K, its scale, V, its scale) | a token's values and their scale side by side, in bytes |
+| `rows` | 1 x channels | one vector per state |
+| `packed-rows` | 1 x bytes | one packed vector per state, its scales among it |
+| `scaled-rows` | 1 x bytes | all vectors of a kernel block, then all their scales |
+| `ring` | 1 x channels | one vector per entry; token t lies in entry t mod capacity |
+
+The *platform* of an entry is an instruction set on CPU (`vec`, `vec16`, `amx`, or `cpu` where it does not matter), else `cuda`,
+`rocm` or `xpu`. A fact holds only for a page that is packed as the specification says without the backend's own packing
+(`head slots`, `cell bytes`), except where `packing` names it: ROCm's `FLASH_ATTN` shuffles pages exactly when it repacks them.
+
+How each was checked: `tests/vllm/` writes labelled values through vLLM's own code and looks where they land. Entries of
+GPU backends follow the indexing of their Python code; the kernels below it were read, not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PLAIN = ("auto", "float16", "bfloat16", "float32")
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+GPUS = ("cuda", "rocm", "xpu")
+DENSE_LATENT = ("TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "TOKENSPEED_MLA")
+SPARSE_LATENT = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM90", "FLASH_ATTN_MLA_SPARSE")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Backends that fill a page alike. `packing`: whether the backend repacks the page (its own slots or cell bytes)."""
+
+    backends: tuple[str, ...]
+    cache_dtypes: tuple[str, ...]
+    platforms: tuple[str, ...]
+    interior: str
+    source: str
+    packing: bool = False
+
+
+FACTS: tuple[Fact, ...] = (
+    # K and V of one head and token side by side: kv_cache.transpose(1, 2).split(head_size, dim=-1).
+    Fact(("FLASH_ATTN",), (*PLAIN, *FP8), ("cuda", "xpu"), "cell", "v1/attention/backends/flash_attn.py:1252"),
+    Fact(("FLASH_ATTN",), (*PLAIN, *FP8), ("rocm",), "cell", "v1/attention/backends/rocm_aiter_fa.py:1519"),
+    Fact(("FLASH_ATTN_DIFFKV",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/flash_attn_diffkv.py:193"),
+    Fact(("TRITON_ATTN",), (*PLAIN, *FP8), GPUS, "cell", "v1/attention/backends/triton_attn.py:625"),
+    Fact(("TRITON_ATTN_DIFFKV",), (*PLAIN, *FP8), GPUS, "cell", "v1/attention/backends/triton_attn_diffkv.py:193"),
+    Fact(("FLASHINFER",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/flashinfer.py:2168"),
+    Fact(("FLEX_ATTENTION",), PLAIN, GPUS, "cell", "v1/attention/backends/flex_attention.py:1348"),
+    Fact(("HPC_ATTN",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/hpc_attn.py:443"),
+    Fact(
+        ("TRITON_FLASH_ATTN", "TRITON_FLASHINFER"),
+        (*PLAIN, *FP8),
+        ("cuda",),
+        "cell",
+        "v1/attention/backends/composite.py:495",
+    ),
+    # [K | fp32 scale | V | fp32 scale] in one cell.
+    Fact(
+        ("TRITON_ATTN",),
+        ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"),
+        GPUS,
+        "scaled-cell",
+        "v1/attention/backends/triton_attn.py:284,390",
+        packing=True,
+    ),
+    # Slot 0 is K, slot 1 is V, each with all heads of a token.
+    Fact(("B12X",), (*PLAIN, *FP8), ("cuda",), "slots", "v1/attention/backends/b12x.py:152,886", packing=True),
+    # cpu_attn.py:415 makes planes; the order inside them is the operator's, found by labelled writes.
+    Fact(("CPU_ATTN",), (*PLAIN, *FP8), ("vec", "vec16"), "planes-kt", "v1/attention/backends/cpu_attn.py:415"),
+    Fact(("CPU_ATTN",), (*PLAIN, *FP8), ("amx",), "tiles", "v1/attention/backends/cpu_attn.py:415"),
+    # One latent vector per token: concat_and_cache_mla.
+    Fact(
+        (*DENSE_LATENT, *SPARSE_LATENT),
+        (*PLAIN, *FP8),
+        ("cuda",),
+        "rows",
+        "v1/attention/backend.py:1103",
+    ),
+    Fact(("CPU_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/cpu_mla.py:209"),
+    Fact(("AMX_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/amx_mla.py:320"),
+    Fact(
+        ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"),
+        ("fp8_ds_mla", "nvfp4_ds_mla"),
+        ("cuda",),
+        "packed-rows",
+        "v1/attention/backends/mla/flashmla_sparse.py:80, model_executor/layers/attention/mla_attention.py:1365",
+        packing=True,
+    ),
+    # Values of a kernel block, then its scales. ROCm shuffles the values in tiles.
+    Fact(
+        ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"),
+        ("",),
+        ("cuda",),
+        "scaled-rows",
+        "models/deepseek_v32/common/kernels.py:110",
+    ),
+    Fact(
+        ("FLASHMLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"),
+        ("fp8_ds_mla",),
+        ("cuda",),
+        "scaled-rows",
+        "models/deepseek_v4/common/ops/fused_compress_quant_cache.py:190, cache_utils.py:64",
+        packing=True,
+    ),
+    Fact(
+        ("FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"),
+        (*PLAIN, *FP8),
+        ("cuda",),
+        "rows",
+        "models/deepseek_v4/attention.py:856, v1/attention/backends/mla/sparse_swa.py:116",
+    ),
+    Fact(("CompressorBackend",), ("",), ("cuda",), "rows", "models/deepseek_v4/common/ops/save_partial_states.py"),
+    Fact(("CompressorBackend",), ("",), ("cuda",), "ring", "models/deepseek_v41/compressor.py:77"),
+)
+
+# Packed rows of latent caches: bytes of the values, bytes of the scales behind them (0: among them).
+PACKED_ROW_BYTES: Mapping[str, int] = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+V4_ROW_BYTES = (576, 8)
+# Cell bytes of an indexer -> values, scales, what they are.
+INDEXER_ROWS: Mapping[int, tuple[int, int, str]] = {
+    132: (128, 4, "fp8_e4m3/scale-per-token"),
+    68: (64, 4, "mxfp4/scale-per-32"),
+}
+
+STATES: Mapping[str, tuple[str, str]] = {
+    "MambaMixer": ("mamba1", "model_executor/layers/mamba/mamba_mixer.py:418"),
+    "MambaMixer2": ("mamba2", "model_executor/layers/mamba/mamba_mixer2.py:1124"),
+    "ShortConv": ("short-conv", "model_executor/layers/mamba/short_conv.py:351"),
+    "LinearAttention": ("linear", "model_executor/layers/mamba/linear/base.py:63"),
+    "QwenGatedDeltaNetAttention": ("gated-delta", "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py:455"),
+    "OlmoHybridGatedDeltaNetAttention": ("gated-delta", "model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py:55"),
+    "KimiGatedDeltaNetAttention": ("kimi-delta", "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py:166"),
+    "KimiK3DeltaAttention": ("kimi-delta", "models/kimi_k3/nvidia/kda.py:564"),
+    "Glm5NextLinearAttention": ("kimi-delta", "models/glm5next/common/kda.py:189"),
+    "BailingMoeV3KimiDeltaAttention": ("kimi-delta", "model_executor/models/bailing_moe_v3.py:627"),
+}
+"""Class of a state layer, or of one it derives from -> the form of its state, and where that is read from."""
+
+
+def interior(backend: str, cache_dtype: str, platform: str, *, packing: bool, ring: bool = False) -> str | None:
+    """How the backend fills a page; None where nothing is known.
+
+    `packing`: whether the specification has slots or cell bytes of the backend's own. `cache_dtype` is empty for caches that
+    do not follow the engine's choice.
+    """
+    for fact in FACTS:
+        if (
+            backend in fact.backends
+            and cache_dtype in fact.cache_dtypes
+            and platform in fact.platforms
+            and packing == fact.packing
+            and ring == (fact.interior == "ring")
+        ):
+            return fact.interior
+    return None
+
+
+def state_form(class_names: tuple[str, ...]) -> str | None:
+    """The form of a state layer's state, from its class and those it derives from; None where nothing is known."""
+    return next((STATES[name][0] for name in class_names if name in STATES), None)

@@ -1,0 +1,101 @@
+"""What does each block list of vLLM's scheduler mean?
+
+vLLM gives one list of block ids per cache group, by position in the sequence; blocks that a group does not have are the null
+block, id 0. What matters of each list:
+
+| group | pages | first page |
+|---|---|---|
+| attention | from the first that is not null | how many null blocks stood before it |
+| state, cache mode `none` | entry 0: the running state | 0 |
+| state, cache mode `align` | entry cdiv(tokens, block size) - 1; checkpoints before and scratch behind stay | 0 |
+| ring | its one page | 0 |
+
+Groups are named `g0`, `g1`, ... as `vllm.describe` names them: by their place among the groups that are transferred.
+Source of the rules: vLLM 0.32.0, `v1/core/single_type_kv_cache_manager.py`, `v1/worker/mamba_utils.py:1459`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+NULL_BLOCK = 0
+Reach = tuple[int | None, int | None]
+"""Window and chunk of a group's layers, in tokens; both None: they look at everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One transferred group. `index`: its place among all groups of the scheduler. `page_tokens` None: one page per request.
+
+    `window_tokens`: how far the next token looks back, itself included, None for all; `extra_tokens`: how many more the group
+    keeps. `chunk_tokens`: the next token looks at those of its chunk.
+    """
+
+    name: str
+    index: int
+    page_tokens: int | None
+    is_state: bool
+    is_aligned_state: bool
+    block_tokens: int
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    extra_tokens: int = 0
+
+    @property
+    def reach(self) -> Reach:
+        """What identifies the group's layers on another engine: how far they look back."""
+        return self.window_tokens, self.chunk_tokens
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token that the next one after `num_tokens` tokens still looks at, or that is kept for it."""
+        if self.chunk_tokens is not None:
+            return num_tokens // self.chunk_tokens * self.chunk_tokens
+        if self.window_tokens is None:
+            return 0
+        return max(0, num_tokens - self.window_tokens + 1 - self.extra_tokens)
+
+    def pages(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """(first page, page ids) of what a request of `num_tokens` tokens has."""
+        if self.page_tokens is None:
+            entry = -(-num_tokens // self.block_tokens) - 1 if self.is_aligned_state else 0
+            found = block_ids[entry] if 0 <= entry < len(block_ids) else NULL_BLOCK
+            return 0, (found,) if found != NULL_BLOCK else ()
+        first = next((i for i, block in enumerate(block_ids) if block != NULL_BLOCK), len(block_ids))
+        return first, tuple(block_ids[first:])
+
+
+def read_groups(kv_cache_config: Any, dcp_size: int) -> tuple[CacheGroup, ...]:
+    """The transferred groups of an engine."""
+    ids = kv_cache_config.transfer_group_ids
+    return tuple(
+        _read_group(f"g{number}", index, kv_cache_config.kv_cache_groups[index].kv_cache_spec, dcp_size)
+        for number, index in enumerate(ids)
+    )
+
+
+def _read_group(name: str, index: int, spec: Any, dcp_size: int) -> CacheGroup:
+    inner = next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    block_tokens = int(spec.block_size)
+    if isinstance(inner, MambaSpec):
+        aligned = inner.mamba_cache_mode == "align"
+        return CacheGroup(name, index, None, True, aligned, block_tokens)
+    if isinstance(inner, CircularBufferSpec):
+        return CacheGroup(name, index, None, False, False, block_tokens)
+    window = chunk = None
+    extra = 0
+    if isinstance(inner, SlidingWindowSpec):
+        window, extra = int(inner.sliding_window), int(inner.extra_retained_tokens)
+    elif isinstance(inner, ChunkedLocalAttentionSpec):
+        chunk = int(inner.attention_chunk_size)
+    page_tokens = block_tokens * (dcp_size if getattr(inner, "dcp_sharded", True) else 1)
+    return CacheGroup(name, index, page_tokens, False, False, block_tokens, window, chunk, extra)

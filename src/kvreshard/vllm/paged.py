@@ -1,0 +1,150 @@
+"""Which kind of cache is a layer that keeps pages of tokens, by its specification and the facts about its backend?
+
+| specification (vLLM 0.32 `v1/kv_cache_interface.py`) | kind |
+|---|---|
+| full, window, chunked, R-SWA | `Attention`, as the backend fills its pages |
+| MLA, window MLA | `Latent`, or `ScaledRows` where scales lie behind the values |
+| ring (`CircularBufferSpec`) | `Ring` |
+
+`Found.kind` is None where the inside is not known, with the reason. The encoding tells caches apart that hold other bytes for
+the same values: dtype, quantisation, and the values of scales that lie outside of the page. The same field must not get
+another tag on another engine for a difference that does not change bytes: backends and layouts are in no tag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvreshard.kinds import Attention, Kind, Latent, Place, Ring, ScaledRows, Style
+from kvreshard.kinds.page import DTYPE_BYTES
+from kvreshard.vllm.facts import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, V4_ROW_BYTES, interior
+from kvreshard.vllm.layer_facts import LayerFacts
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A kind with the style and place that its pages have, or the reason why there is none."""
+
+    kind: Kind | None
+    style: Style = Style()  # noqa: RUF009 (frozen)
+    place: Place | None = None
+    reason: str = ""
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype as kinds write it.
+
+    >>> dtype_name("torch.bfloat16")
+    'bfloat16'
+    """
+    name = str(dtype).removeprefix("torch.")
+    return {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "int8": "uint8"}.get(name, name)
+
+
+def is_packed(spec: Any) -> bool:
+    """Whether the backend has put slots or cell bytes of its own into the specification."""
+    return spec.num_head_slots is not None or spec.state_content_bytes is not None
+
+
+def attention_kind(spec: Any, facts: LayerFacts, num_kv_heads: int) -> Found:
+    """Keys and values. `num_kv_heads`: of the whole model."""
+    filled = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec))
+    if filled is None:
+        return Found(None, reason="interior unknown")
+    if spec.tokens_per_state != 1:
+        return Found(None, reason=f"{spec.tokens_per_state} tokens per state")
+    if filled == "scaled-cell":
+        return Found(_scaled(spec, facts, num_kv_heads), Style("cell"))
+    if filled not in ("cell", "slots", "planes-kt", "tiles"):
+        return Found(None, reason=f"interior {filled} is not for keys and values")
+    dtype, quantisation = element(spec, facts)
+    if dtype not in DTYPE_BYTES:
+        return Found(None, reason=f"dtype {dtype}")
+    kind = Attention(num_kv_heads, spec.head_size, dtype, spec.head_size_v, quantisation=quantisation)
+    return Found(kind, Style(filled))
+
+
+def _scaled(spec: Any, facts: LayerFacts, num_kv_heads: int) -> Attention:
+    """Values with their scale behind them, in bytes: int4 packs two values in a byte."""
+    packed = 2 if facts.cache_dtype.startswith("int4") else 1
+    k, v = spec.head_size // packed + SCALE_BYTES, spec.head_size_v // packed + SCALE_BYTES
+    quantisation = facts.cache_dtype + (f"/{facts.fp8_format}" if facts.cache_dtype.startswith("fp8") else "")
+    return Attention(num_kv_heads, k, "uint8", v, quantisation=quantisation)
+
+
+def element(spec: Any, facts: LayerFacts) -> tuple[str, str]:
+    """Dtype and quantisation of single values. fp8 caches are typed as bytes; their scales are the layer's own."""
+    if facts.cache_dtype not in FP8:
+        return dtype_name(spec.dtype), ""
+    dtype = "fp8_e5m2" if facts.cache_dtype == "fp8_e5m2" else "fp8_e4m3"
+    fnuz = "fnuz/" if facts.fp8_format.endswith("fnuz") else ""
+    if facts.scales is None:
+        return dtype, f"{fnuz}scale-per-tensor"
+    k, v = (format(scale, ".9g") for scale in facts.scales)
+    return dtype, f"{fnuz}scale-per-tensor(k={k},v={v})"
+
+
+def latent_kind(spec: Any, facts: LayerFacts) -> Found:
+    """One vector per state, whole on every rank. Which vector it is, the name of the field says: see `latent_name`."""
+    filled = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec))
+    if filled is None or not isinstance(spec.tokens_per_state, int) or spec.tokens_per_state < 1:
+        return Found(None, reason="interior unknown")
+    name = latent_name(facts.backend)
+    if filled == "rows":
+        dtype, quantisation = element(spec, facts)
+        if dtype not in DTYPE_BYTES:
+            return Found(None, reason=f"dtype {dtype}")
+        return Found(Latent(spec.head_size, dtype, quantisation, None, spec.tokens_per_state, name=name))
+    if filled == "packed-rows":
+        row_bytes = PACKED_ROW_BYTES[facts.cache_dtype]
+        return Found(Latent(spec.head_size, "uint8", facts.cache_dtype, row_bytes, spec.tokens_per_state))
+    if filled == "scaled-rows":
+        return _scaled_rows(spec, facts)
+    return Found(None, reason=f"interior {filled} is not for latent vectors")
+
+
+def latent_name(backend: str) -> str:
+    """DeepSeek-V4's compressor keeps values and scores that are not compressed yet."""
+    return "partial" if backend == "CompressorBackend" else "latent"
+
+
+def _scaled_rows(spec: Any, facts: LayerFacts) -> Found:
+    """Kernel blocks are as the view has them; without any, the whole page is one."""
+    if facts.cache_dtype in PACKED_ROW_BYTES:
+        row, scale = V4_ROW_BYTES
+        return Found(ScaledRows(row, scale, facts.cache_dtype, "latent", "latent_scale", spec.tokens_per_state))
+    rows = INDEXER_ROWS.get(spec.state_content_size_bytes) if dtype_name(spec.dtype) == "uint8" else None
+    if rows is None:
+        return Found(None, reason=f"indexer cells of {spec.state_content_size_bytes} bytes of {dtype_name(spec.dtype)}")
+    row, scale, quantisation = rows
+    return Found(ScaledRows(row, scale, quantisation, tokens_per_state=spec.tokens_per_state))
+
+
+def ring_kind(spec: Any, facts: LayerFacts) -> Found:
+    """The last tokens, overwritten in turn; an engine with speculation has a longer ring."""
+    known = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec), ring=True)
+    if (
+        known is None
+        or dtype_name(spec.dtype) not in DTYPE_BYTES
+        or spec.num_kv_heads != 1
+        or spec.tokens_per_state != 1
+    ):
+        return Found(None, reason="interior unknown")
+    return Found(Ring(spec.block_size, spec.head_size + spec.head_size_v, dtype_name(spec.dtype), "partial"))
+
+
+def window_tokens(spec: Any) -> int | None:
+    """Tokens that a request's pages still hold before its position; None for all.
+
+    vLLM keeps one token less than the window, since the next token is in it too, and what multi-module speculation needs
+    (`single_type_kv_cache_manager.py:1169`). A chunk keeps at most its tokens (`:1410`).
+    """
+    window = getattr(spec, "sliding_window", None)
+    if window is not None and hasattr(spec, "extra_retained_tokens"):
+        return max(1, int(window) - 1 + int(spec.extra_retained_tokens))
+    if hasattr(spec, "attention_chunk_size") and not hasattr(spec, "sliding_window"):
+        return int(spec.attention_chunk_size)
+    return None

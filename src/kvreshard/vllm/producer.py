@@ -1,0 +1,110 @@
+"""The prefill side in vLLM's scheduler: which requests get a lease, and what does the router get back?
+
+1. A request with `do_remote_decode` arrives: its last tokens are dropped that the decode side must compute itself.
+2. It is scheduled for the first time: it gets a lease slot, and every rank writes its word.
+3. It finishes: its blocks stay, every rank keeps the lease, and the router gets `kv_transfer_params`.
+4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
+
+A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvreshard.session.handshake import Address
+from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
+from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
+from kvreshard.vllm.prompt import digest_prompt
+from kvreshard.vllm.requests import read_prompt
+from kvreshard.vllm.slots import Slots
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+TRUNCATED = "_p_side_truncated"
+
+
+class Producer:
+    """`num_backoff_tokens`: trailing tokens that the decode side must compute (see `requests.count_backoff`)."""
+
+    def __init__(
+        self,
+        engine: str,
+        incarnation: str,
+        groups: Sequence[CacheGroup],
+        sizes: dict[str, int],
+        num_backoff_tokens: int,
+        lease_s: float,
+        num_slots: int,
+    ) -> None:
+        self._engine, self._incarnation, self._groups, self._sizes = engine, incarnation, tuple(groups), sizes
+        self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
+        self._slots = Slots(num_slots)
+        self.address: Address | None = None
+
+    def arrive(self, request: Request) -> None:
+        """Drop the trailing tokens, once: a preempted request arrives in the scheduler again."""
+        backoff, params = self._num_backoff_tokens, request.kv_transfer_params
+        if (
+            not backoff
+            or params is None
+            or params.get(TRUNCATED)
+            or request.num_prompt_tokens <= backoff
+            or request.get_skip_reading_prefix_cache()  # the decode side recomputes such a prompt anyway
+            or request.prompt_token_ids is None
+        ):
+            return
+        del request.prompt_token_ids[-backoff:]
+        del request._all_token_ids[-backoff:]
+        request.num_prompt_tokens -= backoff
+        request.max_tokens = 1
+        params[TRUNCATED] = True
+
+    def schedule(self, request: Request) -> Iterator[Order]:
+        """The request has got blocks: write its word, unless it has one."""
+        if self._slots.find(request.request_id) is None:
+            grant = self._slots.take(request.request_id)
+            if grant is None:
+                logger.warning("no lease slot is free: request %s will not be offered", request.request_id)
+            else:
+                yield grant
+
+    def finish(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[dict[str, Any] | None, Order | None]:
+        """(parameters for the router, order), or (None, ...) if the blocks can be freed at once."""
+        grant = self._slots.find(request.request_id)
+        if grant is None:
+            return None, None
+        good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not good or self.address is None or request.num_computed_tokens < 1:
+            self._slots.give(request.request_id)
+            return None, Revoke(request.request_id)
+        num_tokens = request.num_computed_tokens
+        pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
+        prefill = RemotePrefill(
+            RemoteEngine(self._engine, self._incarnation, self.address),
+            RemoteLease(request.request_id, grant.slot, grant.word),
+            num_tokens,
+            tuple(
+                GroupParams(
+                    group.name, first, group.page_tokens, group.is_state, group.window_tokens, group.chunk_tokens
+                )
+                for group, (first, _) in zip(self._groups, pages, strict=True)
+            ),
+            tuple(ids for _, ids in pages),
+            digest_prompt(read_prompt(request), num_tokens),
+        )
+        return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
+
+    def freed(self, request_id: str) -> None:
+        """Every rank has ended the lease."""
+        self._slots.give(request_id)

@@ -1,0 +1,86 @@
+"""Where in vLLM's grid of ranks is the one that describes itself, and which part of a cache does it hold?
+
+The rank number is `pp_rank * tp_size + tp_rank` (vLLM 0.32 orders ranks DP x PP x PCP x TP, `parallel_state.py:2217`). Each
+data-parallel rank is an engine of its own.
+
+| parallelism | what it does to caches |
+|---|---|
+| decode context (DCP) | `dcp_size` consecutive TP ranks share the sequence of caches that are `dcp_sharded` |
+| prefill context (PCP) without DCP | replicas: `pcp_rank` 0 describes, the others hold the same |
+| PCP with DCP | refused: sequence shards then cross the tensor-parallel groups |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvreshard.kinds import Place
+from kvreshard.model import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """One rank. `interleave`: consecutive tokens that DCP gives to each rank in turn."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dcp_size: int = 1
+    interleave: int = 1
+    pcp_rank: int = 0
+    pcp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pp_rank < self.pp_size or not 0 <= self.pcp_rank < self.pcp_size:
+            raise LayoutError(
+                f"pipeline rank {self.pp_rank} of {self.pp_size}, prefill context rank {self.pcp_rank} of {self.pcp_size}: "
+                "a rank must be below its size"
+            )
+        if self.pcp_size > 1 and self.dcp_size > 1:
+            raise LayoutError(
+                f"prefill context parallel size {self.pcp_size} with decode context parallel size {self.dcp_size} is not "
+                "described; set one of them to 1"
+            )
+        if self.pcp_rank:
+            raise LayoutError(
+                f"prefill context rank {self.pcp_rank} of {self.pcp_size} holds a replica; only rank 0 describes itself"
+            )
+        self.sharing_sequence()
+
+    @property
+    def rank(self) -> int:
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def labels(self) -> tuple[tuple[str, int], ...]:
+        """The place for people."""
+        dcp = (("dcp", self.tp_rank % self.dcp_size),) if self.dcp_size > 1 else ()
+        return (("pp", self.pp_rank), ("tp", self.tp_rank), *dcp)
+
+    def sharing_sequence(self) -> Place:
+        """The place of caches that DCP shards."""
+        return Place(self.tp_rank, self.tp_size, self.dcp_size, self.interleave)
+
+    def whole_sequence(self) -> Place:
+        """The place of caches that keep the whole sequence on each rank."""
+        return Place(self.tp_rank, self.tp_size)
+
+
+def read_place(vllm_config: Any) -> RankPlace:
+    """The place of the calling worker process."""
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+
+    parallel = vllm_config.parallel_config
+    pcp_size = int(parallel.prefill_context_parallel_size)
+    return RankPlace(
+        tp_rank=get_tp_group().rank_in_group,
+        tp_size=int(parallel.tensor_parallel_size),
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=int(parallel.pipeline_parallel_size),
+        dcp_size=int(parallel.decode_context_parallel_size),
+        interleave=int(parallel.cp_kv_cache_interleave_size),
+        pcp_rank=get_pcp_group().rank_in_group if pcp_size > 1 else 0,
+        pcp_size=pcp_size,
+    )

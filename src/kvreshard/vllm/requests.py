@@ -1,0 +1,40 @@
+"""What does this package need to know of a vLLM request?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvreshard.vllm.prompt import Prompt
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def read_prompt(request: Request) -> Prompt:
+    """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash, the adapter by its name.
+
+    A prompt given as embeddings has no token ids; vLLM puts zeros there, and the embeddings' bytes are an item at its start.
+    """
+    items = [(int(f.mm_position.offset), str(f.mm_hash or f.identifier)) for f in request.mm_features]
+    embeds = getattr(request, "prompt_embeds", None)
+    if embeds is not None:
+        items.append((0, hash_tensor(embeds)))
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    return Prompt(request.all_token_ids, tuple(items), adapter)
+
+
+def hash_tensor(tensor: Any) -> str:
+    """A digest of a tensor's bytes."""
+    import hashlib
+
+    import torch
+
+    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+
+
+def count_backoff(vllm_config: Any, has_state: bool) -> int:
+    """Trailing prompt tokens that the decode side computes itself: one for states, which are stepped and not recomputed; all
+    but one of the drafter's lookahead with multi-module MTP, whose cache would hold unverified drafts (vLLM 0.32.0,
+    `nixl/base_scheduler.py`, `_prefill_backoff`).
+    """
+    return max(int(has_state), int(vllm_config.num_prefill_lookahead_tokens) - 1)

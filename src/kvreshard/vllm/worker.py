@@ -1,0 +1,128 @@
+"""The side of the connector that every rank has: its memory, its NIXL agent and its session.
+
+When vLLM hands over the cache views, they are described, registered and put on this rank's card. After that the engine's
+thread only passes orders on and collects what has ended; everything else is the session's own thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from kvreshard.model import wire
+from kvreshard.session.card import RankCard, decode_card
+from kvreshard.session.endpoint import Endpoint
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.pull import Staging
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.nixl import NixlOptions, NixlTransport
+from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.options import Options
+from kvreshard.vllm.rank_place import read_place
+from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    """One per rank, in its worker process."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._engine, self._options = engine, options
+        self._endpoint: Endpoint | None = None
+        self._transport: NixlTransport | None = None
+        self._staging_memory: mmap.mmap | None = None
+        self._quarantined: set[str] = set()
+        self.card: tuple[bytes, RankCard] | None = None
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe and register the caches, start the session."""
+        place = read_place(self._vllm_config)
+        part = describe_rank(
+            engine=self._engine,
+            vllm_config=self._vllm_config,
+            kv_cache_config=self._kv_cache_config,
+            kv_caches=kv_caches,
+            place=place,
+        )
+        rank = part.ranks[0]
+        options = NixlOptions(backend=self._options.backend, backend_params=self._options.backend_params)
+        transport = NixlTransport(f"kvreshard-{self._engine[:40]}-{rank.rank}", options)
+        table, staging = LeaseTable(self._options.lease_slots), self._make_staging()
+        on_host = all(region.device == "cpu" for region in rank.regions)
+        endpoint = Endpoint(
+            rank.rank,
+            transport,
+            HostMemory(),
+            self._options.endpoint,
+            table=table,
+            staging=staging if on_host else None,
+        )
+        regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
+        regions += [table.region, *endpoint.regions]
+        if staging is not None:
+            regions.append(MemoryRegion(staging.address, staging.size_bytes))
+        transport.register(regions)
+        self._transport, self._endpoint = transport, endpoint
+        self.card = wire.encode(part), RankCard(rank.rank, transport.metadata(), table.region.address, len(table))
+        endpoint.start()
+        logger.info(
+            "kvreshard: rank %d has %d fields in %d groups, %d MiB of cache",
+            *(rank.rank, len(part.fields), len(part.groups), sum(r.size_bytes for r in rank.regions) >> 20),
+        )
+
+    def obey(self, metadata: ReshardMetadata) -> None:
+        """Pass this step's orders on."""
+        if self._endpoint is None:
+            return
+        if metadata.card is not None:
+            card = decode_card(metadata.card)
+            self._endpoint.introduce(card, card.decode_layout())
+        for order in metadata.orders:
+            self._endpoint.submit(order)
+
+    def collect(self) -> KVConnectorTransferResults:
+        """What has ended since the last step. A failed load is listed as received too, as vLLM wants it."""
+        if self._endpoint is None:
+            return KVConnectorTransferResults()
+        results = self._endpoint.collect()
+        for request, cause in results.freed.items():
+            if cause == "expired":
+                logger.warning("kvreshard: the lease of request %s ran out before it was read", request)
+        self._quarantined |= {request for request, failure in results.failed.items() if failure.is_quarantined}
+        return KVConnectorTransferResults(
+            finished_sending=set(results.freed),
+            finished_recving={*results.received, *results.failed},
+            failed_recving=set(results.failed),
+        )
+
+    def take_metadata(self) -> ReshardWorkerMetadata | None:
+        """What the scheduler must know beside the results."""
+        if not self._quarantined:
+            return None
+        metadata, self._quarantined = ReshardWorkerMetadata(self._quarantined), set()
+        return metadata
+
+    def close(self) -> None:
+        """End the session and the agent."""
+        if self._endpoint is not None:
+            self._endpoint.close()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _make_staging(self) -> Staging | None:
+        if not self._options.staging_bytes:
+            return None
+        self._staging_memory = mmap.mmap(-1, self._options.staging_bytes)
+        address = int(np.frombuffer(self._staging_memory, dtype=np.uint8).ctypes.data)
+        return Staging(address, self._options.staging_bytes)

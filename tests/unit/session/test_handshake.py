@@ -1,0 +1,180 @@
+"""Does the listener hand out its card, and live through everything else?"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+import zmq
+
+from kvreshard.model import KvReshardError, LayoutMismatch, WireError
+from kvreshard.session import handshake
+from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_card, encode_card, make_card
+from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener, fetch_card, tell_outcome
+from kvreshard.testing.small import engine
+
+LOCAL = Address("127.0.0.1", 0)
+
+
+def card(name: str = "prefill", **facts: str) -> EngineCard:
+    layout = engine(name, tp=2)
+    return make_card(layout, "life-1", facts, [RankCard(r.rank, b"meta", 4096, 512) for r in layout.ranks])
+
+
+@pytest.fixture
+def outcomes() -> list[Hello]:
+    return []
+
+
+@pytest.fixture
+def listener(outcomes: list[Hello]) -> Iterator[Listener]:
+    listener = Listener(LOCAL, card(model="m"), outcomes.append)
+    yield listener
+    listener.close()
+
+
+def say(address: Address, *frames: bytes, wait_ms: int = 2000) -> bytes | None:
+    """Send raw frames; the answer's last frame, None if there is none in time."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(str(address))
+        dealer.send_multipart(list(frames))
+        return dealer.recv_multipart()[-1] if dealer.poll(wait_ms) else None
+
+
+def test_the_card_arrives_whole(listener: Listener) -> None:
+    found = fetch_card(listener.address, "decode", 1, 5.0)
+    assert found == card(model="m")
+    assert found.decode_layout() == engine("prefill", tp=2)
+    assert found.rank_by_number[1].lease_slots == 512
+
+
+def test_an_outcome_arrives(listener: Listener, outcomes: list[Hello]) -> None:
+    tell_outcome(listener.address, "decode", 1, "x" * 5000, False, 5.0)
+    assert [(hello.engine, hello.rank, hello.is_good, len(hello.text)) for hello in outcomes] == [
+        ("decode", 1, False, handshake.MAX_TEXT)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("frames", "answer"),
+    [
+        ([b"", b""], "not a kvreshard hello"),
+        ([b"", b"\xff" * 100], "not a kvreshard hello"),
+        ([b"", b"\x91" * 10_000], "not a kvreshard hello"),
+        ([b"", msgspec.msgpack.encode(["get_meta_msg", 0, 7])], "not a kvreshard hello"),
+        (
+            [b"", msgspec.msgpack.encode({"form": "x" * 900, "version": 1, "ask": "card", "engine": "e", "rank": 0})],
+            "but 'x",
+        ),
+        ([b"a", b"b", b"c", b"d"], "not a kvreshard hello"),
+        (
+            [b"", msgspec.msgpack.encode(Hello(handshake.FORM, 9, "card", "e", 0))],
+            "hello of version 9; this side speaks version 1",
+        ),
+        ([b"", msgspec.msgpack.encode(Hello(handshake.FORM, 1, "card", "e" * 3000, 0))], "characters are not accepted"),
+    ],
+)
+def test_a_stranger_gets_one_line_and_the_next_one_the_card(
+    listener: Listener, frames: list[bytes], answer: str
+) -> None:
+    reply = say(listener.address, *frames)
+    assert reply is not None
+    assert answer in msgspec.msgpack.decode(reply, type=handshake.Answer).text
+    assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+
+
+def test_an_oversized_hello_is_dropped_and_the_next_one_served(listener: Listener) -> None:
+    assert say(listener.address, b"", b"x" * (handshake.MAX_HELLO_BYTES + 1), wait_ms=200) is None
+    assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+
+
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"]
+)
+def test_a_client_that_does_not_speak_zeromq_hurts_nobody(listener: Listener, noise: bytes) -> None:
+    with socket.create_connection((listener.address.host, listener.address.port)) as plain:
+        plain.sendall(noise)
+        assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+
+
+def test_a_listener_whose_owner_fails_lives(outcomes: list[Hello]) -> None:
+    def fail(hello: Hello) -> None:
+        raise RuntimeError(hello.text)
+
+    listener = Listener(LOCAL, card(), fail)
+    try:
+        with pytest.raises(HandshakeError, match=r"within 0.2 s"):
+            tell_outcome(listener.address, "decode", 0, "boom", True, 0.2)
+        assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+    finally:
+        listener.close()
+
+
+def test_nobody_there_is_said_with_address_and_remedy() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        with pytest.raises(HandshakeError, match=rf"tcp://127\.0\.0\.1:{port} within 0\.1 s; is it running"):
+            fetch_card(Address("127.0.0.1", port), "decode", 0, 0.1)
+
+
+def test_a_peer_that_speaks_something_else_is_named() -> None:
+    with zmq.Context() as context, context.socket(zmq.REP) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        import threading
+
+        def answer() -> None:
+            other.recv_multipart()
+            other.send(b"hello yourself")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(HandshakeError, match=r"not a card.*is the port that of a kvreshard engine"):
+            fetch_card(Address("127.0.0.1", port), "decode", 0, 5.0)
+        thread.join()
+
+
+def test_a_port_that_is_taken_is_said_with_the_remedy(listener: Listener) -> None:
+    with pytest.raises(KvReshardError, match=r"cannot listen for handshakes on tcp.*in use.*port of its own"):
+        Listener(listener.address, card())
+
+
+def test_cards_of_a_later_version_and_other_things_are_refused() -> None:
+    good = card()
+    with pytest.raises(WireError, match="card of version 7; this side reads versions 1 to 1"):
+        decode_card(encode_card(msgspec.structs.replace(good, version=7)))
+    with pytest.raises(WireError, match=r"'kvreshard\.layout', not a 'kvreshard\.card'"):
+        decode_card(encode_card(msgspec.structs.replace(good, form="kvreshard.layout")))
+    message = encode_card(good)
+    for length in range(0, len(message), 7):
+        with pytest.raises(WireError):
+            decode_card(message[:length])
+
+
+def test_a_rank_that_nobody_can_reach_is_refused() -> None:
+    layout = engine("prefill", tp=2)
+    with pytest.raises(WireError, match=r"ranks \[0, 1\] are described and \[0\] can be reached"):
+        make_card(layout, "x", {}, [RankCard(0, b"", 0, 0)])
+
+
+def test_facts_that_differ_are_named_with_both_values_and_may_be_allowed() -> None:
+    mine, theirs = card("decode", model="a", dtype="bf16", only_here="1"), card("prefill", model="b", dtype="fp8")
+    with pytest.raises(LayoutMismatch) as caught:
+        check_facts(mine, theirs)
+    for text in ("model is 'b' there and 'a' here", "dtype is 'fp8' there and 'bf16' here", "allow_mismatch"):
+        assert text in str(caught.value)
+    assert "only_here" not in str(caught.value)
+    check_facts(mine, theirs, allowed=("model", "dtype"))
+    check_facts(mine, replace_facts(theirs, mine))
+
+
+def replace_facts(card: EngineCard, other: EngineCard) -> EngineCard:
+    return msgspec.structs.replace(card, facts=dict(other.facts))
+
+
+def test_an_address_is_written_as_zeromq_wants_it() -> None:
+    assert (str(Address("::1", 5)), str(replace(LOCAL, port=7))) == ("tcp://[::1]:5", "tcp://127.0.0.1:7")

@@ -1,0 +1,116 @@
+"""When does a lease end, and is the word cleared before anyone hears of it?"""
+
+import pytest
+
+from kvreshard.model import KvReshardError
+from kvreshard.session.lease import FREE, LeaseBook, LeaseTable
+from kvreshard.session.notes import VERSION, Heartbeat, Report
+
+WORD = 0xFEED
+
+
+@pytest.fixture
+def table() -> LeaseTable:
+    return LeaseTable(512)
+
+
+@pytest.fixture
+def book(table: LeaseTable) -> LeaseBook:
+    book = LeaseBook(table)
+    book.grant("r", 3, WORD)
+    return book
+
+
+def report(
+    reporter: int, reporters: tuple[int, ...], consumer: str = "d/1", word: int = WORD, name: str = "r"
+) -> Report:
+    return Report(VERSION, consumer, name, word, reporter, reporters)
+
+
+def test_the_word_stands_from_grant_to_end(table: LeaseTable, book: LeaseBook) -> None:
+    assert table[3] == WORD
+    book.offer("r", 30.0, now_s=100.0)
+    book.report(report(0, (0, 1)))
+    assert (table[3], book.take_finished()) == (WORD, {})
+    book.report(report(1, (0, 1)))
+    assert (table[3], book.take_finished(), book.take_finished()) == (FREE, {"r": "reported"}, {})
+
+
+def test_reports_may_come_before_the_offer(table: LeaseTable, book: LeaseBook) -> None:
+    book.report(report(0, (0,)))
+    assert (table[3], book.take_finished()) == (WORD, {})
+    book.offer("r", 30.0, now_s=0.0)
+    assert (table[3], book.take_finished()) == (FREE, {"r": "reported"})
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        report(0, (0, 1)),  # a duplicate
+        report(2, (0, 1)),  # not one of its own reporters
+        report(1, (0, 1), word=WORD + 1),
+        report(1, (0, 1), name="other"),
+        report(1, (0, 1), consumer="d/2"),  # another engine's set
+    ],
+)
+def test_noise_changes_nothing(table: LeaseTable, book: LeaseBook, noise: Report) -> None:
+    book.offer("r", 30.0, now_s=0.0)
+    book.report(report(0, (0, 1)))
+    book.report(noise)
+    assert (table[3], book.take_finished()) == (WORD, {})
+
+
+def test_a_late_report_changes_nothing(book: LeaseBook) -> None:
+    book.offer("r", 1.0, now_s=0.0)
+    book.expire(1.0)
+    assert book.take_finished() == {"r": "expired"}
+    book.report(report(0, (0,)))
+    assert book.take_finished() == {}
+
+
+def test_a_retry_at_another_engine_needs_its_whole_set(book: LeaseBook) -> None:
+    book.offer("r", 30.0, now_s=0.0)
+    book.report(report(0, (0, 1), "first/1"))
+    book.report(report(1, (1, 2), "second/1"))
+    assert book.take_finished() == {}
+    book.report(report(2, (1, 2), "second/1"))
+    assert book.take_finished() == {"r": "reported"}
+
+
+def test_heartbeats_with_the_right_word_renew(table: LeaseTable, book: LeaseBook) -> None:
+    book.offer("r", 10.0, now_s=0.0)
+    book.renew(Heartbeat(VERSION, "d", (("r", WORD),)), 8.0)
+    book.expire(17.9)
+    assert book.take_finished() == {}
+    book.renew(Heartbeat(VERSION, "d", (("r", WORD + 1), ("x", WORD))), 17.9)
+    book.expire(18.0)
+    assert (table[3], book.take_finished()) == (FREE, {"r": "expired"})
+
+
+def test_what_was_granted_and_not_offered_never_expires_and_is_revoked_in_silence(
+    table: LeaseTable, book: LeaseBook
+) -> None:
+    book.renew(Heartbeat(VERSION, "d", (("r", WORD),)), 5.0)
+    book.expire(1e9)
+    assert (table[3], book.num_offered, len(book)) == (WORD, 0, 1)
+    book.revoke("r")
+    book.revoke("r")
+    assert (table[3], book.take_finished(), len(book)) == (FREE, {}, 0)
+    assert not book.offer("r", 1.0, 0.0)
+
+
+def test_a_consumer_that_invents_names_does_not_fill_memory(book: LeaseBook) -> None:
+    book.offer("r", 30.0, now_s=0.0)
+    for number in range(1000):
+        book.report(report(0, (0, 1), f"made-up/{number}"))
+    assert len(book._grants["r"].reported) <= 64
+
+
+@pytest.mark.parametrize(("slot", "word"), [(-1, 1), (512, 1), (0, 0), (0, 1 << 64)])
+def test_slots_and_words_out_of_range_are_refused(table: LeaseTable, slot: int, word: int) -> None:
+    with pytest.raises(KvReshardError, match=r"lease slot -?\d+ of 512 with word"):
+        LeaseBook(table).grant("r", slot, word)
+
+
+def test_the_table_lies_in_memory_that_can_be_registered(table: LeaseTable) -> None:
+    assert (table.region.size_bytes, table.region.address % 4096) == (4096, 0)
