@@ -10,7 +10,8 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
-from kvreshard.session.transfer import Mover
+from kvreshard.session.mover import Mover
+from kvreshard.session.transfer import pull
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport
@@ -48,7 +49,9 @@ request = Request(
     intervals={"latent": [(0, 20)]},
     dst_new_pages={"latent": np.array([1])},
 )
-moved = Mover(reader, HostMemory(), peers).pull(compile_route(prefill, decode, 0), request, decode, report=b"request 0")
+moved = pull(
+    Mover(reader, HostMemory(), peers), compile_route(prefill, decode, 0), request, decode, report=b"request 0"
+)
 
 print(f"moved {moved.num_bytes} bytes in {moved.num_copies} copies")
 print(f"arrived: {int((decode_memory[0] == 7).sum())} bytes")

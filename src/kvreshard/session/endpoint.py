@@ -26,6 +26,7 @@ from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.session.card import EngineCard
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.lease import LeaseBook, LeaseTable
+from kvreshard.session.mover import Staging
 from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
 from kvreshard.session.orders import (
     Cancel,
@@ -44,7 +45,7 @@ from kvreshard.session.orders import (
     Watch,
 )
 from kvreshard.session.peers import Peer, Peers, Self
-from kvreshard.session.pull import WORD_BYTES, Staging
+from kvreshard.session.pull import WORD_BYTES
 from kvreshard.transport.base import MemoryRegion, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 

@@ -21,9 +21,9 @@ from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.session.handshake import HandshakeError, fetch_card, tell_outcome
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.orders import EndpointOptions, RemoteEngine, RemoteLease
-from kvreshard.session.pull import WORD_BYTES, LeaseProof, Staging
-from kvreshard.session.transfer import Mover
+from kvreshard.session.pull import WORD_BYTES, LeaseProof
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 

@@ -15,38 +15,24 @@ Refused: BindError before anything moves. Raises TransportError or StaleLease af
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind
-from kvreshard.plan.copies import CopyList
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, stage
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
-
-if TYPE_CHECKING:
-    from kvreshard.session.transfer import Mover
 
 WORD_BYTES = 8
 
 
 class StaleLease(KvReshardError):
     """The source no longer guarantees the pages that were read: what arrived may belong to another request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """A registered buffer for staged lanes: `size_bytes` from `address`. One request at a time fills it."""
-
-    address: int
-    size_bytes: int
-    taken: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +190,3 @@ def _check_words(
                 "compute the prompt again, or give leases more time"
             )
     return error
-
-
-def post(mover: Mover, direction: Direction, copies: CopyList) -> Transfer:
-    """Post a copy list of the planner to the peer that it names."""
-    reading = direction is Direction.READ
-    peer = mover.peers[copies.src_rank if reading else copies.dst_rank]
-    local, remote = (copies.dst_address, copies.src_address) if reading else (copies.src_address, copies.dst_address)
-    return mover.transport.post(peer, direction, Copies.of(local, remote, copies.length))

@@ -22,8 +22,9 @@ from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, elect, match_fields
 from kvreshard.plan.cost import Way
-from kvreshard.session.pull import Moved, Staging
-from kvreshard.session.transfer import Mover
+from kvreshard.session import transfer
+from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.pull import Moved
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import HostMemory
 
@@ -147,9 +148,9 @@ class RankMover:
 
     def _carry_out(self, request: Request, report: bytes, push: bool) -> Moved:
         if not push:
-            return self._mover.pull(self._routes[self._rank], request, self._dst, report)
+            return transfer.pull(self._mover, self._routes[self._rank], request, self._dst, report)
         if self._is_source:
-            return self._mover.push(self._routes.values(), request, self._rank)
+            return transfer.push(self._mover, self._routes.values(), request, self._rank)
         copies = list(bind(self._routes[self._rank], request))
         self._mover.fill(self._dst, self._rank, request, copies)
         return Moved(0, 0, 0, 0, 0.0, 0.0)

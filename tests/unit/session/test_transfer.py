@@ -13,8 +13,9 @@ from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
-from kvreshard.session.pull import LeaseProof, Staging, StaleLease
-from kvreshard.session.transfer import Mover
+from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.pull import LeaseProof, StaleLease
+from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
@@ -103,7 +104,7 @@ def test_a_pull_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int, order: s
     expected = expected_memory(src, dst, request)
     for rank in dst.layout.rank_by_number:
         route = compile_route(src.layout, dst.layout, rank, way=way)
-        moved = mover(dst, rank, src, staged=way is not None).pull(route, request, dst.layout, b"done")
+        moved = pull(mover(dst, rank, src, staged=way is not None), route, request, dst.layout, b"done")
         assert moved.num_bytes <= moved.num_read_bytes
         assert moved.num_staged_bytes == (moved.num_bytes if way == "staged" else 0)
     assert differing_bytes(expected, dst.memory) == {}
@@ -121,7 +122,7 @@ def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
     request = make_request()
     expected = expected_memory(src, dst, request)
     routes = [compile_route(src.layout, dst.layout, rank) for rank in dst.layout.rank_by_number]
-    copies = [mover(src, rank, dst, staged=False).push(routes, request, rank) for rank in src.layout.rank_by_number]
+    copies = [push(mover(src, rank, dst, staged=False), routes, request, rank) for rank in src.layout.rank_by_number]
     assert sum(moved.num_bytes for moved in copies) > 0
     for route in routes:
         from kvreshard.plan import bind
@@ -141,7 +142,7 @@ def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
     connect(src, dst)
     route = compile_route(src.layout, dst.layout, 0, way="direct")
     with pytest.raises(TransportError):
-        mover(dst, 0, src, staged=False).pull(route, make_request(), dst.layout, b"done")
+        pull(mover(dst, 0, src, staged=False), route, make_request(), dst.layout, b"done")
     assert fabric.num_pending == 0
     assert all(not transport.notifications() for transport in src.transports.values())
 
@@ -153,7 +154,7 @@ def test_a_transfer_that_never_settles_is_a_timeout_and_no_report() -> None:
     connect(src, dst)
     route = compile_route(src.layout, dst.layout, 0, way="direct")
     with pytest.raises(TimeoutError, match="must not be reused"):
-        mover(dst, 0, src, staged=False, timeout_s=0.01).pull(route, make_request(), dst.layout, b"done")
+        pull(mover(dst, 0, src, staged=False, timeout_s=0.01), route, make_request(), dst.layout, b"done")
     assert not src.transports[0].notifications()
 
 
@@ -167,7 +168,7 @@ def test_a_refused_request_moves_nothing() -> None:
     for way in ("direct", "staged"):
         route = compile_route(src.layout, dst.layout, 0, way=way)
         with pytest.raises(BindError, match="tokens up to 51"):
-            mover(dst, 0, src, staged=True).pull(route, bad, dst.layout, b"done")
+            pull(mover(dst, 0, src, staged=True), route, bad, dst.layout, b"done")
     assert differing_bytes(before, dst.memory) == {}
 
 
@@ -185,7 +186,7 @@ def test_a_request_whose_lease_word_changed_is_not_served() -> None:
     route = compile_route(src.layout, dst.layout, 0)
     proof = LeaseProof(77, {rank: word.ctypes.data for rank, word in words.items()}, scratch.ctypes.data)
     reader = mover(dst, 0, src, staged=False)
-    assert reader.pull(route, make_request(), dst.layout, lease=proof).num_bytes > 0
+    assert pull(reader, route, make_request(), dst.layout, lease=proof).num_bytes > 0
     words[route.src_ranks[-1]][0] = 78
     with pytest.raises(StaleLease, match=rf"source rank {route.src_ranks[-1]} .*0x4e, expected 0x4d"):
-        reader.pull(route, make_request(), dst.layout, lease=proof)
+        pull(reader, route, make_request(), dst.layout, lease=proof)
