@@ -52,7 +52,7 @@ class Moved:
     """What one rank's part of a request took. Seconds are wall time.
 
     `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `zeroed_bytes`
-    of new pages were written by no copy.
+    of new pages were written by no copy. `post_s`: handing the direct lanes to the transport, part of the total.
     """
 
     num_bytes: int
@@ -62,6 +62,7 @@ class Moved:
     bind_s: float
     total_s: float
     num_zeroed_bytes: int = 0
+    post_s: float = 0.0
 
 
 Steps = Generator[Transfer | None, None, Moved]
@@ -89,11 +90,12 @@ def pull_steps(
     bind_s = mover.clock() - started_s
     posted: list[Transfer] = []
     error: Exception | None = None
-    zeroed = 0
+    zeroed, post_s = 0, 0.0
     try:
         for copies in lists:
             posted.append(mover.post(Direction.READ, copies))
             note(posted[-1])
+        post_s = mover.clock() - started_s - bind_s
         if request.dst_new_pages:
             zeroed = mover.fill(dst, route.dst_rank, request, [*lists, *bind(staged, request)])
         yield from _run_batches(mover, batches, note)
@@ -109,7 +111,7 @@ def pull_steps(
     num_read = num_direct + sum(batch.reads.num_bytes for batch in batches)
     num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in batches)
     total_s = mover.clock() - started_s
-    return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed)
+    return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed, post_s)
 
 
 def split(route: Route, can_stage: bool) -> tuple[Route, Route]:

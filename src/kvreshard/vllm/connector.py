@@ -19,11 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvreshard.model import KvReshardError
 from kvreshard.session.card import RankCard
 from kvreshard.vllm.logs import join_vllm_log
+from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
 from kvreshard.vllm.worker import WorkerSide
@@ -150,6 +152,27 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """See `WorkerSide.take_metadata`."""
         return self._working.take_metadata()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What either side counted since the last step."""
+        side = self._worker or self._scheduler
+        return None if side is None else side.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Statistics from what travelled, or empty ones."""
+        return ReshardStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """The series of `kvreshard.vllm.metrics`."""
+        return ReshardPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are done before a request is scheduled."""

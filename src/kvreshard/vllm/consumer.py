@@ -13,7 +13,7 @@ position that the source stands at, or nothing is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,15 @@ class _Waiting:
 
 
 class Consumer:
-    """`num_backoff_tokens`: trailing tokens that this engine must compute itself."""
+    """`num_backoff_tokens`: trailing tokens that this engine must compute itself. `note_fallback`: hears why a request is
+    computed here although a prefill was offered: 'params', 'state', 'window' or 'prompt'.
+    """
 
-    def __init__(self, groups: Sequence[CacheGroup], num_backoff_tokens: int) -> None:
+    def __init__(
+        self, groups: Sequence[CacheGroup], num_backoff_tokens: int, note_fallback: Callable[[str], None]
+    ) -> None:
         self._groups = tuple(groups)
+        self._note_fallback = note_fallback
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens = num_backoff_tokens
         self._waiting: dict[str, _Waiting] = {}
@@ -58,6 +63,7 @@ class Consumer:
         try:
             prefill = read_params(request.kv_transfer_params or {})
         except ParamsError as error:
+            self._note_fallback("params")
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
         self._waiting[request.request_id] = _Waiting(prefill)
@@ -129,13 +135,17 @@ class Consumer:
                     f"its source stands at token {prefill.num_tokens}, the prompts agree on {same} tokens, and this engine "
                     f"must resume at token {limit} or before: a state cannot be taken back"
                 )
+                self._note_fallback("state")
                 logger.warning("request %s will be computed here: %s", name, reason)
                 return 0
             return prefill.num_tokens
         if same < min(prefill.num_tokens, num_prompt):
+            if not same:
+                self._note_fallback("prompt")
             logger.info("request %s: the prompts agree on %d of %d tokens", name, same, num_prompt)
         missing = self._find_missing(prefill, count)
         if missing:
+            self._note_fallback("window")
             logger.warning("request %s will be computed here: of its first %d tokens %s", name, count, missing)
             return 0
         return max(0, count)

@@ -23,6 +23,7 @@ from kvreshard.session.orders import Order
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.groups import read_groups
+from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import count_backoff
@@ -74,7 +75,8 @@ class SchedulerSide:
         self._producer = Producer(
             engine, self._incarnation, groups, sizes, backoff, options.kv_lease_duration, options.lease_slots
         )
-        self._consumer = Consumer(groups, backoff)
+        self.stats = ReshardStats()
+        self._consumer = Consumer(groups, backoff, lambda cause: self.stats.count("fallbacks", cause))
         self._metadata = ReshardMetadata()
         self._listener: Listener | None = None
         self._pool: BlockPool | None = None

@@ -23,6 +23,7 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlOptions, NixlTransport
 from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
@@ -44,6 +45,7 @@ class WorkerSide:
         self._staging_memory: mmap.mmap | None = None
         self._quarantined: set[str] = set()
         self.card: tuple[bytes, RankCard] | None = None
+        self.stats = ReshardStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the caches, start the session."""
@@ -96,6 +98,7 @@ class WorkerSide:
         if self._endpoint is None:
             return KVConnectorTransferResults()
         results = self._endpoint.collect()
+        self.stats.note(results)
         for request, cause in results.freed.items():
             if cause == "expired":
                 logger.warning("kvreshard: the lease of request %s ran out before it was read", request)
