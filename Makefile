@@ -8,7 +8,7 @@ export PYTHON
 # A run must not depend on what else lies on the caller's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-ci check format bench mutants clean
+.PHONY: help demo demo-vllm test test-ci test-e2e check format bench mutants clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -18,6 +18,10 @@ help: ## list the targets
 demo: ## Gemma-4 26B-A4B's cache, prefill TP 4 -> decode TP 8, one process per rank over NIXL, every byte checked
 	@scripts/venv run
 	@.venv/bin/kvreshard verify --model gemma-4-26b-a4b --prefill tp=4 --decode tp=8 $(ARGS)
+
+demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, beside an ordinary one (installs vLLM: 3 GB)
+	@scripts/venv vllm
+	@.venv-vllm/bin/python examples/vllm/demo.py $(ARGS)
 
 test: ## the test suite; under ten minutes on 2 cores
 	@scripts/venv test

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place
+from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place, Ring, Style
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
 from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
 from kvreshard.vllm.heads import configured_heads, total_kv_heads
@@ -72,7 +72,7 @@ class _Layer:
     name: str
     group: str
     kind: Kind
-    found: Found
+    style: Style
     place: Place
     view: LayerView
     optional: bool
@@ -139,15 +139,13 @@ class _Rank:
         place = self._layer_place(spec, optional)
         tokens = int(spec.block_size)
         found = self._find(name, spec, facts, place, optional)
-        kind = found.kind if found.kind is not None else self._opaque(spec, facts, place, view, found.reason)
-        return _Layer(name, group, kind, found, found.place or place, view, optional, tokens)
+        kind = found.kind
+        if kind is None:
+            kind, place = _opaque(spec, facts, place, view, found.reason)
+        return _Layer(name, group, kind, found.style, place, view, optional, tokens)
 
     def _layer_place(self, spec: Any, is_draft_layer: bool) -> Place:
-        if getattr(spec, "max_tp_shards", None) == 1 and not spec.dcp_sharded:
-            return Place(self._place.tp_rank, self._place.tp_size)
-        if is_draft_layer and not spec.dcp_sharded:
-            return draft_place(self._vllm_config, self._place)
-        if is_draft_layer and self._place.dcp_size == 1:
+        if is_draft_layer and not (spec.dcp_sharded and self._place.dcp_size > 1):
             return draft_place(self._vllm_config, self._place)
         return self._place.sharing_sequence() if spec.dcp_sharded else self._place.whole_sequence()
 
@@ -177,21 +175,10 @@ class _Rank:
         configured = configured_heads(self._vllm_config, name, is_window=window, is_draft=is_draft_layer)
         return attention_kind(spec, facts, total_kv_heads(name, spec.num_kv_heads, parts, configured))
 
-    def _opaque(self, spec: Any, facts: LayerFacts, place: Place, view: LayerView, reason: str) -> Kind:
-        """The page as bytes, with a tag of everything that could give them another meaning."""
-        dcp = f"/dcp={place.dcp_size}x{place.interleave}" if place.dcp_size > 1 else ""
-        tag = (
-            f"{facts.backend}/{facts.platform}/{facts.cache_dtype or 'auto'}/{_dtypes(spec)}/{type(spec).__name__}/"
-            f"{view.order}/{view.block_states}x{view.cell_bytes}{dcp}/{reason}"
-        )
-        if _tokens_per_page(spec, 1) is None or type(spec).__name__ == "CircularBufferSpec":
-            return OpaqueState(view.page_bytes, tag)
-        return Opaque(view.page_bytes, int(spec.block_size) * place.dcp_size, tag)
-
     def _add_fields(self, layer: _Layer) -> None:
         if isinstance(layer.kind, Opaque | OpaqueState):
             view = layer.view.opaque_view("page")
-            pieces = layer.kind.pieces(layer.name, layer.place, layer.found.style, {"page": view})
+            pieces = layer.kind.pieces(layer.name, layer.place, layer.style, {"page": view})
         else:
             pieces = _exact_pieces(layer)
         self._views.append(layer.view)
@@ -203,13 +190,13 @@ class _Rank:
 
     def _group(self, name: str, spec: Any, added: list[tuple[_Layer, Any]]) -> Group:
         """What the group's pages span; a stage without layers of it says what the specification says."""
-        dcp = self._place.dcp_size if spec.dcp_sharded else 1
-        spans: set[int | None] = {_tokens_per_page(own, dcp) for _, own in added} or {_tokens_per_page(spec, dcp)}
-        if any(isinstance(layer.kind, OpaqueState) for layer, _ in added):
+        specs = [own for _, own in added] or list(getattr(spec, "kv_cache_specs", {}).values())[:1] or [spec]
+        spans = {_tokens_per_page(own, self._place.dcp_size if own.dcp_sharded else 1) for own in specs}
+        if any(layer.kind.is_state and not isinstance(layer.kind, Ring) for layer, _ in added):
             spans = {None}
         if len(spans) != 1:
             raise LayoutError(f"group '{name}': its layers span {sorted(map(str, spans))} tokens per page")
-        windows = {window_tokens(own) for _, own in added} or {window_tokens(spec)}
+        windows = {window_tokens(own) for own in specs}
         window = None if None in windows else max(window for window in windows if window is not None)
         return Group(name, POOL, self._num_pages, spans.pop(), NULL_PAGE, window)
 
@@ -224,7 +211,7 @@ class _Rank:
 
 def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
     """The fields of a layer of known inside, after comparing its page with the view's."""
-    shapes = layer.kind.tensors(layer.place, layer.found.style, layer.block_tokens)
+    shapes = layer.kind.tensors(layer.place, layer.style, layer.block_tokens)
     view = layer.view
     expected = [(shape.slots, shape.states, shape.cell_bytes) for shape in shapes]
     if expected != [(view.slots, view.states, view.cell_bytes)]:
@@ -233,7 +220,24 @@ def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
             f"states, cell bytes) {expected[0]}, but its cache has {(view.slots, view.states, view.cell_bytes)}; the model's "
             f"config and the engine's cache contradict one another ({layer.kind})"
         )
-    return layer.kind.pieces(layer.name, layer.place, layer.found.style, {shapes[0].name: view.page_view(shapes[0])})
+    return layer.kind.pieces(layer.name, layer.place, layer.style, {shapes[0].name: view.page_view(shapes[0])})
+
+
+def _opaque(spec: Any, facts: LayerFacts, place: Place, view: LayerView, reason: str) -> tuple[Kind, Place]:
+    """The page as bytes, with a tag of everything that could give them another meaning.
+
+    Each rank is a part of its own, unless vLLM says that all ranks hold the same.
+    """
+    is_replica = getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
+    place = Place() if is_replica and place.dcp_size == 1 else place
+    dcp = f"/dcp={place.dcp_size}x{place.interleave}" if place.dcp_size > 1 else ""
+    tag = (
+        f"{facts.backend}/{facts.platform}/{facts.cache_dtype or 'auto'}/{_dtypes(spec)}/{type(spec).__name__}/"
+        f"{view.order}/{view.block_states}x{view.cell_bytes}{dcp}/{reason}"
+    )
+    if type(spec).__name__ in ("MambaSpec", "CircularBufferSpec"):
+        return OpaqueState(view.page_bytes, tag), place
+    return Opaque(view.page_bytes, int(spec.block_size) * place.dcp_size, tag), place
 
 
 def _tokens_per_page(spec: Any, dcp_size: int) -> int | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvreshard.kinds import Attention, Kind, Latent, Place, Ring, ScaledRows, Style
+from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.vllm.facts import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, V4_ROW_BYTES, interior
 from kvreshard.vllm.layer_facts import LayerFacts
@@ -26,11 +26,10 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A kind with the style and place that its pages have, or the reason why there is none."""
+    """A kind with the style that its pages have, or the reason why there is none."""
 
     kind: Kind | None
     style: Style = Style()  # noqa: RUF009 (frozen)
-    place: Place | None = None
     reason: str = ""
 
 

@@ -79,9 +79,8 @@ def state_kind(layer: str, spec: Any, facts: LayerFacts, place: Place, conv_dim_
             f"layer '{layer}': its state has shapes {shapes}, but {dict(facts.state_sizes)} of the whole model give rank "
             f"{place.tp_rank} of {place.tp_size} {others} besides the convolution; one of the two is wrong"
         )
-    return Found(
-        MAKE[form](facts.state_sizes, dtypes), Style(conv_dim_first=conv_dim_first, speculative_tokens=scratch), place
-    )
+    style = Style(conv_dim_first=conv_dim_first, speculative_tokens=scratch)
+    return Found(MAKE[form](facts.state_sizes, dtypes), style)
 
 
 def _expected(form: str, sizes: Sizes, place: Place) -> tuple[int, Shapes]:

@@ -1,0 +1,214 @@
+"""A prefill engine at TP 1 and a decode engine at TP 2, real vLLM servers on this machine without a GPU.
+
+    make demo-vllm
+
+1. A tiny model with random weights and a byte-level tokenizer is made.
+2. Three servers start: a prefill engine and a decode engine with ReshardConnector, and an ordinary engine; and the router of
+   this folder.
+3. Prompts go through the router and to the ordinary engine; tokens and log-probabilities stand side by side.
+4. The decode engine's `/metrics` say how many bytes it read.
+
+Exit status 0 if the texts agree and log-probabilities differ by no more than float32 noise.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+PROMPTS = [
+    "Hi",
+    "The prefill engine has one rank, the decode engine two.",
+    "Every head of the cache goes to the rank that owns it, and to no other. " * 4,
+    "Pages of one side need not be pages of the other. " * 16,
+]
+MAX_TOKENS = 12
+# Three times what two ordinary engines of different tensor parallel sizes differ by in float32.
+NOISE = 1.5e-5
+START_S = 600.0
+CONNECTOR = {"kv_connector": "ReshardConnector", "kv_connector_module_path": "kvreshard.vllm"}
+
+
+def make_model(folder: Path) -> None:
+    """A Llama of two layers and four KV heads, with one token per byte."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(name: str, command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process group that is stopped as it should be: engines that are killed leave shared memory behind."""
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=sink, env=os.environ | environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(90)
+        except subprocess.TimeoutExpired:
+            print(f"{name} does not end; it is killed")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def engine(model: Path, home: Path, name: str, tp: int, role: str | None) -> tuple[str, list[str], dict[str, str]]:
+    """Address, command and environment of one server; without a role it is an ordinary engine."""
+    port = free_port()
+    transfer = ["--kv-transfer-config", json.dumps({**CONNECTOR, "kv_role": role})] if role else []
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--served-model-name",
+            "tiny",
+        ),
+        *("--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", "float32"),
+        *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "4"),
+        *("--kv-cache-memory-bytes", str(64 << 20), *transfer),
+    ]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "UCX_NET_DEVICES": "lo",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(home / name),
+    }
+    return f"http://127.0.0.1:{port}", command, environment
+
+
+def wait_until_up(name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5.0).status_code < 500:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"{name} did not start; the end of its log:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def complete(url: str, prompt: str) -> tuple[str, list[float]]:
+    """The text that follows a prompt, and the log-probability of each of its tokens."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0, "logprobs": 1}
+    answer = httpx.post(f"{url}/v1/completions", json={**body, "ignore_eos": True}, timeout=300.0)
+    if answer.status_code != 200:
+        raise SystemExit(f"{url} answers {answer.status_code}: {answer.text[:2000]}")
+    choice = answer.json()["choices"][0]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def bytes_read(url: str) -> int:
+    """What the decode engine's ranks have read, by its own metrics."""
+    lines = httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines()
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("kvreshard_bytes_total{")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--prefill-tp", type=int, default=1)
+    parser.add_argument("--decode-tp", type=int, default=2)
+    chosen = parser.parse_args()
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreshard-demo-")))
+        model = home / "model"
+        make_model(model)
+        urls: dict[str, str] = {}
+        processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name, tp, role in (
+            ("prefill", chosen.prefill_tp, "kv_producer"),
+            ("decode", chosen.decode_tp, "kv_consumer"),
+            ("ordinary", 1, None),
+        ):
+            urls[name], command, environment = engine(model, home, name, tp, role)
+            console.print(f"starting the {name} engine, TP {tp}, at {urls[name]}", highlight=False)
+            processes[name] = stack.enter_context(running(name, command, home / f"{name}.log", **environment))
+        port = free_port()
+        routing = [sys.executable, str(Path(__file__).with_name("router.py")), "--prefill", urls["prefill"]]
+        routing += ["--decode", urls["decode"], "--port", str(port)]
+        processes["router"] = stack.enter_context(running("router", routing, home / "router.log"))
+        urls["router"] = f"http://127.0.0.1:{port}"
+        for name, process in processes.items():
+            wait_until_up(name, urls[name], process, home / f"{name}.log")
+        return compare(console, urls)
+
+
+def compare(console: Console, urls: dict[str, str]) -> int:
+    """Send everything, print both answers side by side, and say whether they agree."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        routed = list(pool.map(lambda prompt: complete(urls["router"], prompt), PROMPTS))
+        ordinary = list(pool.map(lambda prompt: complete(urls["ordinary"], prompt), PROMPTS))
+    table = Table(title="prefill engine -> decode engine, beside one ordinary engine")
+    for column in ("prompt", "through the pair", "ordinary", "log-probabilities differ by"):
+        table.add_column(column, overflow="fold")
+    worst, equal = 0.0, True
+    for prompt, (text, mine), (other, theirs) in zip(PROMPTS, routed, ordinary, strict=True):
+        gap = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
+        worst, equal = max(worst, gap), equal and text == other
+        table.add_row(f"{prompt[:24]}... ({len(prompt)} tokens)", ascii(text), ascii(other), f"{gap:.1e}")
+    console.print(table)
+    moved = bytes_read(urls["decode"])
+    agree = equal and worst <= NOISE and moved > 0
+    console.print(f"the decode engine read {moved / 1e6:.2f} MB of cache", highlight=False)
+    console.print(
+        f"[bold green]they agree[/]: equal texts, log-probabilities within {worst:.1e}"
+        if agree
+        else f"[bold red]they do not agree[/]: texts {'equal' if equal else 'differ'}, log-probabilities within {worst:.1e}"
+    )
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

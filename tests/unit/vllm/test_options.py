@@ -1,0 +1,79 @@
+"""Do the defaults hold, and is a typo told?"""
+
+import dataclasses
+import logging
+
+import pytest
+
+from kvreshard.model import KvReshardError
+from kvreshard.session.orders import EndpointOptions
+from kvreshard.vllm.options import Options, read_options
+from kvreshard.vllm.slots import Slots
+from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    options = read_options({})
+    assert options == Options()
+    assert options.endpoint.heartbeat_s == 5.0
+    assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint))
+
+
+def test_a_typo_is_told_with_what_was_meant() -> None:
+    with pytest.raises(
+        KvReshardError, match=r"no option 'load_timout_s'; did you mean 'load_timeout_s'\? It has: allow"
+    ):
+        read_options({"load_timout_s": 3})
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"load_timeout_s": "soon"}, "Expected `float`, got `str`.*load_timeout_s"),
+        ({"load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"staging_bytes": -1}, "must not be negative"),
+        ({"allow_mismatch": "model"}, "allow_mismatch"),
+    ],
+)
+def test_a_wrong_value_is_told(extra: dict[str, object], told: str) -> None:
+    with pytest.raises(KvReshardError, match=told):
+        read_options(extra)
+
+
+def test_options_of_the_other_connector_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert read_options({"backends": ["UCX"], "kv_lease_duration": 60}).kv_lease_duration == 60
+    assert "does not use these options of NixlConnector: backends" in caplog.text
+
+
+@pytest.mark.parametrize("version", [*TESTED, f"{TESTED[0]}+cpu"])
+def test_tested_versions_pass(version: str) -> None:
+    check_version(version)
+
+
+def test_another_minor_version_is_refused_with_both_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    with pytest.raises(ImportError, match=rf"tested with vLLM {TESTED[0]}, and this is 0\.99\.1.*{OVERRIDE}=1"):
+        check_version("0.99.1")
+    monkeypatch.setenv(OVERRIDE, "1")
+    check_version("0.99.1")
+
+
+def test_another_patch_version_is_let_through_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_version("0.32.7")
+    assert "and this is 0.32.7" in caplog.text
+
+
+def test_slots_are_given_once_and_again_after_they_were_given_back() -> None:
+    slots = Slots(2)
+    first, second = slots.take("a"), slots.take("b")
+    assert first is not None
+    assert second is not None
+    assert (slots.take("a"), {first.slot, second.slot}, slots.take("c")) == (first, {0, 1}, None)
+    assert first.word != second.word
+    slots.give("a")
+    slots.give("a")
+    again = slots.take("c")
+    assert again is not None
+    assert (again.slot, slots.take("d")) == (first.slot, None)

@@ -1,0 +1,75 @@
+"""Is exactly the common prefix of two prompts found, and never a token more?"""
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvreshard.vllm.prompt import MAX_MARKS, MIN_STEP_TOKENS, Prompt, PromptDigest, count_matching, digest_prompt
+
+TOKENS = list(range(100, 400))
+
+
+def matching(theirs: Prompt, num_tokens: int, mine: Prompt) -> int:
+    """Through JSON, as the digests travel."""
+    travelled = json.loads(json.dumps(msgspec.to_builtins(digest_prompt(theirs, num_tokens))))
+    return count_matching(msgspec.convert(travelled, PromptDigest), mine)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 31, 32, 33, 299, 300])
+def test_equal_prompts_match_to_the_last_token(num_tokens: int) -> None:
+    assert matching(Prompt(TOKENS), num_tokens, Prompt(TOKENS[:num_tokens])) == num_tokens
+    assert matching(Prompt(TOKENS), num_tokens, Prompt(TOKENS)) == num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 100, 299])
+def test_a_shorter_prompt_matches_to_the_last_mark(num_tokens: int) -> None:
+    found = matching(Prompt(TOKENS), 300, Prompt(TOKENS[:num_tokens]))
+    assert found == num_tokens // MIN_STEP_TOKENS * MIN_STEP_TOKENS
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=120), others=st.lists(st.integers(0, 3), max_size=120), data=st.data()
+)
+def test_never_more_than_the_common_prefix_and_less_than_a_step_fewer(
+    tokens: list[int], others: list[int], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(tokens)))
+    mine = [*tokens[:cut], *others]
+    num_tokens = data.draw(st.integers(0, len(tokens)))
+    common = next(
+        (i for i, (a, b) in enumerate(zip(tokens, mine, strict=False)) if a != b), min(len(tokens), len(mine))
+    )
+    found = matching(Prompt(tokens), num_tokens, Prompt(mine))
+    assert min(common, num_tokens) - MIN_STEP_TOKENS < found <= min(common, num_tokens)
+
+
+def test_items_and_adapters_are_part_of_the_text() -> None:
+    image, other = Prompt(TOKENS, ((40, "cat"),)), Prompt(TOKENS, ((40, "dog"),))
+    assert matching(image, 300, image) == 300
+    assert matching(image, 300, other) == 32
+    assert matching(Prompt(TOKENS), 300, image) == 32
+    assert matching(Prompt(TOKENS, adapter="a"), 300, Prompt(TOKENS, adapter="b")) == 0
+
+
+def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:
+    digest = digest_prompt(Prompt(range(131072)), 131072)
+    assert len(digest.marks) <= MAX_MARKS
+    assert digest.step % MIN_STEP_TOKENS == 0
+    assert count_matching(digest, Prompt(range(131071))) >= 131072 - digest.step
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        PromptDigest(10, 0, (), ""),
+        PromptDigest(-1, 16, (), ""),
+        PromptDigest(300, -16, ("x",) * 5, ""),
+        PromptDigest(5, 16, ("0" * 16,) * 1000, "0" * 16),
+        PromptDigest(10**12, 16, ("0" * 16,) * 3, "0" * 16),
+    ],
+)
+def test_digests_that_make_no_sense_match_nothing(digest: PromptDigest) -> None:
+    assert count_matching(digest, Prompt(TOKENS)) == 0
