@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
 from kvreshard.session.card import EngineCard, RankCard, encode_card, make_card
@@ -155,8 +156,10 @@ class SchedulerSide:
         first = self._options.side_channel_port or envs.VLLM_NIXL_SIDE_CHANNEL_PORT
         port = first + self._vllm_config.parallel_config.data_parallel_index
         self._listener = Listener(Address(host, port), card, self._hear_outcome)
-        self._producer.address = self._listener.address
-        logger.info("kvreshard: engine %s hands out its layout at %s", self._engine, self._listener.address)
+        # An engine that listens everywhere must still be told by an address that peers can reach.
+        told = get_ip() if host in ("0.0.0.0", "::") else host
+        self._producer.address = Address(told, self._listener.address.port)
+        logger.info("kvreshard: engine %s hands out its layout at %s", self._engine, self._producer.address)
 
     def _hear_outcome(self, hello: Hello) -> None:
         """A peer has compared (on the listener's thread); each outcome is logged once."""
