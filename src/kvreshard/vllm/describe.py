@@ -170,10 +170,13 @@ class _Rank:
             return Found(None, reason=type(spec).__name__)
         if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
             return latent_kind(spec, facts)
-        parts = place.tp_size // place.dcp_size
-        window = getattr(spec, "sliding_window", None) is not None
-        configured = configured_heads(self._vllm_config, name, is_window=window, is_draft=is_draft_layer)
-        return attention_kind(spec, facts, total_kv_heads(name, spec.num_kv_heads, parts, configured))
+
+        def count_heads() -> int:
+            window = getattr(spec, "sliding_window", None) is not None
+            configured = configured_heads(self._vllm_config, name, is_window=window, is_draft=is_draft_layer)
+            return total_kv_heads(name, spec.num_kv_heads, place.tp_size // place.dcp_size, configured)
+
+        return attention_kind(spec, facts, count_heads)
 
     def _add_fields(self, layer: _Layer) -> None:
         if isinstance(layer.kind, Opaque | OpaqueState):
@@ -228,12 +231,23 @@ def _opaque(spec: Any, facts: LayerFacts, place: Place, view: LayerView, reason:
 
     Each rank is a part of its own, unless vLLM says that all ranks hold the same.
     """
+    import vllm
+
     is_replica = getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
     place = Place() if is_replica and place.dcp_size == 1 else place
-    dcp = f"/dcp={place.dcp_size}x{place.interleave}" if place.dcp_size > 1 else ""
-    tag = (
-        f"{facts.backend}/{facts.platform}/{facts.cache_dtype or 'auto'}/{_dtypes(spec)}/{type(spec).__name__}/"
-        f"{view.order}/{view.block_states}x{view.cell_bytes}{dcp}/{reason}"
+    tag = "/".join(
+        (
+            f"vllm-{vllm.__version__.split('+')[0]}",
+            facts.backend,
+            facts.platform,
+            facts.cache_dtype or "auto",
+            _content(spec),
+            type(spec).__name__,
+            f"{view.order}/{view.block_states}x{view.cell_bytes}",
+            *((f"dcp={place.dcp_size}x{place.interleave}",) if place.dcp_size > 1 else ()),
+            *((f"scales={facts.scales[0]:.9g},{facts.scales[1]:.9g}",) if facts.scales is not None else ()),
+            reason,
+        )
     )
     if type(spec).__name__ in ("MambaSpec", "CircularBufferSpec"):
         return OpaqueState(view.page_bytes, tag), place
@@ -245,6 +259,11 @@ def _tokens_per_page(spec: Any, dcp_size: int) -> int | None:
     return None if type(spec).__name__ == "MambaSpec" else int(spec.block_size) * dcp_size
 
 
-def _dtypes(spec: Any) -> str:
+def _content(spec: Any) -> str:
+    """Dtypes, and for states their shapes, which also tell the order of a convolution."""
+    shapes = getattr(spec, "shapes", ((),))
     dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "none"),)
-    return "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return "+".join(
+        f"{'x'.join(map(str, shape))}{':' if shape else ''}{str(dtype).removeprefix('torch.')}"
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )

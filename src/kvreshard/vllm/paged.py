@@ -13,6 +13,7 @@ another tag on another engine for a difference that does not change bytes: backe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,21 +49,21 @@ def is_packed(spec: Any) -> bool:
     return spec.num_head_slots is not None or spec.state_content_bytes is not None
 
 
-def attention_kind(spec: Any, facts: LayerFacts, num_kv_heads: int) -> Found:
-    """Keys and values. `num_kv_heads`: of the whole model."""
+def attention_kind(spec: Any, facts: LayerFacts, count_heads: Callable[[], int]) -> Found:
+    """Keys and values. `count_heads`: KV heads of the whole model, asked for only where the inside of a page is known."""
     filled = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec))
     if filled is None:
         return Found(None, reason="interior unknown")
     if spec.tokens_per_state != 1:
         return Found(None, reason=f"{spec.tokens_per_state} tokens per state")
     if filled == "scaled-cell":
-        return Found(_scaled(spec, facts, num_kv_heads), Style("cell"))
+        return Found(_scaled(spec, facts, count_heads()), Style("cell"))
     if filled not in ("cell", "slots", "planes-kt", "tiles"):
         return Found(None, reason=f"interior {filled} is not for keys and values")
     dtype, quantisation = element(spec, facts)
     if dtype not in DTYPE_BYTES:
         return Found(None, reason=f"dtype {dtype}")
-    kind = Attention(num_kv_heads, spec.head_size, dtype, spec.head_size_v, quantisation=quantisation)
+    kind = Attention(count_heads(), spec.head_size, dtype, spec.head_size_v, quantisation=quantisation)
     return Found(kind, Style(filled))
 
 
