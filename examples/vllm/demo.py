@@ -42,6 +42,10 @@ START_S = 600.0
 CONNECTOR = {"kv_connector": "ReshardConnector", "kv_connector_module_path": "kvreshard.vllm"}
 
 
+class RequestFailed(Exception):
+    """A server answered with an error."""
+
+
 def make_model(folder: Path) -> None:
     """A Llama of two layers and four KV heads, with one token per byte."""
     import torch
@@ -60,6 +64,7 @@ def make_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
+        head_dim=64,  # the smallest that vLLM runs on a CPU
         max_position_embeddings=2048,
         initializer_range=0.1,
         bos_token_id=None,
@@ -144,7 +149,7 @@ def complete(url: str, prompt: str) -> tuple[str, list[float]]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0, "logprobs": 1}
     answer = httpx.post(f"{url}/v1/completions", json={**body, "ignore_eos": True}, timeout=300.0)
     if answer.status_code != 200:
-        raise SystemExit(f"{url} answers {answer.status_code}: {answer.text[:2000]}")
+        raise RequestFailed(f"{url} answers {answer.status_code}: {answer.text[:2000]}")
     choice = answer.json()["choices"][0]
     return choice["text"], choice["logprobs"]["token_logprobs"]
 
@@ -182,7 +187,14 @@ def main() -> int:
         urls["router"] = f"http://127.0.0.1:{port}"
         for name, process in processes.items():
             wait_until_up(name, urls[name], process, home / f"{name}.log")
-        return compare(console, urls)
+        try:
+            return compare(console, urls)
+        except RequestFailed as error:
+            for name in processes:
+                log = (home / f"{name}.log").read_text(errors="replace")
+                console.print(f"--- the end of the {name} engine's log", log[-6000:], highlight=False, markup=False)
+            console.print(str(error), markup=False)
+            return 1
 
 
 def compare(console: Console, urls: dict[str, str]) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +32,8 @@ VERSION = 1
 MAX_HELLO_BYTES = 64 * 1024
 MAX_TEXT = 2000
 POLL_MS = 200
+# A hello may be lost with its connection; an answer of megabytes from a busy engine takes less than this.
+ASK_AGAIN_S = 5.0
 
 
 class HandshakeError(KvReshardError):
@@ -167,18 +170,31 @@ def tell_outcome(address: Address, engine: str, rank: int, text: str, is_good: b
 
 
 def _ask(address: Address, hello: Hello, timeout_s: float) -> bytes:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+    """The listener's answer. Asks again on a fresh connection now and then: a hello changes nothing but a log."""
+    deadline_s = time.monotonic() + timeout_s
+    with zmq.Context() as context:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise HandshakeError(
+                    f"no kvreshard engine answers at {address} within {timeout_s:g} s; is it running, does it use "
+                    "ReshardConnector, and can this host reach that port?"
+                )
+            reply = _ask_once(context, address, hello, min(left_s, ASK_AGAIN_S))
+            if reply is not None:
+                return reply
+
+
+def _ask_once(context: zmq.Context[Any], address: Address, hello: Hello, timeout_s: float) -> bytes | None:
+    with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_CARD_BYTES)
         socket.setsockopt(zmq.IPV6, int(":" in address.host))
         try:
             socket.connect(str(address))
             socket.send_multipart([b"", msgspec.msgpack.encode(hello)])
-            if not socket.poll(int(timeout_s * 1000)):
-                raise HandshakeError(
-                    f"no kvreshard engine answers at {address} within {timeout_s:g} s; is it running, does it use "
-                    "ReshardConnector, and can this host reach that port?"
-                )
+            if not socket.poll(max(1, int(timeout_s * 1000))):
+                return None
             frames: list[Any] = socket.recv_multipart()
         except zmq.ZMQError as error:
             raise HandshakeError(f"the engine at {address} cannot be asked: {error}") from error

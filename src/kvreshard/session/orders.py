@@ -137,7 +137,7 @@ class EndpointOptions:
         allow_mismatch: facts of the engine cards that may differ.
     """
 
-    handshake_timeout_s: float = 10.0
+    handshake_timeout_s: float = 30.0
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
     heartbeat_s: float = 5.0

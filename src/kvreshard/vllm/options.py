@@ -55,7 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_lease_duration: float = 30.0
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
-    handshake_timeout_s: float = 10.0
+    handshake_timeout_s: float = 30.0
     retry_s: float = 5.0
     staging_bytes: int = 64 * 1024 * 1024
     lease_slots: int = 1 << 16
