@@ -3,6 +3,7 @@
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
+VLLM_PYTEST := .venv-vllm/bin/python -m pytest
 export PYTHON
 
 # A run must not depend on what else lies on the caller's path.
@@ -25,17 +26,23 @@ demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, 
 
 test: ## the test suite; under ten minutes on 2 cores
 	@scripts/venv test
-	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) --hypothesis-profile=ci $(ARGS)
+	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) --hypothesis-profile=ci --ignore=tests/e2e --ignore=tests/vllm $(ARGS)
 
-test-ci: ## slower suites that CI runs after `make test`
-	@echo "test-ci: no slower suites yet; everything is in 'make test'"
+test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a few pairs of real engines (installs vLLM: 3 GB)
+	@scripts/venv vllm
+	@$(VLLM_PYTEST) tests/vllm $(ARGS)
+	@$(VLLM_PYTEST) tests/e2e -m e2e_ci $(ARGS)
+
+test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
+	@scripts/venv vllm
+	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table; exit $$status
 
 check: ## format, lint, strict types, architecture, fast tests; before each commit
 	@scripts/venv dev
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
-	@$(PYTEST) -q -m "not nixl and not slow" $(ARGS)
+	@$(PYTEST) -q -m "not nixl and not slow" --ignore=tests/e2e --ignore=tests/vllm $(ARGS)
 
 format: ## rewrite the sources the way `make check` wants them
 	@scripts/venv dev
@@ -53,5 +60,5 @@ mutants: ## break the code in many ways; every one must fail a test (some ten mi
 	@$(PY) tests/mutations/run.py $(ARGS)
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv .venv.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
