@@ -1,0 +1,312 @@
+"""Does a request's life in the scheduler become the right orders, and is nothing loaded that must not be?
+
+The prefill side's answer goes through JSON to the decode side, with vLLM's own block classes and specifications and requests
+that have only what is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import RequestStatus
+
+from kvreshard.session.handshake import Address
+from kvreshard.session.orders import Cancel, Grant, Load, Offer, Release, Revoke, Unwatch, Watch
+from kvreshard.vllm.consumer import Consumer
+from kvreshard.vllm.groups import CacheGroup, read_groups
+from kvreshard.vllm.producer import Producer
+
+FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+WINDOW = 100
+
+
+def full(block: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, **FULL)
+
+
+def window(block: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block, sliding_window=WINDOW, **FULL)
+
+
+def state(block: int, mode: str, speculative: int = 0) -> MambaSpec:
+    return MambaSpec(
+        block_size=block,
+        shapes=((4, 3),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=speculative,
+    )
+
+
+def groups(*specs: Any) -> tuple[CacheGroup, ...]:
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
+    return read_groups(config, 1)
+
+
+def request(name: str, tokens: list[int], **more: Any) -> Any:
+    fields = {
+        "request_id": name,
+        "prompt_token_ids": list(tokens),
+        "_all_token_ids": list(tokens),
+        "all_token_ids": list(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_computed_tokens": len(tokens),
+        "mm_features": [],
+        "lora_request": None,
+        "prompt_embeds": None,
+        "max_tokens": 1,
+        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
+        "kv_transfer_params": {"do_remote_decode": True},
+        "get_skip_reading_prefix_cache": lambda: False,
+        **more,
+    }
+    return SimpleNamespace(**fields)
+
+
+def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> Producer:
+    made = Producer("p", "life", some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
+    made.address = Address("127.0.0.1", 5)
+    return made
+
+
+def prefill(
+    some: tuple[CacheGroup, ...], tokens: list[int], block_ids: list[list[int]], backoff: int = 0
+) -> dict[str, Any]:
+    """What the router gets for a prompt."""
+    side, asked = producer(some, backoff), request("p-1", tokens)
+    side.arrive(asked)
+    asked.num_computed_tokens = asked.num_prompt_tokens
+    assert [type(order) for order in side.schedule(asked)] == [Grant]
+    params, order = side.finish(asked, block_ids)
+    assert isinstance(order, Offer)
+    travelled: dict[str, Any] = json.loads(json.dumps(params))
+    return travelled
+
+
+def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
+    """One list per group; id 0 is the null block; the first `cached` blocks of each list are prefix hits."""
+    made = []
+    for group in ids:
+        of_group = [KVCacheBlock(number) for number in group]
+        for place, block in enumerate(of_group):
+            block.is_null = block.block_id == 0
+            if place < cached and not block.is_null:
+                block._block_hash = b"hit"
+        made.append(of_group)
+    return KVCacheBlocks(tuple(made))
+
+
+class Decode:
+    """A decode side with what it has said."""
+
+    def __init__(self, *specs: Any, backoff: int = 0) -> None:
+        self.fallbacks: list[str] = []
+        self.side = Consumer(groups(*specs), backoff, self.fallbacks.append)
+
+    def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
+        asked = request("d-1", tokens, kv_transfer_params=params)
+        self.watched = list(self.side.arrive(asked))
+        return asked
+
+    def load(self, asked: Any, held: KVCacheBlocks, num_external: int) -> Load:
+        (order,) = self.side.allocate(asked, held, num_external)
+        assert isinstance(order, Load)
+        return order
+
+
+pytestmark = pytest.mark.vllm
+TOKENS = list(range(300))
+
+
+@pytest.mark.parametrize(
+    ("spec", "ids", "num_tokens", "expected"),
+    [
+        (full(16), [3, 4, 5], 40, (0, (3, 4, 5))),
+        (window(16), [0, 0, 7, 8], 60, (2, (7, 8))),
+        (window(16), [0, 0], 60, (2, ())),
+        (state(512, "none"), [9], 60, (0, (9,))),
+        (state(512, "none", 2), [9, 10, 11], 60, (0, (9,))),
+        (state(32, "align", 2), [0, 7, 10, 11], 60, (0, (7,))),
+        (state(32, "align"), [5, 7], 64, (0, (7,))),
+        (state(32, "align"), [5, 7, 8], 65, (0, (8,))),
+        (state(32, "align"), [5, 0, 8], 64, (0, ())),
+    ],
+)
+def test_what_a_block_list_means(spec: Any, ids: list[int], num_tokens: int, expected: tuple[Any, ...]) -> None:
+    assert groups(spec)[0].pages(ids, num_tokens) == expected
+
+
+def test_a_prefill_is_loaded_where_it_was_put() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    decode = Decode(full(128))
+    asked = decode.arrive(params, TOKENS)
+    assert [type(order) for order in decode.watched] == [Watch]
+    assert decode.side.count_loadable(asked, 0) == 300
+    order = decode.load(asked, blocks([7, 8, 9]), 300)
+    assert order.transfer.src_tables["g0"].pages.tolist() == [1, 2, 3, 4, 5]
+    assert order.transfer.dst_tables["g0"].pages.tolist() == [7, 8, 9]
+    assert order.transfer.intervals == {"g0": [(0, 300)]}
+    assert order.transfer.dst_new_pages["g0"].tolist() == [7, 8, 9]
+    assert (order.remote.address, order.lease.request) == (Address("127.0.0.1", 5), "p-1")
+
+
+def test_a_local_prefix_hit_is_not_loaded_again() -> None:
+    decode = Decode(full(128))
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
+    assert decode.side.count_loadable(asked, 128) == 172
+    order = decode.load(asked, blocks([7, 8, 9], cached=1), 172)
+    assert order.transfer.intervals == {"g0": [(128, 300)]}
+    assert order.transfer.dst_new_pages["g0"].tolist() == [8, 9]
+
+
+def test_a_full_hit_releases_the_source() -> None:
+    decode = Decode(full(128))
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
+    assert decode.side.count_loadable(asked, 384) == 0
+    assert [type(order) for order in decode.side.allocate(asked, blocks([7, 8, 9], cached=3), 0)] == [Unwatch, Release]
+    assert list(decode.side.abort("d-1")) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "expected"), [(TOKENS[:-1], 288), ([*TOKENS, 7], 300), ([9] * 300, 0), ([*TOKENS[:50], *[9] * 250], 48)]
+)
+def test_only_the_same_text_is_loaded(mine: list[int], expected: int) -> None:
+    decode = Decode(full(128))
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), mine)
+    assert decode.side.count_loadable(asked, 0) == expected
+    assert decode.fallbacks == ([] if expected else ["prompt"])
+
+
+def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> None:
+    """300 tokens, window 100: the source keeps pages of 32 from token 192 on, this engine pages of 128 from token 128 on."""
+    params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
+    decode = Decode(full(128), window(128))
+    asked = decode.arrive(params, TOKENS)
+    assert decode.side.count_loadable(asked, 0) == 300
+    held = blocks([1, 2, 3], [0, 5, 6])
+    order = decode.load(asked, held, 300)
+    assert order.transfer.intervals == {"g0": [(0, 300)], "g1": [(192, 300)]}
+    assert order.transfer.dst_tables["g1"].first_page == 1
+    assert [(group.name, number) for group, number in decode.side.incomplete_blocks("d-1", held)] == [("g1", 2)]
+
+
+def test_two_windows_are_clipped_each_by_its_own() -> None:
+    """The narrow window's first page says nothing about the wide one's."""
+    wide = SlidingWindowSpec(block_size=32, sliding_window=250, **FULL)
+    params = prefill(
+        groups(window(32), wide), TOKENS, [[0] * 6 + [21, 22, 23, 24], [0, 31, 32, 33, 34, 35, 36, 37, 38, 39]]
+    )
+    decode = Decode(window(32), wide)
+    asked = decode.arrive(params, TOKENS)
+    assert decode.side.count_loadable(asked, 0) == 300
+    order = decode.load(asked, blocks([0] * 6 + [1, 2, 3, 4], [0, 11, 12, 13, 14, 15, 16, 17, 18, 19]), 300)
+    assert order.transfer.intervals == {"g0": [(192, 300)], "g1": [(32, 300)]}
+
+
+def test_a_prefill_that_ran_too_far_for_a_window_is_not_used() -> None:
+    params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
+    decode = Decode(full(32), window(32))
+    asked = decode.arrive(params, TOKENS[:250])
+    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["window"])
+
+
+def test_an_engine_that_keeps_all_does_not_load_from_one_that_keeps_a_window() -> None:
+    params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
+    decode = Decode(full(32))
+    assert (decode.side.count_loadable(decode.arrive(params, TOKENS), 0), decode.fallbacks) == (0, ["window"])
+
+
+@pytest.mark.parametrize(("mine", "expected"), [(300, 299), (301, 299), (299, 0), (298, 0), (1000, 299)])
+def test_a_state_is_loaded_at_its_position_or_not_at_all(mine: int, expected: int) -> None:
+    """The prefill side drops the last token; the decode side must have at least one more than the state has seen."""
+    some = (full(64), state(512, "none"))
+    params = prefill(groups(*some), TOKENS, [[1, 2, 3, 4, 5], [6]], backoff=1)
+    decode = Decode(*some, backoff=1)
+    asked = decode.arrive(params, list(range(mine)))
+    assert decode.side.count_loadable(asked, 0) == expected
+    if not expected:
+        assert decode.fallbacks == ["state"]
+        return
+    order = decode.load(asked, blocks([1, 2, 3, 4, 5], [9]), expected)
+    assert order.transfer.intervals == {"g0": [(0, 299)], "g1": [(0, 299)]}
+    assert order.transfer.src_tables["g1"].pages.tolist() == [6]
+
+
+def test_a_state_of_another_text_is_not_loaded() -> None:
+    some = (full(64), state(512, "none"))
+    decode = Decode(*some, backoff=1)
+    asked = decode.arrive(prefill(groups(*some), TOKENS, [[1, 2, 3, 4, 5], [6]], backoff=1), [9, *TOKENS[1:], 9])
+    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["state"])
+
+
+def test_one_token_and_a_state_is_computed_here() -> None:
+    some = (full(64), state(512, "none"))
+    decode = Decode(*some, backoff=1)
+    asked = decode.arrive(prefill(groups(*some), [5], [[1], [6]], backoff=1), [5])
+    assert decode.side.count_loadable(asked, 0) == 0
+
+
+def test_parameters_of_another_connector_are_a_fallback() -> None:
+    decode = Decode(full(64))
+    asked = decode.arrive({"do_remote_prefill": True, "remote_engine_id": "x"}, TOKENS)
+    assert (decode.watched, decode.side.count_loadable(asked, 0), decode.fallbacks) == ([], 0, ["params"])
+    assert list(decode.side.allocate(asked, blocks([1]), 0)) == []
+
+
+def test_an_abort_before_blocks_releases_and_after_cancels() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    early, late = Decode(full(64)), Decode(full(64))
+    early.arrive(params, TOKENS)
+    assert [type(order) for order in early.side.abort("d-1")] == [Unwatch, Release]
+    asked = late.arrive(params, TOKENS)
+    late.side.count_loadable(asked, 0)
+    late.load(asked, blocks([1, 2, 3, 4, 5]), 300)
+    assert [type(order) for order in late.side.abort("d-1")] == [Cancel]
+    late.side.ended("d-1")
+    assert list(late.side.abort("d-1")) == []
+
+
+def test_the_prefill_side_drops_its_last_tokens_once() -> None:
+    side, asked = producer(groups(full(64)), backoff=2), request("p-1", TOKENS)
+    for _ in range(2):
+        side.arrive(asked)
+    assert (len(asked.prompt_token_ids), len(asked._all_token_ids), asked.num_prompt_tokens) == (298, 298, 298)
+    short = request("p-2", [1, 2])
+    side.arrive(short)
+    assert short.num_prompt_tokens == 2
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_prefill_that_did_not_end_well_offers_nothing(status: RequestStatus) -> None:
+    side, asked = producer(groups(full(64))), request("p-1", TOKENS, status=status)
+    list(side.schedule(asked))
+    params, order = side.finish(asked, [[1, 2, 3, 4, 5]])
+    assert (params, type(order)) == (None, Revoke)
+    assert side.finish(asked, [[1]]) == (None, None)
+
+
+def test_without_a_slot_nothing_is_offered_and_a_preempted_request_keeps_its_own() -> None:
+    side = producer(groups(full(64)), slots=1)
+    first, second = request("p-1", TOKENS), request("p-2", TOKENS)
+    assert [type(order) for order in side.schedule(first)] == [Grant]
+    assert list(side.schedule(first)) == []
+    assert list(side.schedule(second)) == []
+    assert side.finish(second, [[1]]) == (None, None)
+    side.freed("p-1")
+    assert [type(order) for order in side.schedule(second)] == [Grant]
