@@ -2,7 +2,9 @@
 
 The fields of vLLM's NixlConnector, so that routers work unchanged, and one of ours, `kvreshard`: the incarnation of the
 prefill engine, the lease, what each block list means (which logical page it starts with, tokens per page, window), and
-digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal.
+digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal. A seal over what the request refers to
+(lease, block lists, tokens) tells parameters that were mixed up or shortened on their way from those that arrived whole; other
+block ids would be read without complaint, and another request's text served. It is no secret and no signature.
 
 `read_params` believes nothing: a missing or wrong field gives a ParamsError with its name, and the decode engine computes
 the prompt itself.
@@ -10,6 +12,7 @@ the prompt itself.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +56,7 @@ class ReshardParams(msgspec.Struct, frozen=True):
     word: str
     groups: tuple[GroupParams, ...]
     prompt: PromptDigest
+    seal: str
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -99,6 +103,7 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], *, is_prefill
         f"{prefill.lease.word:016x}",
         prefill.groups,
         prefill.prompt,
+        _seal(prefill),
     )
     return {
         "do_remote_prefill": is_prefill,
@@ -141,7 +146,23 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
         read.remote_engine_id, read.kvreshard.incarnation, Address(read.remote_host, read.remote_port)
     )
     lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
-    return RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt)
+    prefill = RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt)
+    if read.kvreshard.seal != _seal(prefill):
+        raise ParamsError(
+            "kv_transfer_params do not fit their seal: the request id, the number of tokens or the block ids are not those that "
+            "the prefill engine returned; pass them on unchanged, each with its own request"
+        )
+    return prefill
+
+
+def _seal(prefill: RemotePrefill) -> str:
+    """A digest of what the parameters refer to; where the engine is found may be rewritten on the way."""
+    referred = (
+        (prefill.remote.engine, prefill.remote.incarnation),
+        (prefill.lease.request, prefill.lease.slot, prefill.lease.word),
+        (prefill.num_tokens, prefill.groups, prefill.pages, prefill.prompt),
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(referred), digest_size=8).hexdigest()
 
 
 def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> None:

@@ -39,6 +39,11 @@ def test_what_was_written_is_read_and_the_known_fields_are_there() -> None:
     assert (params()["do_remote_prefill"], params()["do_remote_decode"]) == (True, False)
 
 
+def test_an_address_may_be_rewritten_on_the_way() -> None:
+    moved = params() | {"remote_host": "prefill-3.example", "remote_port": 6000}
+    assert read_params(moved).remote.address == Address("prefill-3.example", 6000)
+
+
 def test_words_do_not_lose_bits_in_a_router_written_in_javascript() -> None:
     assert all(not isinstance(v, int) or abs(v) < 2**53 for v in params()[KEY].values())
 
@@ -50,6 +55,10 @@ def test_tables_start_where_the_source_says() -> None:
 
 def without(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda p: p.pop(name)
+
+
+def without_seal() -> Callable[[dict[str, Any]], None]:
+    return lambda p: p[KEY].pop("seal")
 
 
 def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
@@ -82,6 +91,13 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
         (put(-1, KEY, "groups", 0, "first_page"), "group 'g0' has a size that is not positive"),
         (put(0, KEY, "groups", 0, "page_tokens"), "group 'g0' has a size"),
         (put(None, KEY, "prompt"), "prompt"),
+        (without_seal(), "seal"),
+        (put([[4], [3]], "remote_block_ids"), "do not fit their seal"),
+        (put([[9, 4], [3]], "remote_block_ids"), "do not fit their seal"),
+        (put(299, "remote_num_tokens"), "do not fit their seal"),
+        (put("cmpl-2", "remote_request_id"), "do not fit their seal"),
+        (put(8, KEY, "slot"), "do not fit their seal"),
+        (put(3, KEY, "groups", 0, "first_page"), "do not fit their seal"),
     ],
 )
 def test_each_wrong_field_is_named(change: Callable[[dict[str, Any]], None], told: str) -> None:

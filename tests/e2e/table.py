@@ -1,0 +1,94 @@
+"""The measured table, ours beside vLLM's own connector.
+
+    python -m tests.e2e.table [--results results.jsonl] [--markdown table.md] [--json table.json]
+
+Says nothing that was not run: a row without a result is marked as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.e2e import results
+from tests.e2e.cases import CASES, IN_TREE, OURS, Case
+
+Found = Mapping[tuple[str, str], Mapping[str, Any]]
+LONGEST = 110
+
+
+def shape(case: Case) -> str:
+    return f"{case.prefill} -> {case.decode}".replace("-", " ").replace(" > ", " -> ")
+
+
+def cell(found: Found, case: Case, connector: str) -> str:
+    """The outcome and, if it is not exact, the first reason."""
+    result = found.get((case.name, connector))
+    if result is None:
+        return "not run"
+    if result["outcome"] == "exact":
+        return "exact"
+    reasons = [detail for detail in result["details"] if "Error" in detail] or result["details"]
+    reason = reasons[0].split(": ", 1)[-1] if result["outcome"] == "refused" else "; ".join(reasons[:2])
+    reason = reason.replace("|", "/").replace("\n", " ")
+    return f"**{result['outcome']}**: {reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + '…'}"
+
+
+def markdown(found: Found) -> str:
+    lines = [
+        "| model | prefill -> decode | NixlConnector (vLLM 0.32.0) | ReshardConnector | log-probabilities, noise |",
+        "|---|---|---|---|---|",
+    ]
+    family = ""
+    for case in CASES:
+        ours = found.get((case.name, OURS))
+        noise = f"{ours['logprob_gap']:.0e}, {ours['floor']:.0e}" if ours else ""
+        label, family = ("" if case.family == family else case.family), case.family
+        lines.append(
+            f"| {label} | {shape(case)} | {cell(found, case, IN_TREE)} | {cell(found, case, OURS)} | {noise} |"
+        )
+    exact = {
+        connector: sum(found.get((case.name, connector), {}).get("outcome") == "exact" for case in CASES)
+        for connector in (IN_TREE, OURS)
+    }
+    lines.append("")
+    lines.append(f"Exact: {exact[OURS]} of {len(CASES)} rows here, {exact[IN_TREE]} of {len(CASES)} in-tree.")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(found: Found) -> list[dict[str, Any]]:
+    return [
+        {
+            "family": case.family,
+            "model": case.model,
+            "prefill": str(case.prefill),
+            "decode": str(case.decode),
+            "in_tree": found.get((case.name, IN_TREE)),
+            "ours": found.get((case.name, OURS)),
+        }
+        for case in CASES
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.table", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--results", type=Path, default=None, help=f"default: {results.path()}")
+    parser.add_argument("--markdown", type=Path, help="file to write; default: standard output")
+    parser.add_argument("--json", type=Path, help="file to write")
+    chosen = parser.parse_args(arguments)
+    found = results.read(chosen.results)
+    if chosen.markdown:
+        chosen.markdown.write_text(markdown(found))
+    else:
+        print(markdown(found), end="")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""What becomes of requests whose life is not as the table's: wrong references, lost peers, aborts, retries, preemption?
+
+One promise throughout: a request ends, with the text of an ordinary engine or with an error, both engines go on, and no page
+is lost. Engines: Llama, prefill TP 1, decode TP 2.
+"""
+
+from __future__ import annotations
+
+import random
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.e2e import engine_log, processes
+from tests.e2e.cases import OURS
+from tests.e2e.engine import Engine, EngineSpec, Output
+from tests.e2e.engines import Nursery
+from tests.e2e.prompts import prompt
+from tests.e2e.router import PREFILL_PARAMS, route
+
+LEASE_S = 4
+OPTIONS = (("kv_lease_duration", LEASE_S), ("handshake_timeout_s", 3), ("load_timeout_s", 20), ("retry_s", 0))
+PREFILL = EngineSpec("llama", connector=OURS, role="kv_producer", prefix_caching=True, extra=OPTIONS)
+DECODE = EngineSpec("llama", tp=2, connector=OURS, role="kv_consumer", prefix_caching=True, extra=OPTIONS)
+RECOMPUTES = replace(DECODE, recompute=True)
+PATIENCE_S = 60.0
+Change = Callable[[dict[str, Any]], Any]
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def pair(nursery: Nursery) -> tuple[Engine, Engine]:
+    if {spec.model for spec in nursery.engines} - {"llama", "qwen3"}:
+        nursery.stop_all()
+    return nursery.engine(PREFILL), nursery.engine(DECODE)
+
+
+def texts(nursery: Nursery, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[list[int]]:
+    """What an ordinary engine answers."""
+    return [output.tokens for output in nursery.engine(EngineSpec("llama", tp=2)).generate(prompts, max_tokens)]
+
+
+def prefilled(engine: Engine, words: Sequence[int]) -> dict[str, Any]:
+    (output,) = engine.generate([words], 1, [dict(PREFILL_PARAMS)])
+    assert output.kv_transfer_params is not None, output
+    return output.kv_transfer_params
+
+
+def failed(output: Output) -> bool:
+    return bool(output.error) or (output.finish_reason == "error" and not output.tokens)
+
+
+def check_honest(nursery: Nursery, prefill: Engine, decode: Engine, seed: int) -> None:
+    """The pair still serves, by loading."""
+    words = [prompt(200, seed)]
+    (answer,) = route(prefill, decode, words)
+    assert answer.decode.tokens == texts(nursery, words)[0], answer.decode
+
+
+def check_all_free(engine: Engine) -> None:
+    """vLLM resets its prefix cache only when no request holds a block."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not engine.reset_prefix_cache():
+        assert time.monotonic() < deadline, f"{engine.spec} still holds pages:\n{engine.last_words()}"
+        engine.generate([[5, 6, 7]], 1)  # an engine that does nothing does not look at what its ranks have finished
+
+
+def dropped(*names: str) -> Change:
+    return lambda params: [params.pop(name) for name in names]
+
+
+def put(value: Any, *path: str) -> Change:
+    def change(params: Any) -> None:
+        for key in path[:-1]:
+            params = params[key]
+        params[path[-1]] = value
+
+    return change
+
+
+def sealed(change: Change) -> Change:
+    """A change by somebody who knows how to seal."""
+
+    def changed(params: dict[str, Any]) -> None:
+        from kvreshard.vllm import params as format_
+
+        change(params)
+        read = format_.msgspec.convert(params, format_._Params)
+        seen = format_.RemotePrefill(
+            format_.RemoteEngine(
+                read.remote_engine_id, read.kvreshard.incarnation, format_.Address(read.remote_host, read.remote_port)
+            ),
+            format_.RemoteLease(read.remote_request_id, read.kvreshard.slot, int(read.kvreshard.word, 16)),
+            read.remote_num_tokens,
+            read.kvreshard.groups,
+            read.remote_block_ids,
+            read.kvreshard.prompt,
+        )
+        params["kvreshard"]["seal"] = format_._seal(seen)
+
+    return changed
+
+
+COMPUTED, FAILS = "computed", "fails"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "told"),
+    [
+        pytest.param(dropped("kvreshard"), COMPUTED, "no field 'kvreshard'", id="no field of ours"),
+        pytest.param(dropped("remote_block_ids"), COMPUTED, "remote_block_ids", id="no block ids"),
+        pytest.param(put("x", "remote_port"), COMPUTED, "remote_port", id="a port that is a word"),
+        pytest.param(put([[]], "remote_block_ids"), COMPUTED, "seal", id="block ids dropped"),
+        pytest.param(put([[1, 2, 3]], "remote_block_ids"), COMPUTED, "seal", id="another request's blocks"),
+        pytest.param(sealed(put([[10**6, 1]], "remote_block_ids")), FAILS, "1000000", id="a block that does not exist"),
+        pytest.param(sealed(put([[-1, 1]], "remote_block_ids")), FAILS, "-1", id="a negative block"),
+        pytest.param(sealed(put([[1]], "remote_block_ids")), FAILS, "pages", id="too few blocks"),
+        pytest.param(sealed(put("0000000000000007", "kvreshard", "word")), FAILS, "stale lease", id="another word"),
+        pytest.param(sealed(put(10**6, "kvreshard", "slot")), FAILS, "slot 1000000", id="a slot that does not exist"),
+        pytest.param(sealed(put("ab" * 16, "kvreshard", "incarnation")), FAILS, "restarted", id="a former life"),
+        pytest.param(sealed(put("other", "remote_engine_id")), FAILS, "'other'", id="another engine's id"),
+    ],
+)
+def test_wrong_references(
+    change: Change, expected: str, told: str, pair: tuple[Engine, Engine], nursery: Nursery
+) -> None:
+    prefill, decode = pair
+    words = prompt(150, 1)
+    params = prefilled(prefill, words)
+    change(params)
+    start = engine_log.size(decode.log)
+    (output,) = decode.generate([words], 8, [params])
+    if expected == COMPUTED:
+        assert output.tokens == texts(nursery, [words])[0]
+    else:
+        assert failed(output), output
+    assert told in decode.log.read_bytes()[start:].decode(errors="replace")
+    check_honest(nursery, prefill, decode, 2)
+    check_all_free(decode)
+    check_all_free(prefill)
+
+
+def test_a_failed_load_is_computed_if_that_is_asked_for(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    decode, words = nursery.engine(RECOMPUTES), prompt(150, 3)
+    params = prefilled(pair[0], words)
+    sealed(put("0000000000000007", "kvreshard", "word"))(params)
+    (output,) = decode.generate([words], 8, [params])
+    assert output.tokens == texts(nursery, [words])[0]
+    check_all_free(decode)
+
+
+class Rude(socketserver.BaseRequestHandler):
+    """A server of another protocol."""
+
+    def handle(self) -> None:
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@contextmanager
+def another_server() -> Iterator[int]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", processes.free_ports(1)), Rude) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def test_nobody_is_there_and_somebody_else_is_there(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    prefill, decode = pair
+    words = prompt(150, 4)
+    with another_server() as port:
+        for other in (processes.free_ports(1), port):
+            params = prefilled(prefill, words) | {"remote_port": other}
+            (output,) = decode.generate([words], 8, [params])
+            assert failed(output), output
+            assert f"127.0.0.1:{other}" in decode.log.read_text()
+    check_honest(nursery, prefill, decode, 5)
+    check_all_free(decode)
+    check_all_free(prefill)
+
+
+def test_another_model_is_refused_in_both_logs(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    prefill, decode = pair
+    other, words = nursery.engine(replace(PREFILL, model="qwen3")), prompt(150, 6)
+    (output,) = decode.generate([words], 8, [prefilled(other, words)])
+    assert failed(output), output
+    for engine, sentence in ((decode, "cannot read from engine"), (other, "cannot read from here")):
+        log = engine.log.read_text()
+        assert sentence in log
+        assert "model is" in log
+        assert "qwen3" in log
+    check_honest(nursery, prefill, decode, 7)
+
+
+def test_the_prefill_engine_restarts_in_between(nursery: Nursery) -> None:
+    decode, words = nursery.engine(DECODE), prompt(150, 8)
+    spec = replace(PREFILL, environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", processes.free_ports(1)),))
+    prefill = nursery.engine(spec)
+    check_honest(nursery, prefill, decode, 9)
+    params = prefilled(prefill, words)
+    nursery.stop(spec)
+    restarted = nursery.engine(spec)
+    (output,) = decode.generate([words], 8, [params])
+    assert failed(output), output
+    check_honest(nursery, restarted, decode, 10)
+    check_all_free(decode)
+    nursery.stop(spec)
+
+
+def test_requests_are_aborted_at_any_time(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    prefill, decode = pair
+    drawn = random.Random(12)
+    prompts = [prompt(drawn.randrange(1, 700), 100 + i) for i in range(40)]
+    expected = texts(nursery, prompts, 24)
+    outcomes = {"whole": 0, "aborted": 0}
+
+    def one(i: int) -> None:
+        name, other = prefill.new_id(), decode.new_id()
+        first = prefill.submit(prompts[i], 1, dict(PREFILL_PARAMS), name)
+        if i % 4 == 0:
+            _abort_later(prefill, name, drawn.random() * 0.2)
+        params = prefill.wait(first).kv_transfer_params
+        if i % 4 == 1:  # the router dies: nobody comes for it
+            return
+        second = decode.submit(prompts[i], 24, params, other)
+        if i % 4 == 2:
+            _abort_later(decode, other, drawn.random() * 0.3)
+        output = decode.wait(second)
+        assert not output.error, output
+        whole = output.tokens == expected[i]
+        assert whole or (i % 4 == 2 and output.tokens == expected[i][: len(output.tokens)]), (i, output)
+        outcomes["whole" if whole else "aborted"] += 1
+
+    for first in range(0, len(prompts), 8):
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(first, first + 8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    assert sum(outcomes.values()) == 30
+    check_honest(nursery, prefill, decode, 13)
+    check_all_free(decode)
+    check_all_free(prefill)
+
+
+def _abort_later(engine: Engine, name: str, seconds: float) -> None:
+    threading.Timer(seconds, engine.abort, (name,)).start()
+
+
+def test_a_retry_on_another_decode_engine(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    """Both take the same parameters; whoever comes after the pages are free says so."""
+    prefill, decode = pair
+    other, words = nursery.engine(replace(DECODE, tp=1)), prompt(300, 14)
+    (expected,) = texts(nursery, [words])
+    params = prefilled(prefill, words)
+    pending = [engine.submit(words, 8, dict(params), engine.new_id()) for engine in (decode, other)]
+    outputs = [engine.wait(future) for engine, future in zip((decode, other), pending, strict=True)]
+    assert any(output.tokens == expected for output in outputs)
+    assert all(output.tokens == expected or failed(output) for output in outputs)
+    (late,) = other.generate([[*words, 9]], 8, [dict(params)])
+    assert failed(late) or late.tokens == texts(nursery, [[*words, 9]])[0]
+    check_honest(nursery, prefill, other, 15)
+    check_all_free(prefill)
+
+
+@pytest.mark.parametrize("case", ["longer", "shorter", "another", "one token"])
+def test_the_decode_prompt_differs(case: str, pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    prefill, decode = pair
+    words = prompt(300, 16)
+    mine = {"longer": words + prompt(77, 17), "shorter": words[:201], "another": prompt(300, 18), "one token": [9]}[
+        case
+    ]
+    (output,) = decode.generate([mine], 8, [prefilled(prefill, words)])
+    assert output.tokens == texts(nursery, [mine])[0]
+    check_all_free(prefill)
+
+
+def test_the_decode_engine_preempts(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    """Its pool holds some of the requests that run at once; the others are thrown out, and computed here later."""
+    decode = nursery.engine(replace(DECODE, block_size=32, arguments=(("num_gpu_blocks_override", 33),)))
+    prompts = [prompt(200 + i, 20 + i) for i in range(8)]
+    expected = texts(nursery, prompts, 64)
+    for answer, tokens in zip(route(pair[0], decode, prompts, 64), expected, strict=True):
+        assert answer.decode.tokens == tokens, answer.decode
+    check_all_free(decode)
+    check_all_free(pair[0])

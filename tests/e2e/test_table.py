@@ -1,0 +1,37 @@
+"""Is every pair of the table exact with ours, and does vLLM's own connector do what the table says of it?"""
+
+from __future__ import annotations
+
+import pytest
+from tests.e2e import results
+from tests.e2e.cases import CASES, EXACT, IN_TREE, OURS, Case
+from tests.e2e.engines import Nursery
+from tests.e2e.verdicts import measure
+
+CONNECTORS = {IN_TREE: "in-tree", OURS: "ours"}
+
+
+def rows() -> list[object]:
+    """Rows of one model and connector come together, so that engines are shared; `-m e2e_ci` picks the small part."""
+    return [
+        pytest.param(case, connector, id=f"{case.name}-{label}", marks=[pytest.mark.e2e_ci] if case.ci else [])
+        for model in dict.fromkeys(case.model for case in CASES)
+        for connector, label in CONNECTORS.items()
+        for case in CASES
+        if case.model == model
+    ]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("case", "connector"), rows())
+def test_row(case: Case, connector: str, nursery: Nursery) -> None:
+    for spec in list(nursery.engines):
+        # An idle engine with vLLM's own connector takes a core.
+        if spec.model != case.model or spec.connector not in (connector, "RecordConnector"):
+            nursery.stop(spec)
+    measured = measure(nursery, case, connector)
+    results.keep(measured.to_json())
+    expected = EXACT if connector == OURS else case.in_tree
+    assert measured.outcome == expected, "\n".join(measured.details)
+    if expected == EXACT:
+        assert measured.compared_bytes > 0, "no loaded page was compared"
