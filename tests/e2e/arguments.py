@@ -10,7 +10,11 @@ from tests.e2e import drafts, models
 if TYPE_CHECKING:
     from tests.e2e.engine import EngineSpec
 
-MODULES = {"ReshardConnector": "kvreshard.vllm", "RecordConnector": "tests.e2e.recorder"}
+MODULES = {
+    "ReshardConnector": "kvreshard.vllm",
+    "ShadowConnector": "kvreshard.vllm",
+    "RecordConnector": "tests.e2e.recorder",
+}
 MAX_TOKENS = 1024
 CACHE_BYTES = 64 << 20
 

@@ -78,7 +78,7 @@ class Bench:
         self.judged_by_text = self.dtype == "float32"
         self.ordinary = {tp: nursery.engine(case.ordinary(tp)) for tp in sorted({1, case.prefill.tp, case.decode.tp})}
         self.prefill = nursery.engine(case.engine(case.prefill, connector))
-        self.decode = nursery.engine(case.engine(case.decode, connector))
+        self.decode = nursery.engine(case.engine(case.decode, connector, "kv_consumer"))
         for side, engine in (("prefill", self.prefill), ("decode", self.decode)):
             self.result.start_seconds[side] = round(engine.start_seconds, 1)
         self.logs = [(engine, engine_log.size(engine.log)) for engine in (self.prefill, self.decode)]

@@ -121,7 +121,7 @@ class Decode:
 
     def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params)
-        self.watched = list(self.side.arrive(asked))
+        self.watched = list(self.side.arrive(asked, params))
         return asked
 
     def load(self, asked: Any, held: KVCacheBlocks, num_external: int) -> Load:

@@ -13,7 +13,7 @@ position that the source stands at, or nothing is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +58,10 @@ class Consumer:
         self._num_backoff_tokens = num_backoff_tokens
         self._waiting: dict[str, _Waiting] = {}
 
-    def arrive(self, request: Request) -> Iterator[Order]:
+    def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
         """Read the parameters; a request that cannot use them is computed here."""
         try:
-            prefill = read_params(request.kv_transfer_params or {})
+            prefill = read_params(params)
         except ParamsError as error:
             self._note_fallback("params")
             logger.warning("request %s will be computed here: %s", request.request_id, error)

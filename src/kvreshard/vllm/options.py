@@ -48,6 +48,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
         backend: NIXL's plugin. backend_params: its parameters.
+        shadow_report_file: of ShadowConnector: a file that gets one JSON line per request and rank; None: the log only.
     """
 
     side_channel_host: str | None = None
@@ -62,6 +63,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allow_mismatch: tuple[str, ...] = ()
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
+    shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:
         positive = ("kv_lease_duration", "load_timeout_s", "settle_timeout_s", "handshake_timeout_s", "lease_slots")

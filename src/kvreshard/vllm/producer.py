@@ -88,11 +88,20 @@ class Producer:
         if not good or self.address is None or request.num_computed_tokens < 1:
             self._slots.give(request.request_id)
             return None, Revoke(request.request_id)
+        prefill = self.describe(
+            request, block_ids, RemoteLease(request.request_id, grant.slot, grant.word), self.address
+        )
+        return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
+
+    def describe(
+        self, request: Request, block_ids: Sequence[Sequence[int]], lease: RemoteLease, address: Address
+    ) -> RemotePrefill:
+        """What the decode side is told of a finished request."""
         num_tokens = request.num_computed_tokens
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
-        prefill = RemotePrefill(
-            RemoteEngine(self._engine, self._incarnation, self.address),
-            RemoteLease(request.request_id, grant.slot, grant.word),
+        return RemotePrefill(
+            RemoteEngine(self._engine, self._incarnation, address),
+            lease,
             num_tokens,
             tuple(
                 GroupParams(
@@ -103,7 +112,6 @@ class Producer:
             tuple(ids for _, ids in pages),
             digest_prompt(read_prompt(request), num_tokens),
         )
-        return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
 
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease."""

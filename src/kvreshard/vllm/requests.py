@@ -1,4 +1,4 @@
-"""What does this package need to know of a vLLM request?"""
+"""What does this package need to know of vLLM's requests and configuration, to speak about a request?"""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ def count_backoff(vllm_config: Any, has_state: bool) -> int:
     `nixl/base_scheduler.py`, `_prefill_backoff`).
     """
     return max(int(has_state), int(vllm_config.num_prefill_lookahead_tokens) - 1)
+
+
+def read_sizes(parallel_config: Any) -> dict[str, int]:
+    """The parallel sizes that `kv_transfer_params` carry, by the names that routers know."""
+    return {
+        "tp_size": max(parallel_config.tensor_parallel_size, parallel_config.decode_context_parallel_size),
+        "dcp_size": parallel_config.decode_context_parallel_size,
+        "pp_size": parallel_config.pipeline_parallel_size,
+    }

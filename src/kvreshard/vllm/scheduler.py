@@ -8,26 +8,21 @@ every rank says about itself, goes out with the first. What a request's life loo
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm.utils.network_utils import get_ip
 
-from kvreshard.model import EngineLayout, merge_ranks, wire
-from kvreshard.session.card import EngineCard, RankCard, encode_card, make_card
-from kvreshard.session.handshake import Address, Hello, Listener
+from kvreshard.session.card import RankCard, encode_card
 from kvreshard.session.orders import Order
 from kvreshard.vllm.consumer import Consumer
-from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
-from kvreshard.vllm.requests import count_backoff
+from kvreshard.vllm.reception import Reception
+from kvreshard.vllm.requests import count_backoff, read_sizes
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -65,33 +60,29 @@ class SchedulerSide:
         parallel = vllm_config.parallel_config
         groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
-        sizes = {
-            "tp_size": max(parallel.tensor_parallel_size, parallel.decode_context_parallel_size),
-            "dcp_size": parallel.decode_context_parallel_size,
-            "pp_size": parallel.pipeline_parallel_size,
-        }
-        self._vllm_config, self._options, self._engine = vllm_config, options, engine
-        self._incarnation = secrets.token_hex(16)
+        self._reception = Reception(vllm_config, engine, options)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
-            engine, self._incarnation, groups, sizes, backoff, options.kv_lease_duration, options.lease_slots
+            engine,
+            self._reception.incarnation,
+            groups,
+            read_sizes(parallel),
+            backoff,
+            options.kv_lease_duration,
+            options.lease_slots,
         )
         self.stats = ReshardStats()
         self._consumer = Consumer(groups, backoff, lambda cause: self.stats.count("fallbacks", cause))
         self._metadata = ReshardMetadata()
-        self._listener: Listener | None = None
         self._pool: BlockPool | None = None
         self._manager: KVCacheManager | None = None
-        self._told: set[tuple[str, int, bool]] = set()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
         """The layout and the card of every rank: make the engine's card, and listen if others read from here."""
-        layout: EngineLayout = merge_ranks([wire.decode(layout) for layout, _ in parts.values()])
-        facts = read_facts(self._vllm_config)
-        card = make_card(layout, self._incarnation, facts, [card for _, card in parts.values()])
+        card = self._reception.make_card(parts)
         self._metadata.card = encode_card(card)
         if self._is_producer:
-            self._listen(card)
+            self._producer.address = self._reception.listen(card)
 
     def arrive(self, request: Request) -> None:
         """A new request."""
@@ -99,7 +90,7 @@ class SchedulerSide:
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
         elif params.get("do_remote_prefill"):
-            self._order(self._consumer.arrive(request))
+            self._order(self._consumer.arrive(request, params))
 
     def count_loadable(self, request: Request, num_computed: int) -> int:
         """Tokens that the ranks can load beyond what is computed."""
@@ -145,31 +136,10 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._listener is not None:
-            self._listener.close()
+        self._reception.close()
 
     def _order(self, orders: Iterable[Order]) -> None:
         self._metadata.orders.extend(orders)
-
-    def _listen(self, card: EngineCard) -> None:
-        host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
-        first = self._options.side_channel_port or envs.VLLM_NIXL_SIDE_CHANNEL_PORT
-        port = first + self._vllm_config.parallel_config.data_parallel_index
-        self._listener = Listener(Address(host, port), card, self._hear_outcome)
-        # An engine that listens everywhere must still be told by an address that peers can reach.
-        told = get_ip() if host in ("0.0.0.0", "::") else host
-        self._producer.address = Address(told, self._listener.address.port)
-        logger.info("kvreshard: engine %s hands out its layout at %s", self._engine, self._producer.address)
-
-    def _hear_outcome(self, hello: Hello) -> None:
-        """A peer has compared (on the listener's thread); each outcome is logged once."""
-        key = (hello.engine[:200], hello.rank, hello.is_good)
-        if key in self._told or len(self._told) > 10_000:
-            return
-        self._told.add(key)
-        level = logging.INFO if hello.is_good else logging.ERROR
-        what = "reads from here" if hello.is_good else "cannot read from here"
-        logger.log(level, "kvreshard: engine %s rank %d %s: %r", hello.engine[:200], hello.rank, what, hello.text)
 
     def _keep_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Blocks that a window leaves incomplete must not serve prefix hits: vLLM would take them for whole.

@@ -1,0 +1,74 @@
+"""How do peers get to know a vLLM engine?
+
+In the scheduler's process: the layouts and cards of all ranks become the engine's card, under a new incarnation, and a
+listener hands it out at the host and port that the options or vLLM's own variables name. Whether a peer can work with it is
+logged once per peer rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from vllm import envs
+from vllm.utils.network_utils import get_ip
+
+from kvreshard.model import EngineLayout, merge_ranks, wire
+from kvreshard.session.card import EngineCard, RankCard, make_card
+from kvreshard.session.handshake import Address, Hello, Listener
+from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.vllm.options import Options
+
+logger = logging.getLogger(__name__)
+
+MAX_TOLD = 10_000
+
+
+class Reception:
+    """One per engine. `incarnation`: 32 hexadecimal digits that no other start of this engine has."""
+
+    def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
+        self._vllm_config, self._engine, self._options = vllm_config, engine, options
+        self.incarnation = secrets.token_hex(16)
+        self._listener: Listener | None = None
+        self._told: set[tuple[str, int, bool]] = set()
+
+    def make_card(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> EngineCard:
+        """The engine's card, from the layout and the card of every rank. Raises LayoutError or WireError."""
+        layout: EngineLayout = merge_ranks([wire.decode(layout) for layout, _ in parts.values()])
+        cards = [card for _, card in parts.values()]
+        return make_card(layout, self.incarnation, read_facts(self._vllm_config), cards)
+
+    def listen(self, card: EngineCard, default_port: int | None = None) -> Address:
+        """Hand the card out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.
+
+        Raises KvReshardError if the address is taken.
+        """
+        host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+        first = self._options.side_channel_port
+        if first is None:
+            first = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if default_port is None else default_port
+        port = first + self._vllm_config.parallel_config.data_parallel_index if first else 0
+        self._listener = Listener(Address(host, port), card, self._hear_outcome)
+        # An engine that listens everywhere must still be told by an address that peers can reach.
+        told = get_ip() if host in ("0.0.0.0", "::") else host
+        address = Address(told, self._listener.address.port)
+        logger.info("kvreshard: engine %s hands out its layout at %s", self._engine, address)
+        return address
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def _hear_outcome(self, hello: Hello) -> None:
+        """A peer has compared (on the listener's thread); each outcome is logged once."""
+        key = (hello.engine[:200], hello.rank, hello.is_good)
+        if key in self._told or len(self._told) > MAX_TOLD:
+            return
+        self._told.add(key)
+        level = logging.INFO if hello.is_good else logging.ERROR
+        what = "reads from here" if hello.is_good else "cannot read from here"
+        logger.log(level, "kvreshard: engine %s rank %d %s: %r", hello.engine[:200], hello.rank, what, hello.text)

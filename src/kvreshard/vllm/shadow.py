@@ -1,0 +1,181 @@
+"""`ShadowConnector`: vLLM's own NixlConnector moves the cache, and this package says what it would have done.
+
+    --kv-transfer-config '{"kv_connector":"ShadowConnector","kv_connector_module_path":"kvreshard.vllm","kv_role":"kv_producer"}'
+
+A first step on a running fleet, on both sides of a pair:
+
+1. every hook goes to NixlConnector, unchanged; each rank is described beside it;
+2. a finished prefill's `kv_transfer_params` carry one more field, `kvreshard_shadow`: where this engine hands out its layout,
+   and what its block lists mean;
+3. for each request that the decode side loads, a thread beside the engine's compiles the route, binds the request, and compares
+   the copies with those that NixlConnector posted (`shadow_report`). No byte of the cache is read or written.
+
+Nothing of this can fail a request: what goes wrong here is logged once, and the shadow is silent from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+from kvreshard.session.card import RankCard
+from kvreshard.vllm.logs import join_vllm_log
+from kvreshard.vllm.options import Options, read_options
+from kvreshard.vllm.shadow_scheduler import ShadowOrders, ShadowScheduler
+from kvreshard.vllm.shadow_worker import ShadowWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+Given = ParamSpec("Given")
+
+PARAMS = "kvreshard_shadow"
+ORDERS = "kvreshard_shadow"
+
+
+class ShadowHandshake(KVConnectorHandshakeMetadata):
+    """NixlConnector's metadata of a rank, and this package's beside it."""
+
+    def __init__(self, theirs: KVConnectorHandshakeMetadata, layout: bytes, card: RankCard) -> None:
+        self.theirs, self.layout, self.card = theirs, layout, card
+
+
+class ShadowConnector(NixlPullConnector):
+    """See the module."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
+        self._is_silent = False
+        self._scheduler_shadow: ShadowScheduler | None = None
+        self._worker_shadow: ShadowWorker | None = None
+        self._shadow(self._start, vllm_config, role, kv_cache_config)
+
+    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        extra = self.kv_transfer_config.kv_connector_extra_config
+        options = read_options({name: extra[name] for name in extra.keys() & set(Options.__struct_fields__)})
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_shadow = ShadowScheduler(vllm_config, kv_cache_config, self.engine_id, options)
+        else:
+            self._worker_shadow = ShadowWorker(vllm_config, kv_cache_config, self.engine_id, options)
+            self._worker_shadow.watch(self.connector_worker)
+
+    def _shadow(self, call: Callable[Given, Any], *args: Given.args, **kwargs: Given.kwargs) -> Any:
+        """The call's result, or None; whatever goes wrong stays here."""
+        if self._is_silent:
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            self._is_silent = True
+            logger.exception("kvreshard shadow: it stops comparing; NixlConnector goes on")
+            return None
+
+    # The scheduler's side
+
+    def on_new_request(self, request: Request) -> None:
+        """NixlConnector's, and the parameters of ours."""
+        if self._scheduler_shadow is not None:
+            params = (request.kv_transfer_params or {}).get(PARAMS)
+            if (request.kv_transfer_params or {}).get("do_remote_prefill") and params is not None:
+                self._shadow(self._scheduler_shadow.arrive, request, params)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """NixlConnector's answer."""
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._scheduler_shadow is not None:
+            self._shadow(self._scheduler_shadow.count, request, num_computed_tokens, found[0])
+        return found
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """NixlConnector's, and our order of the same load."""
+        if self._scheduler_shadow is not None and num_external_tokens > 0:
+            self._shadow(self._scheduler_shadow.allocate, request, blocks, num_external_tokens)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """NixlConnector's, with our orders beside."""
+        metadata = super().build_connector_meta(scheduler_output)
+        if self._scheduler_shadow is not None:
+            setattr(metadata, ORDERS, self._scheduler_shadow.take_orders())
+        return metadata
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """NixlConnector's parameters, with ours as one more field."""
+        is_kept, params = super().request_finished_all_groups(request, block_ids)
+        if self._scheduler_shadow is not None:
+            self._shadow(self._scheduler_shadow.ended, request)
+            if is_kept and params is not None:
+                ours = self._shadow(self._scheduler_shadow.describe, request, block_ids)
+                if ours is not None:
+                    params[PARAMS] = ours
+        return is_kept, params
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """For engines with one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """NixlConnector's ranks to NixlConnector, ours to us."""
+        theirs = {place: m.theirs if isinstance(m, ShadowHandshake) else m for place, m in metadata.items()}
+        super().set_xfer_handshake_metadata_pp_aware(theirs)
+        parts = {place: (m.layout, m.card) for place, m in metadata.items() if isinstance(m, ShadowHandshake)}
+        if self._scheduler_shadow is not None and len(parts) == len(metadata):
+            self._shadow(self._scheduler_shadow.set_ranks, parts)
+
+    # The worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """NixlConnector's, and our description."""
+        super().register_kv_caches(kv_caches)
+        if self._worker_shadow is not None:
+            self._shadow(self._worker_shadow.register, kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """NixlConnector's, with ours beside."""
+        theirs = super().get_handshake_metadata()
+        if theirs is None or self._worker_shadow is None or self._worker_shadow.layout is None:
+            return theirs
+        return ShadowHandshake(theirs, *self._worker_shadow.layout)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """NixlConnector's; our orders are remembered."""
+        orders = getattr(self._connector_metadata, ORDERS, None)
+        if self._worker_shadow is not None and isinstance(orders, ShadowOrders):
+            self._shadow(self._worker_shadow.remember, orders)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """NixlConnector's; what it has ended is compared."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker_shadow is not None:
+            self._shadow(self._worker_shadow.ended, results.finished_recving or set(), results.failed_recving or set())
+        return results
+
+    def shutdown(self) -> None:
+        """NixlConnector's, and the thread and the listener of the shadow."""
+        for side in (self._worker_shadow, self._scheduler_shadow):
+            if side is not None:
+                side.close()
+        super().shutdown()

@@ -1,0 +1,94 @@
+"""What does NixlConnector post? Its agent, with a notebook.
+
+Every call goes to the agent as it is. Descriptor lists are remembered when they are prepared, and a transfer made from them
+while a request is `current` is noted as two index arrays; addresses are looked up later, by whoever compares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.plan.copies import CopyList
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DescriptorList:
+    """A prepared list. `agent`: whose memory; `rows`: shape (n, 3) or wider, the first two are address and length."""
+
+    agent: str
+    rows: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Posted:
+    """One transfer: which descriptors of which lists. `agent` is the source's name."""
+
+    local: DescriptorList
+    local_index: Int64s
+    remote: DescriptorList
+    remote_index: Int64s
+
+    def copies(self, src_rank: int, dst_rank: int) -> CopyList:
+        """As copies. Raises ValueError if a pair of descriptors differs in length."""
+        dst, src = self.local.rows[self.local_index], self.remote.rows[self.remote_index]
+        if (dst[:, 1] != src[:, 1]).any():
+            at = int(np.argmax(dst[:, 1] != src[:, 1]))
+            raise ValueError(f"NixlConnector reads {src[at, 1]} bytes into a descriptor of {dst[at, 1]}")
+        return CopyList(src_rank, dst_rank, src[:, 0], dst[:, 0], dst[:, 1])
+
+
+class RecordingAgent:
+    """Stands where NixlConnector has its agent. `current`: the request that is being posted."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._described: dict[int, tuple[Any, Int64s]] = {}
+        self._lists: dict[Any, DescriptorList] = {}
+        self._posted: dict[str, list[Posted]] = {}
+        self.current: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def get_xfer_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Remember what the agent's own object stands for."""
+        made = self._agent.get_xfer_descs(descs, *args, **kwargs)
+        self._described[id(made)] = made, np.asarray(descs, dtype=np.int64)
+        return made
+
+    def prep_xfer_dlist(self, agent_name: str, descs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Remember the list under its handle."""
+        handle = self._agent.prep_xfer_dlist(agent_name, descs, *args, **kwargs)
+        _, rows = self._described.pop(id(descs), (None, None))
+        if rows is not None:
+            self._lists[handle] = DescriptorList(agent_name, rows)
+        return handle
+
+    def make_prepped_xfer(
+        self, operation: str, local: Any, local_index: Any, remote: Any, remote_index: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Note the transfer."""
+        if self.current is not None and local in self._lists and remote in self._lists:
+            posted = Posted(
+                self._lists[local],
+                np.array(local_index, dtype=np.int64),
+                self._lists[remote],
+                np.array(remote_index, dtype=np.int64),
+            )
+            self._posted.setdefault(self.current, []).append(posted)
+        return self._agent.make_prepped_xfer(operation, local, local_index, remote, remote_index, *args, **kwargs)
+
+    def release_dlist_handle(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forget the list."""
+        self._lists.pop(handle, None)
+        return self._agent.release_dlist_handle(handle, *args, **kwargs)
+
+    def take(self, request: str) -> list[Posted]:
+        """What was posted for a request; it is forgotten here."""
+        return self._posted.pop(request, [])

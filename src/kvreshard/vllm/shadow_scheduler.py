@@ -1,0 +1,112 @@
+"""The shadow in the scheduler's process: the same requests as orders of ours, which only the shadow's workers hear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvreshard.session.card import RankCard, encode_card
+from kvreshard.session.handshake import Address
+from kvreshard.session.orders import Load, RemoteLease
+from kvreshard.vllm.consumer import Consumer
+from kvreshard.vllm.groups import read_groups
+from kvreshard.vllm.options import Options
+from kvreshard.vllm.params import write_params
+from kvreshard.vllm.producer import Producer
+from kvreshard.vllm.reception import Reception
+from kvreshard.vllm.requests import count_backoff, read_sizes
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+# The shadow keeps nothing alive: its leases are never granted.
+NO_SLOT, NO_WORD = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowLoad:
+    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load; None: not asked."""
+
+    load: Load | None
+    request: str
+    num_tokens: int
+    their_tokens: int
+    why_not: str = ""
+
+
+@dataclass(slots=True)
+class ShadowOrders:
+    """What the workers of the shadow hear in one step."""
+
+    loads: list[ShadowLoad] = field(default_factory=list)
+    card: bytes | None = None
+
+
+class ShadowScheduler:
+    """One per engine."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
+        parallel = vllm_config.parallel_config
+        groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
+        backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
+        self._sizes = read_sizes(parallel)
+        self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
+        self._reception = Reception(vllm_config, engine, options)
+        self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1)
+        self._fallback = ""
+        self._consumer = Consumer(groups, backoff, self._note_fallback)
+        self._address: Address | None = None
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._orders = ShadowOrders()
+
+    def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
+        """Make the card, and hand it out beside NixlConnector's own listener."""
+        card = self._reception.make_card(parts)
+        self._orders.card = encode_card(card)
+        if self._is_producer:
+            self._address = self._reception.listen(card, default_port=0)
+
+    def arrive(self, request: Request, params: Mapping[str, Any]) -> None:
+        """A request whose prefill was done elsewhere."""
+        for _ in self._consumer.arrive(request, params):
+            pass  # nothing is watched: NixlConnector keeps the lease
+
+    def count(self, request: Request, num_computed: int, theirs: int | None) -> None:
+        """How many tokens either would load."""
+        self._fallback = ""
+        ours = self._consumer.count_loadable(request, num_computed)
+        self._counts[request.request_id] = ours, theirs or 0
+
+    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        """Blocks are there, and NixlConnector will load `num_external` tokens into them."""
+        ours, theirs = self._counts.pop(request.request_id, (0, num_external))
+        found = [order for order in self._consumer.allocate(request, blocks, ours) if isinstance(order, Load)]
+        why = "" if found else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
+        load = found[0] if found else None
+        self._orders.loads.append(ShadowLoad(load, request.request_id, ours, theirs, why))
+
+    def describe(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """What a finished prefill's parameters say beside NixlConnector's; None when there is nothing to say."""
+        if self._address is None or request.num_computed_tokens < 1:
+            return None
+        lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
+        return write_params(self._producer.describe(request, block_ids, lease, self._address), self._sizes)
+
+    def ended(self, request: Request) -> None:
+        """The request is over."""
+        self._counts.pop(request.request_id, None)
+        self._consumer.ended(request.request_id)
+
+    def take_orders(self) -> ShadowOrders:
+        """Everything that the workers have to know by now."""
+        orders, self._orders = self._orders, ShadowOrders()
+        return orders
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._reception.close()
+
+    def _note_fallback(self, cause: str) -> None:
+        self._fallback = cause

@@ -1,0 +1,74 @@
+"""Does the shadow leave NixlConnector alone, and does it see where that one goes wrong?"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.compare import compare
+from tests.e2e.engine import EngineSpec, Output
+from tests.e2e.engines import Nursery
+from tests.e2e.prompts import ladder
+from tests.e2e.router import route
+
+PATIENCE_S = 60.0
+
+
+def reports(file: Path, num_requests: int, num_ranks: int) -> list[dict[str, Any]]:
+    """What every rank wrote of every request."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        lines = file.read_text().splitlines() if file.exists() else []
+        if len(lines) >= num_requests * num_ranks or time.monotonic() > deadline:
+            return [json.loads(line) for line in lines]
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "expected"),
+    [
+        pytest.param("llama", {"tp": 1}, {"tp": 2}, {"same", "more"}, marks=pytest.mark.e2e_ci),
+        ("llama", {"block_size": 64}, {"block_size": 128}, {"differs", "missing", "more", "same"}),
+        ("gemma4", {"tp": 2}, {"tp": 1}, {"same", "more"}),
+        ("gemma4", {"tp": 1}, {"tp": 4}, {"differs"}),
+        ("qwen3", {"tp": 4}, {"tp": 2}, {"refused there"}),
+        ("granite-hybrid", {"tp": 1}, {"tp": 2}, {"differs"}),
+        ("deepseek-v2", {"tp": 2}, {"tp": 1}, {"same", "more"}),
+    ],
+)
+def test_what_the_shadow_sees(
+    model: str,
+    prefill: dict[str, Any],
+    decode: dict[str, Any],
+    expected: set[str],
+    nursery: Nursery,
+    tmp_path: Path,
+) -> None:
+    nursery.stop_all()
+    file = tmp_path / "shadow.jsonl"
+    linked: dict[str, Any] = {"connector": "ShadowConnector", "extra": (("shadow_report_file", str(file)),)}
+    source = nursery.engine(EngineSpec(model, role="kv_producer", **prefill, **linked))
+    target = nursery.engine(EngineSpec(model, role="kv_consumer", **decode, **linked))
+    prompts = ladder(128, seed=5)
+    answers = route(source, target, prompts)
+    found = reports(file, len(prompts), target.spec.tp)
+    assert "it stops comparing" not in target.log.read_text() + source.log.read_text()
+    assert found, target.last_words()
+    assert {report["verdict"] for report in found} <= expected, found[:3]
+    assert all(report.get("num_tokens") == report.get("their_tokens") for report in found)
+    if "same" in expected and "differs" not in expected:
+        check_text(nursery, model, [answer.decode for answer in answers])
+        assert len(found) == len(prompts) * target.spec.tp
+        assert all(report["same_bytes"] == report["num_bytes"] > 0 for report in found)
+    elif "differs" in expected:
+        assert any(report["verdict"] == "differs" and report["elsewhere_bytes"] > 0 for report in found)
+
+
+def check_text(nursery: Nursery, model: str, outputs: list[Output]) -> None:
+    difference = compare(nursery.engine(EngineSpec(model)).generate(ladder(128, seed=5)), outputs)
+    assert difference.answered, str(difference)
+    assert not difference.wrong_tokens, str(difference)
