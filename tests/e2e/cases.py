@@ -114,4 +114,6 @@ CASES: list[Case] = [
     Case("Llama, data parallel", "llama", Shape(1, dp=2), Shape(1), EXACT),
     *rows("Mixtral (MoE)", "mixtral", every("1->2 2->1", EXACT)),
     *rows("Qwen3-MoE", "qwen3-moe", every("1->2 2->1", EXACT)),
+    *rows("Llama with an Eagle-3 draft", "llama-eagle3", every("1->2 2->1", EXACT)),
+    *rows("DeepSeek-V3 with its MTP layer", "deepseek-mtp", every("1->2 2->1", EXACT)),
 ]

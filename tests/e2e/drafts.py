@@ -2,8 +2,11 @@
 
 Written tensor by tensor, by the names that vLLM's loaders know, since `transformers` has no classes for them:
 
-- `eagle3-gqa`, `eagle3-mla`: one layer over three of the target's hidden states, with a cache of its own;
+- `eagle3`: one layer over three of the target's hidden states, with a cache of its own;
 - `mtp`: a predicting layer inside the target's own checkpoint, after its last layer.
+
+A draft of another kind than its target (a latent beside keys and values) does not start on the CPU build, see
+`tests/vllm/test_over_nixl.py`.
 
 Random drafts are hardly ever right, which is what the tests want: every verification step rejects something.
 """
@@ -55,10 +58,7 @@ def _add_eagle(draft: str, folder: Path) -> None:
         "norm.weight": torch.ones(hidden),
         "lm_head.weight": draw(words, hidden),
     }
-    if draft == "eagle3-gqa":
-        config, attention = _grouped(hidden, draw)
-    else:
-        config, attention = _latent(hidden, draw)
+    config, attention = _grouped(hidden, draw)
     weights.update((f"midlayer.self_attn.{name}.weight", tensor) for name, tensor in attention.items())
     kept = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
     config |= {key: target[key] for key in kept}
@@ -91,33 +91,6 @@ def _grouped(hidden: int, draw: Callable[..., Any]) -> tuple[dict[str, Any], dic
         "k_proj": draw(kv_heads * width, 2 * hidden),
         "v_proj": draw(kv_heads * width, 2 * hidden),
         "o_proj": draw(hidden, heads * width),
-    }
-
-
-def _latent(hidden: int, draw: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    import torch
-    from tests.e2e.models import YARN
-
-    heads, rank, rope, nope, value = 8, 512, 64, 32, 32
-    config = {
-        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "kv_lora_rank": rank,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": nope,
-        "v_head_dim": value,
-        "n_routed_experts": 4,  # never built: an Eagle layer is dense
-        "rope_parameters": YARN,
-    }
-    return config, {
-        "q_proj": draw(heads * (nope + rope), 2 * hidden),
-        "kv_a_proj_with_mqa": draw(rank + rope, 2 * hidden),
-        "kv_a_layernorm": torch.ones(rank),
-        "kv_b_proj": draw(heads * (nope + value), rank),
-        "o_proj": draw(hidden, heads * value),
     }
 
 

@@ -50,7 +50,12 @@ def test_what_the_shadow_sees(
 ) -> None:
     nursery.stop_all()
     file = tmp_path / "shadow.jsonl"
-    linked: dict[str, Any] = {"connector": "ShadowConnector", "extra": (("shadow_report_file", str(file)),)}
+    linked: dict[str, Any] = {
+        "connector": "ShadowConnector",
+        "extra": (("shadow_report_file", str(file)),),
+        # NixlConnector wants it; on CPUs vLLM sets it by the connector's name.
+        "environment": (("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),),
+    }
     source = nursery.engine(EngineSpec(model, role="kv_producer", **prefill, **linked))
     target = nursery.engine(EngineSpec(model, role="kv_consumer", **decode, **linked))
     prompts = ladder(128, seed=5)

@@ -8,6 +8,7 @@
 A label is a hash of field and coordinates, so a cell that another one overwrote, or that lies elsewhere, is seen.
 """
 
+import contextlib
 import os
 import warnings
 import zlib
@@ -31,8 +32,13 @@ with warnings.catch_warnings():
 
 from kvreshard.model import EngineLayout, merge_ranks
 from kvreshard.model.tables import PageTable, Request
+from kvreshard.session.mover import Mover
+from kvreshard.session.transfer import pull
 from kvreshard.testing.apply import compile_all, poison_new_pages, run_transfer
 from kvreshard.testing.oracle import Memory, differing_bytes, oracle_transfer
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.layer_facts import LayerFacts
 from kvreshard.vllm.rank_place import RankPlace
@@ -316,3 +322,31 @@ def reshard(src: Side, dst: Side, num_tokens: int, seed: int = 0) -> None:
     write(src, num_tokens)
     assert check_addresses(src, num_tokens)
     transfer(src, dst, num_tokens, rng)
+
+
+def reshard_over_nixl(src: Side, dst: Side, num_tokens: int, seed: int = 0) -> int:
+    """The same with a NIXL agent per rank, through the memory of the views themselves; returns the bytes that were read."""
+    rng = np.random.default_rng(seed)
+    for side in (src, dst):
+        give_pages(side, num_tokens, rng)
+    write(src, num_tokens)
+    assert check_addresses(src, num_tokens)
+    for content in dst.memory.values():
+        content[:] = rng.integers(0, 256, content.size, dtype=np.uint8)
+    asked, routes, num_bytes = request(src, dst, num_tokens), compile_all(src.layout, dst.layout), 0
+    with contextlib.ExitStack() as stack:
+        agents = {}
+        for side in (src, dst):
+            for rank in side.layout.ranks:
+                agent = stack.enter_context(contextlib.closing(NixlTransport(f"{side.layout.engine}-{rank.rank}")))
+                agent.register([MemoryRegion(region.address, region.size_bytes) for region in rank.regions])
+                agents[side.layout.engine, rank.rank] = agent
+        for route in routes:
+            mine = agents[dst.layout.engine, route.dst_rank]
+            names = {rank: f"{src.layout.engine}-{rank}" for rank in route.src_ranks}
+            for rank, name in names.items():
+                mine.add_peer(name, agents[src.layout.engine, rank].metadata())
+            num_bytes += pull(Mover(mine, HostMemory(), names), route, asked, dst.layout).num_read_bytes
+    check_addresses(dst, num_tokens)
+    read(dst, num_tokens)
+    return num_bytes
