@@ -30,7 +30,7 @@ DECODE = EngineSpec("llama", tp=2, connector=OURS, role="kv_consumer", prefix_ca
 RECOMPUTES = replace(DECODE, recompute=True)
 PATIENCE_S = 60.0
 Change = Callable[[dict[str, Any]], Any]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.e2e_ci]
 
 
 @pytest.fixture
