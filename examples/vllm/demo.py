@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -74,9 +75,12 @@ def make_model(folder: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the kernel gives to outgoing connections: engines open hundreds of those before they bind ours."""
+    for port in random.sample(range(12000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("no free port between 12000 and 32000")
 
 
 @contextlib.contextmanager
