@@ -90,14 +90,14 @@ class Expectation:
             else:
                 remote[there : there + length] = local[here : here + length]
 
-    def check(self) -> None:
-        """Compare every byte of every rank."""
-        for rank, expected in enumerate(self._memory):
-            actual = self._ranks.memory(rank)
+    def check(self, start: int = 0, stop: int | None = None) -> None:
+        """Compare every byte of every rank, between two offsets."""
+        for rank, whole in enumerate(self._memory):
+            expected, actual = whole[start:stop], self._ranks.memory(rank)[start:stop]
             if not np.array_equal(actual, expected):
                 wrong = np.flatnonzero(actual != expected)
                 raise AssertionError(
-                    f"rank {rank}: {wrong.size} bytes differ, the first at offset {wrong[0]}: "
+                    f"rank {rank}: {wrong.size} bytes differ, the first at offset {start + wrong[0]}: "
                     f"{actual[wrong[0]]} instead of {expected[wrong[0]]}"
                 )
 
@@ -294,6 +294,32 @@ class TransportContract:
         ranks.connect(0, 1)
         ranks.run(0, 1, Direction.READ, Copies.of([], [], []))
         before.check()
+
+    @pytest.mark.parametrize("direction", list(Direction))
+    def test_a_cancelled_transfer_settles_and_no_byte_moves_afterwards(
+        self, ranks: Ranks, direction: Direction
+    ) -> None:
+        random = np.random.default_rng(10)
+        half = MEMORY_BYTES // 2
+        pieces = [random_pieces(random, 50_000, 0, half) for _ in range(3)]
+        stays = random_pieces(random, 5000, half, MEMORY_BYTES)
+        other = Expectation(ranks)
+        other.copied(0, 2, Direction.READ, stays)
+        jobs = [ranks.post(0, 1, direction, copies_of(ranks, 0, 1, part), b"never if it failed") for part in pieces]
+        stays_job = ranks.post(0, 2, Direction.READ, copies_of(ranks, 0, 2, stays))
+        for job in jobs:
+            ranks.cancel(0, job)
+        reports = [ranks.wait(0, job) for job in jobs]
+        assert all(report.state in ("done", "failed") for report in reports)
+        assert all("cancelled" in (report.error or "cancelled") for report in reports)
+        settled = Expectation(ranks)
+        assert ranks.wait(0, stays_job).state == "done"
+        other.check(half)
+        num_done = sum(report.state == "done" for report in reports)
+        assert len(ranks.notifications(1, num_done + 1, timeout_s=0.2)) == num_done
+        ranks.cancel(0, jobs[0])
+        ranks.run(0, 1, direction, Copies.of([], [], []))
+        settled.check(stop=half)
 
     def test_closing_settles_what_is_pending(self, ranks: Ranks) -> None:
         pieces = random_pieces(np.random.default_rng(11), 5000)

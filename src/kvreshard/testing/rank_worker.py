@@ -67,6 +67,12 @@ class Post(msgspec.Struct, tag=True):
     notify: bytes | None
 
 
+class Cancel(msgspec.Struct, tag=True):
+    """Post no more of a job."""
+
+    job: int
+
+
 class Wait(msgspec.Struct, tag=True):
     """Tell how a job ended, or that it has not within the time."""
 
@@ -103,7 +109,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 Request = (
-    Hello | Metadata | Connect | Disconnect | Post | Wait | Notify | Notifications | Attend | Reset | Close
+    Hello | Metadata | Connect | Disconnect | Post | Cancel | Wait | Notify | Notifications | Attend | Reset | Close
     | Load | Move | Await
 )  # fmt: skip
 
@@ -195,6 +201,8 @@ class RankWorker:
                 transport.add_peer(request.peer, request.metadata)
             case Disconnect():
                 transport.remove_peer(request.peer)
+            case Cancel():
+                transport.cancel(self._jobs[request.job])
             case Notify():
                 transport.notify(request.peer, request.payload)
             case Attend():

@@ -106,6 +106,10 @@ class Ranks(abc.ABC):
         local, remote, length = (array.tobytes() for array in arrays)
         return self.served(rank, ask.Post(f"rank{peer}", direction, local, remote, length, notify)).job
 
+    def cancel(self, rank: int, job: int) -> None:
+        """Post no more of a job of `rank`."""
+        self.served(rank, ask.Cancel(job))
+
     def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
         """How a job of `rank` ended; its state is "pending" if it has not within the time."""
         report = self.served(rank, ask.Wait(job, timeout_s), timeout_s + ANSWER_TIMEOUT_S).report
