@@ -1,8 +1,9 @@
 """The measured table, ours beside vLLM's own connector.
 
-    python -m tests.e2e.table [--results results.jsonl] [--markdown table.md] [--json table.json]
+    python -m tests.e2e.table [--results results.jsonl] [--into README.md] [--json table.json]
 
-Says nothing that was not run: a row without a result is marked as such.
+Says nothing that was not run: a row without a result is marked as such. `--into` puts the table between two comments of a file,
+`<!-- table of pairs -->` and `<!-- end of the table of pairs -->`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.e2e.cases import CASES, IN_TREE, OURS, Case
 
 Found = Mapping[tuple[str, str], Mapping[str, Any]]
 LONGEST = 110
+BEGIN, END = "<!-- table of pairs -->", "<!-- end of the table of pairs -->"
 
 
 def shape(case: Case) -> str:
@@ -77,12 +79,16 @@ def as_json(found: Found) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.table", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--results", type=Path, default=None, help=f"default: {results.path()}")
-    parser.add_argument("--markdown", type=Path, help="file to write; default: standard output")
+    parser.add_argument("--into", type=Path, help="file that has a place for the table; default: standard output")
     parser.add_argument("--json", type=Path, help="file to write")
     chosen = parser.parse_args(arguments)
     found = results.read(chosen.results)
-    if chosen.markdown:
-        chosen.markdown.write_text(markdown(found))
+    if chosen.into:
+        before, _, rest = chosen.into.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not end:
+            parser.error(f"{chosen.into} has no lines '{BEGIN}' and '{END}'")
+        chosen.into.write_text(f"{before}{BEGIN}\n\n{markdown(found)}\n{END}{after}")
     else:
         print(markdown(found), end="")
     if chosen.json:

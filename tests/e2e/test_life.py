@@ -183,17 +183,27 @@ def test_nobody_is_there_and_somebody_else_is_there(pair: tuple[Engine, Engine],
     check_all_free(prefill)
 
 
-def test_another_model_is_refused_in_both_logs(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": "qwen3"}, "model is"),
+        ({"arguments": (("dtype", "bfloat16"),)}, "dtype is 'torch.bfloat16' there and 'torch.float32' here"),
+        ({"arguments": (("revision", "other"),)}, "revision is 'other' there and 'None' here"),
+    ],
+)
+def test_another_model_is_refused_in_both_logs(
+    change: dict[str, Any], told: str, pair: tuple[Engine, Engine], nursery: Nursery
+) -> None:
     prefill, decode = pair
-    other, words = nursery.engine(replace(PREFILL, model="qwen3")), prompt(150, 6)
+    other, words = nursery.engine(replace(PREFILL, **change)), prompt(150, 6)
     (output,) = decode.generate([words], 8, [prefilled(other, words)])
     assert failed(output), output
     for engine, sentence in ((decode, "cannot read from engine"), (other, "cannot read from here")):
         log = engine.log.read_text()
         assert sentence in log
-        assert "model is" in log
-        assert "qwen3" in log
+        assert told in log
     check_honest(nursery, prefill, decode, 7)
+    nursery.stop(other.spec)
 
 
 def test_the_prefill_engine_restarts_in_between(nursery: Nursery) -> None:
