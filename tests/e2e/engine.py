@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -182,6 +184,18 @@ class Engine:
         left = self.remove_shared_memory()
         if took or left:
             raise Leftovers(f"{self.spec}: {'; '.join(took) or 'ended by itself'}; left in shared memory: {left}")
+
+    def kill(self) -> None:
+        """End it without a chance to do anything, and remove what it leaves."""
+        self.look_at_shared_memory()
+        self.signal(signal.SIGKILL)
+        processes.wait_until_gone(self.pid, 10.0)
+        self.remove_shared_memory()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
     def look_at_shared_memory(self) -> None:
         """Remember what the engine uses there, while its processes can be asked."""

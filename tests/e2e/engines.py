@@ -76,6 +76,10 @@ class Nursery:
         engine = self.engines.pop(spec, None)
         self._stop([] if engine is None else [engine])
 
+    def kill(self, spec: EngineSpec) -> None:
+        """SIGKILL to that engine."""
+        self.engines.pop(spec).kill()
+
     def stop_all(self) -> None:
         """Stop every engine, at the same time."""
         engines, self.engines = list(self.engines.values()), {}

@@ -25,9 +25,11 @@ def rows() -> list[object]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("case", "connector"), rows())
 def test_row(case: Case, connector: str, nursery: Nursery) -> None:
+    mine = {case.engine(case.prefill, connector), case.engine(case.decode, connector, "kv_consumer")}
     for spec in list(nursery.engines):
         # An idle engine with vLLM's own connector takes a core.
-        if spec.model != case.model or spec.connector not in (connector, "RecordConnector"):
+        is_quiet = spec.connector in ("RecordConnector", OURS)
+        if spec.model != case.model or not (spec in mine or is_quiet):
             nursery.stop(spec)
     measured = measure(nursery, case, connector)
     results.keep(measured.to_json())
