@@ -155,11 +155,12 @@ class SchedulerSide:
         host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         first = self._options.side_channel_port or envs.VLLM_NIXL_SIDE_CHANNEL_PORT
         port = first + self._vllm_config.parallel_config.data_parallel_index
-        self._listener = Listener(Address(host, port), card, self._hear_outcome)
+        self._listener = Listener(Address(host, port), card, self._hear_outcome, keys=self._options.keys)
         # An engine that listens everywhere must still be told by an address that peers can reach.
         told = get_ip() if host in ("0.0.0.0", "::") else host
         self._producer.address = Address(told, self._listener.address.port)
-        logger.info("kvreshard: engine %s hands out its layout at %s", self._engine, self._producer.address)
+        guarded = "to engines with a trusted key" if self._options.curve_secret_key_file else "without keys"
+        logger.info("kvreshard: engine %s hands out its layout at %s %s", self._engine, self._producer.address, guarded)
 
     def _hear_outcome(self, hello: Hello) -> None:
         """A peer has compared (on the listener's thread); each outcome is logged once."""
