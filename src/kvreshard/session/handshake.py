@@ -196,7 +196,12 @@ class Listener:
             self._on_outcome(hello)
             reply = _answer("noted")
         # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
-        self._socket.send_multipart([envelope[0], b"", reply], zmq.NOBLOCK, copy=False)
+        try:
+            self._socket.send_multipart([envelope[0], b"", reply], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # Gone, or it has not read the answers before this one.
+            logger.debug("an answer was dropped: %s", error)
+            return 0
         return len(reply)
 
     def _note_visits(self, now_s: float) -> None:
@@ -238,6 +243,8 @@ def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> zmq
     """The bounds that ZeroMQ itself keeps; returns the router's monitor."""
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
+    # An answer that cannot be queued is an error, and costs nothing of what all may ask for per second.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.RCVHWM, QUEUE)
     router.setsockopt(zmq.SNDHWM, QUEUE)
     router.setsockopt(zmq.HANDSHAKE_IVL, ZMTP_HANDSHAKE_MS)

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvreshard.session.hello import Address, HandshakeError
 from kvreshard.session.keys import Keys
 
-# An answer of megabytes from a busy engine takes less than this.
+# An answer of megabytes from a busy engine mostly takes less than this; each further wait is twice as long.
 ASK_AGAIN_S = 5.0
 # A listener that ends connections is being flooded or restarted: come back, but not at once.
 PAUSE_S = 0.1
@@ -46,15 +46,18 @@ def knock(address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys
     misses: list[Miss] = []
     server_keys = itertools.cycle(keys.trusted if keys else (None,))
     num_keys = len(keys.trusted) if keys else 1
+    patience_s = ASK_AGAIN_S
     server_key = next(server_keys)
     with zmq.Context() as context:
         while (left_s := deadline_s - time.monotonic()) > 0:
-            found = _ask_once(context, address, hello, min(left_s, ASK_AGAIN_S), max_bytes, keys, server_key)
+            found = _ask_once(context, address, hello, min(left_s, patience_s), max_bytes, keys, server_key)
             if isinstance(found, bytes):
                 return found
             misses.append(found)
             if found in ("mixed", "refused") or misses[-num_keys:] == ["foreign"] * num_keys:
                 break
+            if found == "silent":
+                patience_s *= 2  # a card may take longer than that: do not begin it again and again
             if found == "foreign":
                 server_key = next(server_keys)
             elif found == "lost":
