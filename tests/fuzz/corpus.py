@@ -70,7 +70,10 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "two-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1})).encode()
         },
         "metadata": {"two-regions": regions},
-        "route": {f"{kind}-{seed}": bytes([number]) for number, (kind, seed) in enumerate(PAIRS)},
+        "route": {
+            f"{kind}-{seed}": bytes([number]) + bytes([number, 0, 128, 128] * 2)
+            for number, (kind, seed) in enumerate(PAIRS)
+        },
     }
 
 

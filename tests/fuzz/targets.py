@@ -129,7 +129,8 @@ def _pair(number: int) -> tuple[Pair, bytes, list[tuple[Any, ...]]]:
 def route(data: bytes) -> Outcome:
     """A good pair of engines, with numbers of the source's layout changed: it is refused, or its route is proved and binds.
 
-    The first byte picks the pair; each further four are a place (two bytes) and a number or a change of the old one.
+    The first byte picks the pair; each further four are a place (two bytes) and a number or a change of the old one. 128 and 128
+    change nothing.
     """
     if not data:
         return "refused"
@@ -160,8 +161,10 @@ def _change(tree: Any, path: tuple[Any, ...], how: int, number: int) -> None:
     for key in path[:-1]:
         inner = inner[key]
     old = inner[path[-1]]
-    if how < 128 or not isinstance(old, int) or isinstance(old, bool):
+    if how < 128:
         inner[path[-1]] = NUMBERS[number % len(NUMBERS)]
+    elif not isinstance(old, int) or isinstance(old, bool):
+        return
     elif how < 192:
         inner[path[-1]] = old + number - 128
     else:
