@@ -32,6 +32,7 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 	@scripts/venv vllm
 	@$(VLLM_PYTEST) tests/vllm $(ARGS)
 	@$(VLLM_PYTEST) tests/e2e -m e2e_ci $(ARGS)
+	@KVRESHARD_FUZZ_SECONDS=60 $(VLLM_PYTEST) tests/fuzz $(ARGS)
 
 test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
 	@scripts/venv vllm

@@ -32,7 +32,24 @@ FENCED = {
     "hypothesis": "testing/",
     "pytest": "testing/",
 }
-UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+UNPICKLERS = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "pickle5",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+}
+# NIXL's two pickle descriptor lists, ZeroMQ's pickle a message; the others unpickle a file.
+PICKLING_CALLS = {
+    **dict.fromkeys(("deserialize_descs", "get_serialized_descs"), "of NIXL"),
+    **dict.fromkeys(("recv_pyobj", "send_pyobj", "recv_serialized"), "of ZeroMQ"),
+    "read_pickle": "of pandas",
+}
 
 # Rooms that know boxes, digits and addresses, and no model.
 MODEL_FREE = ("model", "plan", "transport", "session")
@@ -118,8 +135,15 @@ def nothing_is_unpickled(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Call):
             continue
-        if called_name(node) == "deserialize_descs":
-            yield f"{source.path}:{node.lineno}: deserialize_descs of NIXL unpickles what the peer sent"
+        if called_name(node) in PICKLING_CALLS:
+            whose = PICKLING_CALLS[called_name(node)]
+            yield f"{source.path}:{node.lineno}: {called_name(node)} {whose} pickles; a peer's bytes are decoded by msgspec"
+        if (
+            called_name(node) == "load"
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "torch"
+        ):
+            yield f"{source.path}:{node.lineno}: torch.load unpickles; data from a peer is decoded by msgspec"
         for keyword in node.keywords:
             if keyword.arg == "allow_pickle" and not (
                 isinstance(keyword.value, ast.Constant) and keyword.value.value is False
@@ -228,6 +252,9 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (nothing_is_unpickled, "model/wire.py", "from pickle import loads"),
     (nothing_is_unpickled, "cli/a.py", "import numpy as np\nnp.load('x', allow_pickle=True)"),
     (nothing_is_unpickled, "transport/nixl.py", "agent.deserialize_descs(b'')"),
+    (nothing_is_unpickled, "transport/nixl.py", "self._agent.get_serialized_descs(descs)"),
+    (nothing_is_unpickled, "session/a.py", "socket.recv_pyobj()"),
+    (nothing_is_unpickled, "vllm/a.py", "import torch\ntorch.load('x')"),
     (only_cli_prints, "testing/contract.py", "def f():\n    print('hello')"),
     (no_model_words, "plan/a.py", "# as for MLA"),
     (no_model_words, "plan/a.py", "is_mla = True"),
@@ -256,6 +283,7 @@ FINE: list[tuple[Rule, str, str]] = [
     (outside_packages_stay_in_their_place, "cli/a.py", "from kvreshard.transport.nixl import NixlTransport"),
     (outside_packages_stay_in_their_place, "testing/strategies.py", "import hypothesis"),
     (nothing_is_unpickled, "cli/a.py", "np.load('x', allow_pickle=False)\n# no pickle"),
+    (nothing_is_unpickled, "cli/a.py", "json.load(file)\nentry.load()"),
     (only_cli_prints, "cli/a.py", "print('hello')"),
     (only_cli_prints, "plan/a.py", "table.print()\nfingerprint()"),
     (no_model_words, "plan/a.py", "formula = small_lamb = 'islamabad'"),

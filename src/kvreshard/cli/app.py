@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from kvreshard import __version__
 from kvreshard.cli.describe import describe
+from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
 from kvreshard.cli.plan import plan
 from kvreshard.cli.terminal import write_json
@@ -101,5 +102,5 @@ def _options(
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(_options)
-for command in (verify, plan, describe, models):
+for command in (verify, plan, describe, models, keys):
     app.command()(command)

@@ -6,7 +6,8 @@
 4. Each shard's cells lie inside slabs of its group's pool, no two cells share a byte, neither within a shard nor
    between shards of one group.
 
-Steps 2 and 4 are done once per distinct geometry, not per layer. Raises LayoutError with both values and the remedy.
+Steps 2 and 4 are done once per distinct geometry, not per layer, and their work is bounded: a layout may come from anybody.
+Raises LayoutError with both values and the remedy.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 Int64s = NDArray[np.int64]
 # A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.
 MAX_RUNS_PER_PAGE = 1 << 20
+# Over all distinct geometries. 512 ranks of a hundred kinds of layer have some millions; these take seconds.
+MAX_RUNS_PER_LAYOUT = 1 << 24
+# Over all pairs of shards that lie in one another: looking at a pair, sorting its runs.
+MAX_PAIR_WORK = 1 << 28
+LOOK_COST, SORT_COST, RUN_COST = 16, 1024, 4
 # Regions end below 2**63, so offsets below half of it add up without wrapping around.
 MAX_OFFSET_BYTES = 1 << 62
 
@@ -49,7 +55,8 @@ def check_layout(layout: EngineLayout) -> None:
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
     checked: dict[tuple[Field, Geometry], Int64s] = {}
-    disjoint: set[tuple[object, ...]] = set()
+    pairs = _Pairs(layout.engine)
+    num_runs = 0
     for rank in layout.ranks:
         _check_rank_names(layout, rank)
         _check_slabs(rank, pages_of_pool)
@@ -62,12 +69,18 @@ def check_layout(layout: EngineLayout) -> None:
             if runs is None:
                 where = f"rank {rank.rank}, field '{field.name}'"
                 _check_geometry(where, field, shard.geometry, group)
+                num_runs += _count_runs(field, shard.geometry)
+                if num_runs > MAX_RUNS_PER_LAYOUT:
+                    raise LayoutError(
+                        f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate pieces "
+                        "over all its kinds of shards; more are refused"
+                    )
                 runs = page_runs(where, field, shard.geometry)
                 checked[anonymous, shard.geometry] = runs
             by_group[group.name].append((shard, runs))
         for name, members in by_group.items():
             _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
-            _check_disjoint(rank, members, disjoint)
+            _check_disjoint(rank, members, pairs)
 
 
 def _unique(what: str, names: Iterable[str]) -> None:
@@ -199,11 +212,8 @@ def _check_geometry(where: str, field: Field, geometry: Geometry, group: Group) 
         )
 
 
-def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
-    """The contiguous byte runs of one full page of a shard, relative to its first cell: shape (n, 2), start and stop.
-
-    Sorted and merged. Raises LayoutError if two cells share a byte.
-    """
+def _loops(field: Field, geometry: Geometry) -> tuple[int, list[tuple[int, int]]]:
+    """How a page repeats its runs: bytes of one, and (step in bytes, count) of each loop, ascending."""
     run_bytes, loops = field.element_bytes, []
     for mapped in geometry.axes:
         digits = [digit for digit in mapped.used_digits() if digit.extent is not None and not digit.page_step]
@@ -211,6 +221,19 @@ def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
     loops.sort()
     while loops and loops[0][0] == run_bytes:
         run_bytes *= loops.pop(0)[1]
+    return run_bytes, loops
+
+
+def _count_runs(field: Field, geometry: Geometry) -> int:
+    return prod(count for _, count in _loops(field, geometry)[1])
+
+
+def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
+    """The contiguous byte runs of one full page of a shard, relative to its first cell: shape (n, 2), start and stop.
+
+    Sorted and merged. Raises LayoutError if two cells share a byte.
+    """
+    run_bytes, loops = _loops(field, geometry)
     num_runs = prod(count for _, count in loops)
     if num_runs > MAX_RUNS_PER_PAGE:
         raise LayoutError(f"{where}: a page of {num_runs} separate pieces; more than {MAX_RUNS_PER_PAGE} are refused")
@@ -253,7 +276,27 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s
             )
 
 
-def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], seen: set[tuple[object, ...]]) -> None:
+class _Pairs:
+    """Pairs of shards that were compared, and what that cost so far."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine, self._left = engine, MAX_PAIR_WORK
+        self._seen: set[tuple[object, ...]] = set()
+
+    def is_new(self, key: tuple[object, ...], num_runs: int) -> bool:
+        """Whether the pair still has to be compared. Raises LayoutError when there are too many."""
+        is_new = key not in self._seen
+        self._left -= SORT_COST + RUN_COST * num_runs if is_new else LOOK_COST
+        if self._left < 0:
+            raise LayoutError(
+                f"engine '{self._engine}': too many shards lie in one another to compare them all; give layers pages of "
+                "their own, or fewer ranks"
+            )
+        self._seen.add(key)
+        return is_new
+
+
+def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
     placed = sorted(members, key=lambda member: (member[0].region, member[0].offset_bytes))
     for index, (shard, runs) in enumerate(placed):
         end = shard.offset_bytes + int(runs[-1, 1])
@@ -261,8 +304,7 @@ def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], seen: set[t
             if other.region != shard.region or other.offset_bytes >= end:
                 break
             delta = other.offset_bytes - shard.offset_bytes
-            key = (id(runs), id(other_runs), delta)
-            if key in seen:
+            if not pairs.is_new((id(runs), id(other_runs), delta), len(runs) + len(other_runs)):
                 continue
             starts = np.concatenate([runs[:, 0], other_runs[:, 0] + delta])
             stops = np.concatenate([runs[:, 1], other_runs[:, 1] + delta])
@@ -272,4 +314,3 @@ def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], seen: set[t
                     f"rank {rank.rank}: fields '{shard.field}' and '{other.field}' of one group share bytes in region "
                     f"'{shard.region}'; each byte of a page belongs to one field"
                 )
-            seen.add(key)

@@ -3,29 +3,42 @@
 One form, two encodings: msgpack on the wire, JSON for people and tools (`docs/wire.md` describes every key, with test
 vectors). The form carries its name and version first:
 
-1. `decode` reads only that header; a later version is refused with both numbers, before anything else is looked at.
-2. The body is decoded strictly by type, then becomes an `EngineLayout`, which checks itself.
+1. `decode` reads only that header; a later version is refused with both numbers, before anything else is looked at, and an
+   earlier one is brought up to this one (`form`).
+2. The body is decoded strictly by type and within the bounds below, then becomes an `EngineLayout`, which checks itself.
 
-Geometries that several shards share are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, unknown
-forms, wrong types, keys that do not resolve. Raises WireError, or LayoutError when a well-formed layout is wrong.
+Geometries that several shards share are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists
+and texts than the bounds, unknown forms, wrong types, keys that do not resolve. Raises WireError, or LayoutError when a
+well-formed layout is wrong.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Axis, Field
+from kvreshard.model.form import Form
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.text import Name, plain
 
 FORM = "kvreshard.layout"
-VERSION = 1
+LAYOUT = Form(FORM)
+VERSION = LAYOUT.version
 # A 61-layer model on 64 ranks takes about 0.4 MB; a hundredfold is generous, and bounds what a peer can make us hold.
 MAX_MESSAGE_BYTES = 64 << 20
+# What a peer can make us compute grows with these. The largest engine that is planned for has 512 ranks; a model has some
+# hundred layers of a few fields each.
+MAX_RANKS = 1024
+MAX_FIELDS = MAX_PER_RANK = 1 << 14
+MAX_GROUPS = 256
+MAX_GEOMETRIES = 1 << 16
+MAX_SHARDS = 1 << 18
+MAX_AXES = 16
 
 Encoding = Literal["msgpack", "json"]
 
@@ -49,35 +62,35 @@ class _Digit(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _AxisMap(msgspec.Struct, forbid_unknown_fields=True):
-    axis: str
+    axis: Name
     owned: _Owned
-    digits: list[_Digit]
+    digits: Annotated[list[_Digit], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Geometry(msgspec.Struct, forbid_unknown_fields=True):
-    group: str
+    group: Name
     page_stride_bytes: int
-    axes: list[_AxisMap]
+    axes: Annotated[list[_AxisMap], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Axis(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: str
+    name: Name
     extent: int | None
     tokens_per_index: int = 1
     keep_partial: bool = False
 
 
 class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: str
-    axes: list[_Axis]
+    name: Name
+    axes: Annotated[list[_Axis], msgspec.Meta(max_length=MAX_AXES)]
     element_bytes: int
-    encoding: str
+    encoding: Name
     optional: bool = False
 
 
 class _Group(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: str
-    pool: str
+    name: Name
+    pool: Name
     num_pages: int
     tokens_per_page: int | None
     null_page: int | None = None
@@ -85,48 +98,53 @@ class _Group(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class _Region(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: str
+    name: Name
     address: int
     size_bytes: int
-    device: str = "cpu"
+    device: Name = "cpu"
 
 
 class _Slab(msgspec.Struct, forbid_unknown_fields=True):
-    pool: str
-    region: str
+    pool: Name
+    region: Name
     offset_bytes: int
     page_stride_bytes: int
     page_bytes: int
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True):
-    field: str
-    region: str
+    field: Name
+    region: Name
     offset_bytes: int
-    geometry: str
+    geometry: Name
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     rank: int
-    place: dict[str, int]
-    regions: list[_Region]
-    slabs: list[_Slab]
-    shards: list[_Shard]
+    place: Annotated[dict[Name, int], msgspec.Meta(max_length=MAX_AXES)]
+    regions: Annotated[list[_Region], msgspec.Meta(max_length=MAX_PER_RANK)]
+    slabs: Annotated[list[_Slab], msgspec.Meta(max_length=MAX_PER_RANK)]
+    shards: Annotated[list[_Shard], msgspec.Meta(max_length=MAX_PER_RANK)]
 
 
 class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     form: str
     version: int
-    engine: str
-    fields: list[_Field]
-    groups: list[_Group]
-    geometries: dict[str, _Geometry]
-    ranks: list[_Rank]
+    engine: Name
+    fields: Annotated[list[_Field], msgspec.Meta(max_length=MAX_FIELDS)]
+    groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)]
+    geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
+    ranks: Annotated[list[_Rank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
-    """The layout as bytes. JSON is indented, for people; both decode to an equal layout."""
-    body = _to_wire(layout)
+def encode(layout: EngineLayout, encoding: Encoding = "msgpack", version: int | None = None) -> bytes:
+    """The layout as bytes, in the newest version unless an earlier one is asked for.
+
+    JSON is indented, for people; both decode to an equal layout. Raises WireError for a version that there is not.
+    """
+    body: Any = _to_wire(layout)
+    if version not in (None, LAYOUT.version):
+        body = LAYOUT.lower(msgspec.to_builtins(body), version)
     if encoding == "json":
         return msgspec.json.format(msgspec.json.encode(body), indent=1)
     return msgspec.msgpack.encode(body)
@@ -139,16 +157,27 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     read = msgspec.json.decode if encoding == "json" else msgspec.msgpack.decode
     try:
         header = read(message, type=_Header)
-        if header.form != FORM:
-            raise WireError(f"message is a '{header.form}', not a '{FORM}'")
-        if not 1 <= header.version <= VERSION:
-            raise WireError(
-                f"layout of version {header.version}; this side reads versions 1 to {VERSION}: upgrade the older side"
-            )
-        body = read(message, type=_Layout)
+        LAYOUT.check(header.form, header.version)
+        if header.version == LAYOUT.version:
+            body = read(message, type=_Layout)
+        else:
+            body = msgspec.convert(LAYOUT.rise(read(message, type=dict[str, Any])), _Layout)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {error}") from None
+        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
+    _check_sizes(body)
     return _from_wire(body)
+
+
+def _check_sizes(body: _Layout) -> None:
+    for what, count in {
+        "shards": sum(len(rank.shards) for rank in body.ranks),
+        "slabs": sum(len(rank.slabs) for rank in body.ranks),
+    }.items():
+        if count > MAX_SHARDS:
+            raise WireError(
+                f"layout of engine '{body.engine}': {count} {what} on {len(body.ranks)} ranks; more than {MAX_SHARDS} are "
+                "not accepted"
+            )
 
 
 def _to_wire(layout: EngineLayout) -> _Layout:
@@ -164,7 +193,7 @@ def _to_wire(layout: EngineLayout) -> _Layout:
         ranks.append(_Rank(rank.rank, dict(rank.place), regions, slabs, shards))
     return _Layout(
         form=FORM,
-        version=VERSION,
+        version=LAYOUT.version,
         engine=layout.engine,
         fields=[
             _Field(

@@ -9,7 +9,8 @@ Every destination rank computes the same whole table from the same two layouts:
 4. Neighbouring cells of one source rank are joined to boxes.
 5. A source rank that nobody reads gets one appointed reporter, so that it learns when its pages are free.
 
-Refused: a cell that a destination rank holds and no source rank does (LayoutMismatch naming field, axis and both sides).
+Refused: a cell that a destination rank holds and no source rank does (LayoutMismatch naming field, axis and both sides);
+layouts that cut one another into more than `MAX_ATOMS` or `MAX_CELLS` parts.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
+
+import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout, Geometry
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import atoms, count_common, join
+from kvreshard.plan.match import SHOWN
+
+# 512 source ranks that share heads, 512 destination ranks, four families. At some 10 us each this is what a peer can cost us.
+MAX_ATOMS = 1 << 20
+MAX_CELLS = 1 << 18
 
 Box = tuple[Ownership, ...]
 """One ownership per axis of the field, in the field's order."""
@@ -106,12 +115,15 @@ def elect(src: EngineLayout, dst: EngineLayout, names: list[str]) -> Election:
     found = families(src, dst, names)
     reads: defaultdict[int, set[int]] = defaultdict(set)
     load: dict[int, int] = {rank.rank: 0 for rank in src.ranks}
-    wanted = [
-        (index, dst_rank, cell, owners)
-        for index, family in enumerate(found)
-        for dst_rank in sorted(family.dst)
-        for cell, owners in _cells(src, dst, family, dst_rank)
-    ]
+    wanted: list[tuple[int, int, Box, frozenset[int]]] = []
+    num_atoms = 0
+    for index, family in enumerate(found):
+        per_axis = _owned_atoms(family)
+        num_atoms += len(family.dst) * sum(len(options) for options in per_axis)
+        _check_number(src, dst, family, "stretches of its axes", num_atoms, MAX_ATOMS)
+        for dst_rank in sorted(family.dst):
+            cells = _cells(src, dst, family, dst_rank, per_axis, MAX_CELLS - len(wanted))
+            wanted += [(index, dst_rank, cell, owners) for cell, owners in cells]
     settled: dict[tuple[int, frozenset[int]], int] = {}
     chosen: defaultdict[tuple[int, int], dict[int, list[Box]]] = defaultdict(dict)
     for index, dst_rank, cell, owners in sorted(wanted, key=lambda item: len(item[3]) > 1):
@@ -134,26 +146,59 @@ def elect(src: EngineLayout, dst: EngineLayout, names: list[str]) -> Election:
     return Election(found, boxes, tuple(rank.rank for rank in src.ranks), tuple(rank.rank for rank in dst.ranks))
 
 
-def _cells(src: EngineLayout, dst: EngineLayout, family: Family, dst_rank: int) -> list[tuple[Box, frozenset[int]]]:
+def _check_number(src: EngineLayout, dst: EngineLayout, family: Family, what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise LayoutMismatch(
+            f"field '{family.fields[0]}': engines '{src.engine}' ({len(src.ranks)} ranks) and '{dst.engine}' "
+            f"({len(dst.ranks)} ranks) cut one another into more than {limit} {what}; use fewer ranks, or sizes that divide "
+            "one another"
+        )
+
+
+def _owned_atoms(family: Family) -> list[list[tuple[Ownership, frozenset[int]]]]:
+    """Per axis, the atoms into which the source cuts it, each with the ranks that hold it: whole, so its start tells."""
+    found = []
+    for number, axis in enumerate(family.shape.axes):
+        held: dict[Ownership, list[int]] = {}
+        for rank, geometry in family.src.items():
+            held.setdefault(geometry.axes[number].owned, []).append(rank)
+        cut = atoms(axis.extent, held)
+        starts = np.array([atom.start for atom in cut], dtype=np.int64)
+        owners: list[set[int]] = [set() for _ in cut]
+        for owned, ranks in held.items():
+            for index in np.flatnonzero(owned.contains(starts)).tolist():
+                owners[index].update(ranks)
+        found.append([(atom, frozenset(ranks)) for atom, ranks in zip(cut, owners, strict=True)])
+    return found
+
+
+def _cells(
+    src: EngineLayout,
+    dst: EngineLayout,
+    family: Family,
+    dst_rank: int,
+    atoms_per_axis: list[list[tuple[Ownership, frozenset[int]]]],
+    limit: int,
+) -> list[tuple[Box, frozenset[int]]]:
     """The cells that a destination rank needs, each with the source ranks that hold it."""
     everyone = frozenset(family.src)
     per_axis: list[list[tuple[Ownership, frozenset[int]]]] = []
     for number, axis in enumerate(family.shape.axes):
-        held = {rank: geometry.axes[number].owned for rank, geometry in family.src.items()}
         mine = family.dst[dst_rank].axes[number].owned
         options = []
-        for atom in atoms(axis.extent, held.values()):
+        for atom, owners in atoms_per_axis[number]:
             if not count_common(axis.extent, atom, mine):
                 continue
-            owners = frozenset(r for r in everyone if count_common(axis.extent, atom, held[r]))
             if not owners:
+                held = {str(geometry.axes[number].owned) for geometry in family.src.values()}
                 raise LayoutMismatch(
                     f"field '{family.fields[0]}', axis '{axis.name}': rank {dst_rank} of engine '{dst.engine}' holds "
                     f"{mine}, but {atom} has no source; the ranks of engine '{src.engine}' hold "
-                    f"{', '.join(sorted({str(o) for o in held.values()}))}: check its parallel sizes"
+                    f"{', '.join(sorted(held)[:SHOWN])}: check its parallel sizes"
                 )
             options.append((atom, owners))
         per_axis.append(options)
+    _check_number(src, dst, family, "cells", prod(len(options) for options in per_axis), limit)
     cells = []
     for combination in product(*per_axis):
         owners = everyone.intersection(*(owners for _, owners in combination))

@@ -7,7 +7,8 @@ A `Pattern` answers for one overlap of a source page and a destination page, for
 3. Fuse: fields that continue one another on both sides (K next to V, layers side by side) lengthen it too; repeat 2.
 4. List the remaining loops as byte offsets, sorted by the source.
 
-Post-condition, checked here: the runs have exactly the bytes of the cells that both sides share.
+Post-condition, checked here: the runs have exactly the bytes of the cells that both sides share. Refused, as LayoutMismatch:
+two pages that overlap in more than `MAX_NESTS` nests of loops or `MAX_RUNS` runs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.errors import LayoutMismatch
 from kvreshard.plan.refine import Loop, Strip
 
 Int64s = NDArray[np.int64]
+# Pages of real engines overlap in a few nests. These take a second or so, and a peer's layout may be made to have them.
+MAX_NESTS = 1 << 15
+MAX_RUNS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,8 @@ def fuse(bases: Bases, length: int) -> Bases | None:
 def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Sequence[Strip]]) -> Pattern:
     """The pattern of one overlap from the strips of each axis."""
     num_cells = int(np.prod([sum(strip.num_cells for strip in strips) for strips in strips_per_axis], dtype=np.int64))
+    num_nests = prod(len(strips) for strips in strips_per_axis)
+    _check_number("nests of loops", num_nests, MAX_NESTS)
     runs = []
     for strips in product(*strips_per_axis):
         length, loops = coalesce(element_bytes, [loop for strip in strips for loop in strip.loops])
@@ -128,10 +136,19 @@ def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Se
             Run(run.src_page, run.dst_page, run.src_byte, run.dst_byte, length, loops)
             for run, (length, loops) in zip(runs, grown, strict=True)
         ]
+    _check_number("runs", sum(prod(loop.count for loop in run.loops) for run in runs), MAX_RUNS)
     pattern = _flatten(bases, tuple(runs))
     if pattern.num_bytes != total:
         raise AssertionError(f"pattern of {pattern.num_bytes} bytes for cells of {total} bytes")  # a bug, never input
     return pattern
+
+
+def _check_number(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise LayoutMismatch(
+            f"a page of one engine and a page of the other overlap in {number} {what}; more than {limit} are refused: use page "
+            "sizes and layouts that are more alike"
+        )
 
 
 def _flatten(bases: Bases, runs: tuple[Run, ...]) -> Pattern:

@@ -34,6 +34,9 @@ MAX_KEPT_PATTERNS = 4096
 LAPS_LOOKED_AT = 8
 # Where one side's pages are much smaller than the other's, that many overlaps, evenly spread, tell as much as all.
 OVERLAPS_LOOKED_AT = 32
+MAX_CUTS = 1 << 14
+# The proof compares the lanes of a field with one another: 512 source ranks of eight kinds of fields make that many pairs.
+MAX_LANE_PAIRS = 1 << 20
 
 Overlap = tuple[int, int, int]
 """Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
@@ -118,7 +121,9 @@ class Lane:
         along = next((axis for axis in self.axes if axis.extent is None), None)
         if along is None or along.src.owned.period == along.dst.owned.period == along.chosen.period == 1:
             return first
-        reach = min(math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size))
+        reach = min(
+            math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size), MAX_CUTS * min(src_size, dst_size)
+        )
         cuts = sorted({*range(0, reach + 1, src_size), *range(0, reach + 1, dst_size)})
         every = -(-len(cuts) // OVERLAPS_LOOKED_AT) | 1  # odd: where two ranks take turns, both turns are seen
         overlaps = [(low % src_size, low % dst_size, high - low) for low, high in list(pairwise(cuts))[::every]]
@@ -166,6 +171,13 @@ def compile_route(
         )
     matched = match_fields(src, dst)
     table = election if election is not None else elect(src, dst, list(matched.names))
+    num_pairs = sum(len(boxes) ** 2 // 2 for (rank, _), boxes in table.boxes.items() if rank == dst_rank)
+    if num_pairs > MAX_LANE_PAIRS:
+        raise LayoutMismatch(
+            f"rank {dst_rank} of engine '{dst.engine}' would read so many parts from the {len(src.ranks)} ranks of engine "
+            f"'{src.engine}' that {num_pairs} pairs of them had to be compared, more than {MAX_LANE_PAIRS}; use fewer ranks, "
+            "or sizes that divide one another"
+        )
     lanes = tuple(
         _decide(_lane(src, dst, family, src_rank, dst_rank, box), cost, way)
         for index, family in enumerate(table.families)

@@ -4,46 +4,68 @@ An `EngineCard` is everything that a peer needs: who the engine is (a restart is
 name), its whole layout, and per rank how to reach its memory and its lease table. It is made once, when the engine has
 started, and handed to whoever asks.
 
+What a peer says of itself is data to be checked: lists and texts are bounded, each rank of the layout has one rank card, and a
+lease table lies in the address space. That its addresses are really registered is checked where they are used: by this side's
+transport against what the peer registered, and by NIXL at their owner.
+
 `check_facts` refuses engines whose caches could mean different things although their shapes agree, and names every fact that
 differs with both values. Geometry is not its business: that is proved by the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
 from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
+from kvreshard.model.form import Form
+from kvreshard.model.text import Name, plain
+from kvreshard.session import notes
 
 FORM = "kvreshard.card"
-VERSION = 1
+# A card of a new version carries a layout of the version that was new then: its steps take the layout along.
+CARD = Form(FORM)
+VERSION = CARD.version
 MAX_CARD_BYTES = 256 * 1024 * 1024
+MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
+MAX_FACTS = 256
+MAX_LEASE_SLOTS = 1 << 32
+WORD_BYTES = 8
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):
     """How to reach one rank: its transport's metadata, and the address and slots of its lease table."""
 
     rank: int
-    metadata: bytes
-    lease_address: int
-    lease_slots: int
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
+    lease_address: Annotated[int, msgspec.Meta(ge=0)]
+    lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """One engine, complete. `layout` is in the wire form of `model.wire`."""
+    """One engine, complete. `layout` is in the wire form of `model.wire`.
+
+    `reads_notes`: the newest version of notes that its ranks read; a card that does not say reads version 1.
+    """
 
     form: str
     version: int
-    engine: str
-    incarnation: str
-    facts: dict[str, str]
+    engine: Name
+    incarnation: Name
+    facts: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_FACTS)]
     layout: bytes
-    ranks: tuple[RankCard, ...]
+    ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=wire.MAX_RANKS)]
+    reads_notes: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def decode_layout(self) -> EngineLayout:
-        """The layout, checked. Raises WireError or LayoutError."""
-        return wire.decode(self.layout)
+        """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
+        layout = wire.decode(self.layout)
+        if layout.engine != self.engine:
+            raise WireError(f"the card of engine '{self.engine}' carries the layout of engine '{layout.engine}'")
+        _check_ranks(layout, self.ranks)
+        return layout
 
     @property
     def rank_by_number(self) -> Mapping[int, RankCard]:
@@ -66,35 +88,64 @@ def make_card(
     layout: EngineLayout, incarnation: str, facts: Mapping[str, str], ranks: Sequence[RankCard]
 ) -> EngineCard:
     """The card of a whole engine. Raises WireError unless there is one rank card per rank of the layout."""
+    _check_ranks(layout, ranks)
+    return EngineCard(
+        FORM,
+        CARD.version,
+        layout.engine,
+        incarnation,
+        dict(facts),
+        wire.encode(layout),
+        tuple(ranks),
+        notes.VERSION,
+    )
+
+
+def _check_ranks(layout: EngineLayout, ranks: Sequence[RankCard]) -> None:
     described, reachable = {rank.rank for rank in layout.ranks}, {card.rank for card in ranks}
     if described != reachable or len(ranks) != len(reachable):
         raise WireError(
-            f"engine '{layout.engine}': ranks {sorted(described)} are described and {sorted(reachable)} can be reached; "
-            "every rank needs both"
+            f"engine '{layout.engine}': ranks {_some(described)} are described and {_some(reachable)} can be reached; "
+            "every rank needs both, once"
         )
-    return EngineCard(FORM, VERSION, layout.engine, incarnation, dict(facts), wire.encode(layout), tuple(ranks))
 
 
-def encode_card(card: EngineCard) -> bytes:
-    """The bytes of a card."""
-    return _encoder.encode(card)
+def _some(numbers: Iterable[int]) -> str:
+    return plain(sorted(numbers), 200)
+
+
+def encode_card(card: EngineCard, version: int | None = None) -> bytes:
+    """The bytes of a card, in the newest version unless an earlier one is asked for. Raises WireError if there is none."""
+    if version in (None, CARD.version):
+        return _encoder.encode(card)
+    return _encoder.encode(CARD.lower(msgspec.to_builtins(card, builtin_types=(bytes,)), version))
 
 
 def decode_card(message: bytes) -> EngineCard:
-    """A card from a peer. Raises WireError for anything else, a later version included."""
+    """A card from a peer, of this version or an earlier one. Raises WireError for anything else."""
     if len(message) > MAX_CARD_BYTES:
         raise WireError(f"a card of {len(message)} bytes; more than {MAX_CARD_BYTES} are not accepted")
     try:
         head = _head_decoder.decode(message)
         if head.form != FORM:
-            raise WireError(f"this is '{head.form[:80]}', not a '{FORM}'; is the port that of a kvreshard engine?")
-        if not 1 <= head.version <= VERSION:
             raise WireError(
-                f"card of version {head.version}; this side reads versions 1 to {VERSION}: upgrade the older side"
+                f"this is '{plain(head.form, 80)}', not a '{FORM}'; is the port that of a kvreshard engine?"
             )
-        return _decoder.decode(message)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise WireError(f"not a card: {error}; is the port that of a kvreshard engine?") from error
+        CARD.check(head.form, head.version)
+        if head.version == CARD.version:
+            card = _decoder.decode(message)
+        else:
+            tree = CARD.rise(msgspec.msgpack.decode(message, type=dict[str, Any]))
+            card = msgspec.convert(tree, EngineCard)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not a card: {plain(error)}; is the port that of a kvreshard engine?") from error
+    for rank in card.ranks:
+        if rank.lease_address + rank.lease_slots * WORD_BYTES > 2**63:
+            raise WireError(
+                f"engine '{card.engine}', rank {rank.rank}: a lease table of {rank.lease_slots} words at address "
+                f"{rank.lease_address} does not end below address 2**63"
+            )
+    return card
 
 
 def check_facts(mine: EngineCard, theirs: EngineCard, allowed: Collection[str] = ()) -> None:
@@ -103,7 +154,8 @@ def check_facts(mine: EngineCard, theirs: EngineCard, allowed: Collection[str] =
     wrong = [name for name in shared if mine.facts[name] != theirs.facts[name]]
     if wrong:
         told = "; ".join(
-            f"{name} is '{theirs.facts[name][:200]}' there and '{mine.facts[name][:200]}' here" for name in wrong
+            f"{name} is '{plain(theirs.facts[name], 200)}' there and '{plain(mine.facts[name], 200)}' here"
+            for name in wrong
         )
         raise LayoutMismatch(
             f"engines '{theirs.engine}' and '{mine.engine}' do not run the same: {told}. Make them equal, or list the name "

@@ -27,7 +27,7 @@ from kvreshard.session.card import EngineCard
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.mover import Staging
-from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
+from kvreshard.session.notes import Heartbeat, Report, heartbeats, read_note, write_note
 from kvreshard.session.orders import (
     Cancel,
     EndpointOptions,
@@ -306,7 +306,7 @@ class Endpoint:
         consumer = f"{self._me.card.engine}/{self._me.card.incarnation}" if self._me is not None else ""
         for rank in peer.told_ranks:
             report = Report(
-                VERSION, consumer, lease.request, lease.word, self._rank, peer.route.reporters[rank], is_good
+                peer.note_version, consumer, lease.request, lease.word, self._rank, peer.route.reporters[rank], is_good
             )
             self._notify(peer, rank, write_note(report))
 
@@ -322,7 +322,7 @@ class Endpoint:
             if peer is None:
                 self._peers.get(self._me, remote)
                 continue
-            for note in heartbeats(self._me.card.engine, leases):
+            for note in heartbeats(self._me.card.engine, leases, peer.note_version):
                 for rank in peer.told_ranks:
                     self._notify(peer, rank, write_note(note))
 

@@ -1,12 +1,19 @@
 """How does an engine hand out its card, and how does a peer get it?
 
-A `Listener` is one thread with one ZeroMQ ROUTER socket that answers hellos with the engine's card. `fetch_card` asks for it
-and waits no longer than it is told. After a peer has compared, `tell_outcome` says how it went, so that a refusal stands in
-both logs.
+A `Listener` is one thread with one ZeroMQ ROUTER socket that answers hellos with the engine's card, in the newest version that
+the asker reads. `fetch_card` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
+it went, so that a refusal stands in both logs.
 
-Whatever arrives, the listener lives: messages above `MAX_HELLO_BYTES` are dropped by ZeroMQ itself, everything else that is
-not a hello gets one line as answer or none. Nothing is unpickled. Refused: a port that is taken (KvReshardError); a peer that
-does not answer, or answers something else (HandshakeError).
+Whatever arrives, the listener lives and soon serves the next:
+
+1. ZeroMQ drops frames above `MAX_HELLO_BYTES`, connections that do not finish its handshake, and answers that nobody reads:
+   a queue holds a few references to the one card, never copies of it.
+2. `visitors` bounds how many connections there are, how long each stays and how much it sends.
+3. `pace` bounds what all of them together may ask per second.
+4. Everything that is not a hello gets one line as answer or none. Nothing is unpickled.
+
+With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and strangers are refused before they can say anything.
+Refused: a port that is taken (KvReshardError); a peer that does not answer, or answers something else (HandshakeError).
 """
 
 from __future__ import annotations
@@ -14,93 +21,129 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.model.errors import KvReshardError, WireError
+from kvreshard.session import card as cards
 from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, decode_card, encode_card
+from kvreshard.session.hello import (
+    ANSWER_FORM,
+    FORM,
+    MAX_HELLO_BYTES,
+    MAX_TEXT,
+    VERSION,
+    Address,
+    Answer,
+    HandshakeError,
+    Hello,
+    read_answer,
+    read_hello,
+)
+from kvreshard.session.keys import Keys
+from kvreshard.session.knock import knock
+from kvreshard.session.pace import Pace
+from kvreshard.session.visitors import Bounds, Visitors
+
+__all__ = ["Address", "Answer", "HandshakeError", "Hello", "Listener", "fetch_card", "read_hello", "tell_outcome"]
 
 logger = logging.getLogger(__name__)
 
-FORM = "kvreshard.hello"
-ANSWER_FORM = "kvreshard.answer"
-VERSION = 1
-MAX_HELLO_BYTES = 64 * 1024
-MAX_TEXT = 2000
-POLL_MS = 200
-# A hello may be lost with its connection; an answer of megabytes from a busy engine takes less than this.
-ASK_AGAIN_S = 5.0
+IDLE_MS = 200
+# While somebody is connected: what a connection can send in this time beyond its bound is what the bound is worth.
+SWEEP_S = 0.020
+# Messages that wait per connection, each way. A peer asks one question per connection.
+QUEUE = 4
+# ZeroMQ's own handshake takes a few round trips.
+ZMTP_HANDSHAKE_MS = 5000
+BACKLOG = 512
+# A hello costs one unit and what it is answered with its bytes: some 250 MB or 2,000 hellos a second.
+UNITS_PER_S = 2000.0
+BURST = 4000.0
+BYTES_PER_UNIT = 128 * 1024
+DOMAIN = "kvreshard"
+
+_WATCHED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
-class HandshakeError(KvReshardError):
-    """A peer could not be asked, or did not answer as it should."""
+class _Doorman:
+    """Which public keys are let in, as pyzmq's authenticator asks. Runs on its thread."""
 
+    def __init__(self, trusted: frozenset[bytes], complain: Callable[[str], None]) -> None:
+        self._trusted, self._complain = trusted, complain
 
-class Hello(msgspec.Struct, frozen=True):
-    """What a peer says: `ask` for the card, or the outcome of comparing it (`text`: the route in a sentence, or why not)."""
-
-    form: str
-    version: int
-    ask: Literal["card", "outcome"]
-    engine: str
-    rank: int
-    text: str = ""
-    is_good: bool = True
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What the listener says to everything but a request for its card."""
-
-    form: str
-    version: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where an engine listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
+    def callback(self, domain: str, key: bytes) -> bool:
+        if key in self._trusted:
+            return True
+        self._complain(
+            f"a stranger with the public key {key.decode()} was refused; to let it in, put its .key file into "
+            "curve_public_keys_dir"
+        )
+        return False
 
 
 class Listener:
     """Serves `card` on `address` (port 0: any free one) until `close`. `on_outcome` is called on the listener's thread.
 
-    Raises KvReshardError if the address cannot be bound.
+    `keys`: only engines whose keys they trust are let in; without, everybody who reaches the port. Raises KvReshardError if the
+    address cannot be bound.
     """
 
     def __init__(
-        self, address: Address, card: EngineCard, on_outcome: Callable[[Hello], None] = lambda hello: None
+        self,
+        address: Address,
+        card: EngineCard,
+        on_outcome: Callable[[Hello], None] = lambda hello: None,
+        *,
+        keys: Keys | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
-        self._card = encode_card(card)
-        self._on_outcome = on_outcome
+        # One copy of each, outside Python: what waits for a slow peer is a reference.
+        self._cards = {
+            version: zmq.Frame(encode_card(card, version), copy=True) for version in range(1, cards.CARD.version + 1)
+        }
+        self.address, self._on_outcome = address, on_outcome
+        self._complaints: Counter[str] = Counter()
         self._stopping = threading.Event()
         self._context = zmq.Context()
+        self._authenticator = _authenticate(self._context, keys, self._complain) if keys else None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
-        self._socket.setsockopt(zmq.IPV6, int(":" in address.host))
+        self._monitor = _set_up(self._socket, address, keys)
         try:
             self._socket.bind(str(address))
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._destroy()
             raise KvReshardError(
                 f"cannot listen for handshakes on {address}: {error}; give each engine a port of its own, and a host that "
                 "is an address of this machine"
             ) from error
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = Address(address.host, int(endpoint.rsplit(":", 1)[1]))
+        self._visitors = Visitors(self.address.port, bounds)
+        if keys is None and not address.is_loopback:
+            logger.warning(
+                "handshakes are taken at %s from everybody who reaches that port, and are not encrypted; give all engines a "
+                "curve_secret_key_file, or keep the port within a network that you trust (SECURITY.md)",
+                self.address,
+            )
         self._thread = threading.Thread(target=self._run, name="kvreshard-listener", daemon=True)
         self._thread.start()
+
+    @property
+    def num_visitors(self) -> int:
+        """Connections at this moment."""
+        return len(self._visitors)
 
     def close(self) -> None:
         """Stop listening. A second call does nothing."""
@@ -108,102 +151,128 @@ class Listener:
         self._thread.join()
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        pace = Pace(UNITS_PER_S, BURST, time.monotonic())
+        swept_s = 0.0
         try:
             while not self._stopping.is_set():
-                if not self._socket.poll(POLL_MS):
-                    continue
+                ready = dict(poller.poll(int(SWEEP_S * 1000) if len(self._visitors) else IDLE_MS))
+                now_s = time.monotonic()
                 try:
-                    self._serve(self._socket.recv_multipart(zmq.NOBLOCK))
+                    if self._monitor in ready:
+                        self._note_visits(now_s)
+                    if now_s - swept_s >= SWEEP_S:
+                        self._visitors.sweep(now_s)
+                        swept_s = now_s
+                    if self._socket in ready and not self._stopping.wait(min(SWEEP_S, pace.wait_s(now_s))):
+                        self._serve_next(pace)
                 except zmq.ZMQError as error:
                     logger.debug("a handshake was dropped: %s", error)
                 except Exception:  # a fault here must not end the listener: every later handshake would hang
                     logger.exception("a handshake failed")
         finally:
-            self._context.destroy(linger=0)
+            self._destroy()
 
-    def _serve(self, frames: Sequence[bytes]) -> None:
+    def _serve_next(self, pace: Pace) -> None:
+        now_s = time.monotonic()
+        if pace.wait_s(now_s):
+            return
+        num_bytes = self._serve(self._socket.recv_multipart(zmq.NOBLOCK))
+        pace.spend(1 + num_bytes / BYTES_PER_UNIT, now_s)
+
+    def _serve(self, frames: Sequence[bytes]) -> int:
+        """Answer one message; the bytes of the answer."""
         *envelope, payload = frames
         if not envelope:
-            return
+            return 0
         hello = read_hello(payload)
-        if isinstance(hello, str):
-            reply = msgspec.msgpack.encode(Answer(ANSWER_FORM, VERSION, hello))
-        elif hello.ask == "card":
-            reply = self._card
+        if not isinstance(hello, str) and hello.ask == "card":
+            reply = self._cards[min(hello.reads_card, max(self._cards))]
+        elif isinstance(hello, str):
+            reply = _answer(hello)
         else:
             self._on_outcome(hello)
-            reply = msgspec.msgpack.encode(Answer(ANSWER_FORM, VERSION, "noted"))
-        self._socket.send_multipart([*envelope, reply], zmq.NOBLOCK)
+            reply = _answer("noted")
+        # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
+        try:
+            self._socket.send_multipart([envelope[0], b"", reply], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # Gone, or it has not read the answers before this one.
+            logger.debug("an answer was dropped: %s", error)
+            return 0
+        return len(reply)
+
+    def _note_visits(self, now_s: float) -> None:
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            match event["event"]:
+                case zmq.EVENT_ACCEPTED:
+                    self._visitors.accepted(int(event["value"]), now_s)
+                case zmq.EVENT_DISCONNECTED:
+                    self._visitors.gone(int(event["value"]))
+                case _ if self._authenticator is not None:
+                    self._complain(
+                        "a peer did not get through the door: it has no keys, or another key for this engine"
+                    )
+
+    def _complain(self, what: str) -> None:
+        """One line in the log, and another each time that it has become twice as many."""
+        if what not in self._complaints and len(self._complaints) >= 1000:
+            what = "more strangers with keys of their own were refused"
+        self._complaints[what] += 1
+        count = self._complaints[what]
+        if count & (count - 1) == 0:
+            logger.warning("handshakes at %s: %s%s", self.address, what, f" ({count} times)" if count > 1 else "")
+
+    def _destroy(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
 
 
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
+def _authenticate(context: zmq.Context[Any], keys: Keys, complain: Callable[[str], None]) -> ThreadAuthenticator:
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(DOMAIN, _Doorman(frozenset(keys.trusted), complain))
+    return authenticator
 
 
-def read_hello(payload: bytes) -> Hello | str:
-    """A hello from a stranger, or what is wrong with it."""
-    try:
-        hello = _hello_decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        return f"not a kvreshard hello: {str(error)[:MAX_TEXT]}"
-    if hello.form != FORM:
-        return f"not a kvreshard hello, but '{hello.form[:80]}'"
-    if hello.version != VERSION:
-        return f"hello of version {hello.version}; this side speaks version {VERSION}: upgrade the older side"
-    if len(hello.text) > MAX_TEXT or len(hello.engine) > MAX_TEXT:
-        return f"texts of more than {MAX_TEXT} characters are not accepted"
-    return hello
+def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> zmq.Socket[Any]:
+    """The bounds that ZeroMQ itself keeps; returns the router's monitor."""
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
+    # An answer that cannot be queued is an error, and costs nothing of what all may ask for per second.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.RCVHWM, QUEUE)
+    router.setsockopt(zmq.SNDHWM, QUEUE)
+    router.setsockopt(zmq.HANDSHAKE_IVL, ZMTP_HANDSHAKE_MS)
+    router.setsockopt(zmq.BACKLOG, BACKLOG)
+    router.setsockopt(zmq.IPV6, int(":" in address.host))
+    if keys is not None:
+        router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
+        router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
+    return router.get_monitor_socket(_WATCHED)
 
 
-def fetch_card(address: Address, engine: str, rank: int, timeout_s: float) -> EngineCard:
+def _answer(text: str) -> zmq.Frame:
+    return zmq.Frame(msgspec.msgpack.encode(Answer(ANSWER_FORM, VERSION, text)), copy=True)
+
+
+def fetch_card(address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None) -> EngineCard:
     """The card of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
-    reply = _ask(address, Hello(FORM, VERSION, "card", engine, rank), timeout_s)
+    hello = Hello(FORM, VERSION, "card", engine, rank, reads_card=cards.CARD.version)
+    reply = knock(address, msgspec.msgpack.encode(hello), timeout_s, MAX_CARD_BYTES, keys)
     try:
         return decode_card(reply)
     except WireError as error:
-        answer = _read_answer(reply)
-        raise HandshakeError(f"the engine at {address} answered: {answer or error}") from error
+        raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
 
 
-def tell_outcome(address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float) -> None:
+def tell_outcome(
+    address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
+) -> None:
     """Tell the other side how the comparison went. Raises HandshakeError if it cannot be told."""
-    _ask(address, Hello(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good), timeout_s)
-
-
-def _ask(address: Address, hello: Hello, timeout_s: float) -> bytes:
-    """The listener's answer. Asks again on a fresh connection now and then: a hello changes nothing but a log."""
-    deadline_s = time.monotonic() + timeout_s
-    with zmq.Context() as context:
-        while True:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise HandshakeError(
-                    f"no kvreshard engine answers at {address} within {timeout_s:g} s; is it running, does it use "
-                    "ReshardConnector, and can this host reach that port?"
-                )
-            reply = _ask_once(context, address, hello, min(left_s, ASK_AGAIN_S))
-            if reply is not None:
-                return reply
-
-
-def _ask_once(context: zmq.Context[Any], address: Address, hello: Hello, timeout_s: float) -> bytes | None:
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CARD_BYTES)
-        socket.setsockopt(zmq.IPV6, int(":" in address.host))
-        try:
-            socket.connect(str(address))
-            socket.send_multipart([b"", msgspec.msgpack.encode(hello)])
-            if not socket.poll(max(1, int(timeout_s * 1000))):
-                return None
-            frames: list[Any] = socket.recv_multipart()
-        except zmq.ZMQError as error:
-            raise HandshakeError(f"the engine at {address} cannot be asked: {error}") from error
-    return bytes(frames[-1])
-
-
-def _read_answer(reply: bytes) -> str | None:
-    try:
-        answer = msgspec.msgpack.decode(reply, type=Answer)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
-        return None
-    return answer.text[:MAX_TEXT] if answer.form == ANSWER_FORM else None
+    hello = Hello(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good)
+    knock(address, msgspec.msgpack.encode(hello), timeout_s, MAX_HELLO_BYTES, keys)

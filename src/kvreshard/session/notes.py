@@ -3,6 +3,9 @@
 Two kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly) and a `Heartbeat`
 (these requests are still wanted). Both carry the leases' words, which only those know who were told: a rank cannot free
 another's pages by a guess. `read_note` gives None for everything that is not exactly one of them; nothing raises.
+
+Notes of an earlier version are read: a later one may only add values at the end that have defaults. A note is written in the
+newest version that both sides know, which a reader learns from the source's card (`reads_notes`).
 """
 
 from __future__ import annotations
@@ -47,16 +50,16 @@ def write_note(note: Note) -> bytes:
 
 
 def read_note(payload: bytes) -> Note | None:
-    """The note, or None for anything else: another version, another program, noise."""
+    """The note, or None for anything else: a later version, another program, noise."""
     try:
         note = _decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
         return None
-    return note if note.version == VERSION else None
+    return note if 1 <= note.version <= VERSION else None
 
 
-def heartbeats(consumer: str, leases: Iterable[tuple[str, int]]) -> Iterator[Heartbeat]:
-    """As many heartbeats as it takes."""
+def heartbeats(consumer: str, leases: Iterable[tuple[str, int]], version: int = VERSION) -> Iterator[Heartbeat]:
+    """As many heartbeats as it takes, in `version`."""
     rest = tuple(leases)
     for first in range(0, len(rest), MAX_LEASES_PER_HEARTBEAT):
-        yield Heartbeat(VERSION, consumer, rest[first : first + MAX_LEASES_PER_HEARTBEAT])
+        yield Heartbeat(version, consumer, rest[first : first + MAX_LEASES_PER_HEARTBEAT])

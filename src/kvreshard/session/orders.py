@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvreshard.model.tables import Request
 from kvreshard.session.handshake import Address
+from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
 
@@ -135,6 +136,7 @@ class EndpointOptions:
         heartbeat_s: between renewals of the leases of requests that wait.
         retry_s: how long a peer that could not be met is not asked again.
         allow_mismatch: facts of the engine cards that may differ.
+        keys: with which listeners are asked; None where they use none.
     """
 
     handshake_timeout_s: float = 30.0
@@ -143,3 +145,4 @@ class EndpointOptions:
     heartbeat_s: float = 5.0
     retry_s: float = 5.0
     allow_mismatch: tuple[str, ...] = ()
+    keys: Keys | None = None

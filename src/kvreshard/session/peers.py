@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.plan.route import Route, compile_route
+from kvreshard.session import notes
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.session.handshake import HandshakeError, fetch_card, tell_outcome
 from kvreshard.session.mover import Mover, Staging
@@ -54,6 +55,11 @@ class Peer:
                 )
             addresses[rank] = card.lease_address + lease.slot * WORD_BYTES
         return LeaseProof(lease.word, addresses, scratch_address)
+
+    @property
+    def note_version(self) -> int:
+        """The newest version of notes that both sides know."""
+        return min(notes.VERSION, self.card.reads_notes)
 
     @property
     def told_ranks(self) -> tuple[int, ...]:
@@ -138,7 +144,7 @@ class Peers:
 def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
     """Steps 1 to 4. Raises KvReshardError or TransportError."""
     mine = me.card.engine
-    card = fetch_card(remote.address, mine, me.rank, options.handshake_timeout_s)
+    card = fetch_card(remote.address, mine, me.rank, options.handshake_timeout_s, options.keys)
     if (card.engine, card.incarnation) != (remote.engine, remote.incarnation):
         raise HandshakeError(
             f"at {remote.address} listens engine '{card.engine}', incarnation {card.incarnation[:12]}, not '{remote.engine}', "
@@ -197,4 +203,4 @@ def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: Endpoint
 
 def _tell(me: Self, remote: RemoteEngine, text: str, is_good: bool, options: EndpointOptions) -> None:
     with contextlib.suppress(HandshakeError):
-        tell_outcome(remote.address, me.card.engine, me.rank, text, is_good, options.handshake_timeout_s)
+        tell_outcome(remote.address, me.card.engine, me.rank, text, is_good, options.handshake_timeout_s, options.keys)

@@ -130,7 +130,7 @@ def decode_metadata(kind: str, data: bytes) -> Metadata:
                 f"peer metadata has version {version}; this side reads up to {METADATA_VERSION}: upgrade this side"
             )
         metadata = msgspec.msgpack.decode(data, type=Metadata)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"peer metadata is not readable: {error}; pass what metadata() gave there") from error
     if metadata.kind != kind:
         raise TransportError(

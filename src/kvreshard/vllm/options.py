@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvreshard.model import KvReshardError
+from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         side_channel_host, side_channel_port: where this engine's listener binds and where peers find it; default:
             VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, plus the data-parallel index.
+        curve_secret_key_file: this engine's key, as `kvreshard keys` writes it: handshakes are then encrypted, and only engines
+            whose keys are trusted are let in. curve_public_keys_dir: the public keys to trust beside its own.
         kv_lease_duration: seconds that a finished prefill is kept after the last sign of a reader.
         load_timeout_s: seconds from the start of a load until it has failed.
         settle_timeout_s: seconds that a failed load may take to come to rest before its pages are quarantined.
@@ -53,6 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     side_channel_host: str | None = None
     side_channel_port: int | None = None
+    curve_secret_key_file: str | None = None
+    curve_public_keys_dir: str | None = None
     kv_lease_duration: float = 30.0
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
@@ -72,6 +78,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.staging_bytes < 0 or self.retry_s < 0:
             raise ValueError("staging_bytes and retry_s must not be negative")
+        if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
+            raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
+
+    @property
+    def keys(self) -> Keys | None:
+        """The keys of this engine, read from their files; None where none are configured. Raises KvReshardError."""
+        if self.curve_secret_key_file is None:
+            return None
+        trusted = None if self.curve_public_keys_dir is None else Path(self.curve_public_keys_dir)
+        return read_keys(Path(self.curve_secret_key_file), trusted)
 
     @property
     def endpoint(self) -> EndpointOptions:
@@ -83,6 +99,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             heartbeat_s=self.kv_lease_duration / 6,
             retry_s=self.retry_s,
             allow_mismatch=self.allow_mismatch,
+            keys=self.keys,
         )
 
 

@@ -6,27 +6,38 @@ digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal
 (lease, block lists, tokens) tells parameters that were mixed up or shortened on their way from those that arrived whole; other
 block ids would be read without complaint, and another request's text served. It is no secret and no signature.
 
-`read_params` believes nothing: a missing or wrong field gives a ParamsError with its name, and the decode engine computes
-the prompt itself.
+`read_params` believes nothing: a missing, wrong or oversized field gives a ParamsError with its name, and the decode engine
+computes the prompt itself. They come with a request, so whoever may send requests to this engine chooses which host it asks;
+that it believes the answer is a matter of keys (`session.keys`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvreshard.model import KvReshardError
 from kvreshard.model.tables import PageTable
+from kvreshard.model.text import Name, plain
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import RemoteEngine, RemoteLease
-from kvreshard.vllm.prompt import PromptDigest
+from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
 
 VERSION = 1
 KEY = "kvreshard"
+# 2^20 pages of 16 tokens are 16 million tokens.
+MAX_GROUPS = 256
+MAX_PAGES = 1 << 20
+MAX_SIZE = 1 << 40
+# Names and addresses only: ZeroMQ would read more into a text with ';' or '/'.
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}\Z")
+
+_Pages = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)], ...], msgspec.Meta(max_length=MAX_PAGES)]
 
 
 class ParamsError(KvReshardError):
@@ -39,7 +50,7 @@ class GroupParams(msgspec.Struct, frozen=True):
     `window_tokens`, `chunk_tokens`: how far its layers look back, as in `groups.CacheGroup`.
     """
 
-    name: str
+    name: Name
     first_page: int
     page_tokens: int | None = None
     is_state: bool = False
@@ -51,10 +62,10 @@ class ReshardParams(msgspec.Struct, frozen=True):
     """Our own field."""
 
     version: int
-    incarnation: str
+    incarnation: Name
     slot: int
-    word: str
-    groups: tuple[GroupParams, ...]
+    word: Annotated[str, msgspec.Meta(max_length=32)]
+    groups: Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
     seal: str
 
@@ -62,11 +73,11 @@ class ReshardParams(msgspec.Struct, frozen=True):
 class _Params(msgspec.Struct, frozen=True):
     """The fields that loading needs, ours and theirs."""
 
-    remote_engine_id: str
-    remote_request_id: str
+    remote_engine_id: Name
+    remote_request_id: Name
     remote_host: str
     remote_port: int
-    remote_block_ids: tuple[tuple[int, ...], ...]
+    remote_block_ids: Annotated[tuple[_Pages, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     remote_num_tokens: int
     kvreshard: ReshardParams
 
@@ -129,18 +140,27 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
             "fields that it does not know"
         )
     version = params[KEY].get("version") if isinstance(params[KEY], Mapping) else None
-    if version != VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise ParamsError(
-            f"kv_transfer_params['{KEY}'] is of version {version}; this side reads {VERSION}: use one version on both sides"
+            f"kv_transfer_params['{KEY}'] is of version {plain(version, 40)}; this side reads {VERSION}: use one version on "
+            "both sides"
         )
     try:
         read = msgspec.convert(params, _Params)
         word = int(read.kvreshard.word, 16)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ParamsError(f"kv_transfer_params cannot be used: {error}") from error
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
+        raise ParamsError(f"kv_transfer_params cannot be used: {plain(error)}") from error
     groups, pages = read.kvreshard.groups, read.remote_block_ids
     if len(groups) != len(pages):
         raise ParamsError(f"kv_transfer_params describe {len(groups)} groups and list blocks of {len(pages)}")
+    if not _HOST.match(read.remote_host):
+        raise ParamsError(
+            f"kv_transfer_params: remote_host is {plain(read.remote_host, 80)!r}; it must be a name or an address"
+        )
+    if len(read.kvreshard.prompt.marks) > MAX_MARKS:
+        raise ParamsError(
+            f"kv_transfer_params: {len(read.kvreshard.prompt.marks)} digests of the prompt; at most {MAX_MARKS}"
+        )
     _check_numbers(read, groups, word)
     remote = RemoteEngine(
         read.remote_engine_id, read.kvreshard.incarnation, Address(read.remote_host, read.remote_port)
@@ -168,7 +188,7 @@ def _seal(prefill: RemotePrefill) -> str:
 def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> None:
     ranges = {
         "remote_port": (read.remote_port, 1, 65535),
-        "remote_num_tokens": (read.remote_num_tokens, 1, 1 << 40),
+        "remote_num_tokens": (read.remote_num_tokens, 1, MAX_SIZE),
         "slot": (read.kvreshard.slot, 0, 1 << 32),
         "word": (word, 1, (1 << 64) - 1),
     }
@@ -176,6 +196,8 @@ def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> N
         if not low <= value <= high:
             raise ParamsError(f"kv_transfer_params: {name} is {value}; it must be from {low} to {high}")
     for group in groups:
-        sizes = (group.page_tokens, group.window_tokens, group.chunk_tokens)
-        if group.first_page < 0 or any(size is not None and size < 0 for size in sizes) or group.page_tokens == 0:
-            raise ParamsError(f"kv_transfer_params: group '{group.name}' has a size that is not positive: {group}")
+        sizes = (group.first_page, group.page_tokens, group.window_tokens, group.chunk_tokens)
+        if any(size is not None and not 0 <= size <= MAX_SIZE for size in sizes) or group.page_tokens == 0:
+            raise ParamsError(
+                f"kv_transfer_params: group '{group.name}' has a size that is not positive, or above {MAX_SIZE}: {plain(group)}"
+            )

@@ -176,12 +176,13 @@ class ShadowWorker:
 
     def _ask(self, remote: RemoteEngine, me: EngineLayout, place: RankPlace) -> _Met:
         timeout_s = self._options.handshake_timeout_s
-        card = fetch_card(remote.address, self._engine, place.rank, timeout_s)
+        card = fetch_card(remote.address, self._engine, place.rank, timeout_s, self._options.keys)
         if self._card is not None:
             check_facts(self._card, card, self._options.allow_mismatch)
         src = card.decode_layout()
         route = compile_route(src, me, place.rank)
-        tell_outcome(remote.address, self._engine, place.rank, f"shadow: {describe_route(route)}", True, timeout_s)
+        sentence = f"shadow: {describe_route(route)}"
+        tell_outcome(remote.address, self._engine, place.rank, sentence, True, timeout_s, self._options.keys)
         return _Met(src, route)
 
     def _note(self, report: ShadowReport) -> None:

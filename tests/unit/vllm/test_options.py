@@ -2,10 +2,12 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 
 from kvreshard.model import KvReshardError
+from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.slots import Slots
@@ -33,11 +35,25 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"load_timeout_s": 0}, "load_timeout_s is 0"),
         ({"staging_bytes": -1}, "must not be negative"),
         ({"allow_mismatch": "model"}, "allow_mismatch"),
+        ({"curve_public_keys_dir": "keys"}, "curve_public_keys_dir without curve_secret_key_file"),
     ],
 )
 def test_a_wrong_value_is_told(extra: dict[str, object], told: str) -> None:
     with pytest.raises(KvReshardError, match=told):
         read_options(extra)
+
+
+def test_keys_are_read_where_they_are_needed_and_a_missing_file_is_named(tmp_path: Path) -> None:
+    public, secret = write_keys(tmp_path, "room")
+    options = read_options({"curve_secret_key_file": str(secret), "curve_public_keys_dir": str(tmp_path)})
+    assert options.endpoint.keys == options.keys
+    assert options.keys is not None
+    assert options.keys.trusted == (options.keys.public,)
+    assert options.keys.secret.decode() not in repr(options.endpoint)
+    public.unlink()
+    secret.unlink()
+    with pytest.raises(KvReshardError, match=r"cannot read a key from .*room\.key_secret"):
+        _ = options.endpoint
 
 
 def test_options_of_the_other_connector_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:

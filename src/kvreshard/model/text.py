@@ -1,0 +1,28 @@
+"""Which texts of a peer may stand in a message or a log?
+
+A name with a line break writes a log line of its own, and one of a megabyte fills the log. So names are refused at birth
+(`Name`, for msgspec's decoders), and every other text that came from outside is made `plain` before it is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+MAX_NAME = 256
+MAX_SHOWN = 400
+
+# Control characters, line and paragraph separators, and the marks that reverse the direction of writing.
+_UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+_unseen = re.compile(f"[{_UNSEEN}]")
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=rf"^[^{_UNSEEN}]*\Z")]
+
+
+def plain(text: object, limit: int = MAX_SHOWN) -> str:
+    """The text in one line of at most `limit` characters and a mark; what cannot be seen becomes `?`."""
+    whole = str(text)
+    shown = _unseen.sub("?", whole[:limit])
+    return shown if len(whole) <= limit else f"{shown}... ({len(whole)} characters)"

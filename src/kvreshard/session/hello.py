@@ -1,0 +1,102 @@
+"""What do two engines say before they know one another?
+
+A `Hello` asks for the card, or tells how comparing it went; an `Answer` is one line for everything that gets no card. A hello
+is version 1 for good, so that any two sides can begin: keys are added, with defaults, and never change. `reads_card` is how the
+newer side learns what the older one reads; one that does not say reads cards of version 1.
+
+Nothing is unpickled, texts are short and in one line. `read_hello` never raises.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvreshard.model.errors import KvReshardError
+from kvreshard.model.text import Name, plain
+
+FORM = "kvreshard.hello"
+ANSWER_FORM = "kvreshard.answer"
+VERSION = 1
+MAX_HELLO_BYTES = 64 * 1024
+MAX_TEXT = 2000
+
+
+class HandshakeError(KvReshardError):
+    """A peer could not be asked, or did not answer as it should."""
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a peer says: `ask` for the card, or the outcome of comparing it (`text`: the route in a sentence, or why not).
+
+    `reads_card`: the newest version of cards that it reads.
+    """
+
+    form: str
+    version: int
+    ask: Literal["card", "outcome"]
+    engine: Name
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    text: str = ""
+    is_good: bool = True
+    reads_card: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the listener says to everything but a request for its card."""
+
+    form: str
+    version: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an engine listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it. A name counts as what it resolves to; one that does not, as reachable."""
+        try:
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.host, None)}
+        except OSError:
+            return False
+        return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+def read_hello(payload: bytes) -> Hello | str:
+    """A hello from a stranger, or what is wrong with it."""
+    try:
+        hello = _hello_decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        return f"not a kvreshard hello: {plain(error, MAX_TEXT)}"
+    if hello.form != FORM:
+        return f"not a kvreshard hello, but '{plain(hello.form, 80)}'"
+    if hello.version != VERSION:
+        return f"hello of version {hello.version}; this side speaks version {VERSION}: upgrade the older side"
+    if len(hello.text) > MAX_TEXT:
+        return f"texts of more than {MAX_TEXT} characters are not accepted"
+    return hello
+
+
+def read_answer(reply: bytes) -> str | None:
+    """What a listener answered instead of a card, in one line; None if it is no answer."""
+    try:
+        answer = msgspec.msgpack.decode(reply, type=Answer)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
+        return None
+    return plain(answer.text, MAX_TEXT) if answer.form == ANSWER_FORM else None

@@ -1,0 +1,99 @@
+"""Who may talk to this engine, when keys are configured?
+
+ZeroMQ's CURVE: each side has a key pair, encrypts with it, and knows the public keys of those whom it trusts. One pair copied
+to all engines of a fleet is enough; a pair per engine and a directory of public keys allow to take a single one out, and to
+change keys without a stop. Key files are those of pyzmq (`zmq.auth`): `NAME.key_secret` holds both keys, `NAME.key` the public one.
+
+Refused, as KvReshardError with the path: files that are missing or hold no key, and a secret that others may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from kvreshard.model.errors import KvReshardError
+
+KEY_CHARACTERS = 40
+# A peer's listener may have any of them: each is tried in turn, some milliseconds apiece.
+MAX_PEER_KEYS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """This engine's pair, and the public keys of all engines that it trusts, its own among them. Keys are in Z85 text."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    trusted: tuple[bytes, ...]
+
+
+def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
+    """The keys of an engine. `public_dir`: all its `.key` files are trusted too. Raises KvReshardError."""
+    if secret_file.exists() and stat.S_IMODE(secret_file.stat().st_mode) & 0o077:
+        raise KvReshardError(
+            f"key file {secret_file} may be read by others; make it yours alone: chmod 600 {secret_file}"
+        )
+    public, secret = _read_file(secret_file)
+    if secret is None:
+        raise KvReshardError(
+            f"key file {secret_file} has no secret key; `kvreshard keys` writes one that ends in .key_secret"
+        )
+    others: list[bytes] = []
+    if public_dir is not None:
+        if not public_dir.is_dir():
+            raise KvReshardError(
+                f"{public_dir} is not a directory; it should hold the .key files of the engines to trust"
+            )
+        others = [_read_file(path)[0] for path in sorted(public_dir.glob("*.key"))]
+    trusted = tuple(dict.fromkeys([public, *others]))
+    if len(trusted) > MAX_PEER_KEYS:
+        raise KvReshardError(f"{public_dir} holds {len(trusted)} keys; more than {MAX_PEER_KEYS} are not accepted")
+    return Keys(public, secret, trusted)
+
+
+def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
+    """Make a key pair: (`NAME.key`, `NAME.key_secret`), the latter for its owner only. Raises KvReshardError if one exists."""
+    public_file, secret_file = directory / f"{name}.key", directory / f"{name}.key_secret"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Written where nobody else may look, so that the secret is at no time readable, then moved without overwriting.
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".keys-") as private:
+            made = [Path(path) for path in zmq.auth.create_certificates(private, name)]
+            made[0].chmod(0o644)
+            made[1].chmod(0o600)
+            os.link(made[1], secret_file)
+            try:
+                os.link(made[0], public_file)
+            except OSError:
+                secret_file.unlink()
+                raise
+    except FileExistsError as error:
+        raise KvReshardError(f"there is a key {name!r} in {directory} already; choose another name") from error
+    except OSError as error:
+        raise KvReshardError(f"cannot write keys to {directory}: {error}") from error
+    return public_file, secret_file
+
+
+def _read_file(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise KvReshardError(f"cannot read a key from {path}: {error}; `kvreshard keys` writes key files") from error
+    for key in (public, secret):
+        decoded = b""
+        with contextlib.suppress(KeyError, ValueError):
+            decoded = z85.decode(key) if key is not None else bytes(32)
+        if len(decoded) != 32:
+            raise KvReshardError(
+                f"{path} holds a key that is not {KEY_CHARACTERS} characters of Z85; was the file damaged?"
+            )
+    return public, secret

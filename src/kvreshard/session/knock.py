@@ -1,0 +1,172 @@
+"""How does a peer put one question to a listener, and what does it know if there is no answer?
+
+1. Connect, ask, wait. An answer that does not come in time is asked for again on a fresh connection: a hello changes nothing but
+   a log, and it may have been lost with its connection.
+2. ZeroMQ says nothing when it cannot connect; its monitor does. From what it saw follows why there is no answer: nobody there
+   (`absent`), something that is not ZeroMQ (`mute`), keys on one side only (`mixed`), a key that the other side does not
+   trust (`refused`), another key over there than those trusted here (`foreign`), or an engine that is busy (`silent`).
+3. `mixed` and `refused` will not change by waiting and are told at once. With keys, each trusted key is tried as the listener's.
+
+Raises HandshakeError naming the address, the reason and the remedy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, Literal
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvreshard.session.hello import Address, HandshakeError
+from kvreshard.session.keys import Keys
+
+# An answer of megabytes from a busy engine mostly takes less than this; each further wait is twice as long.
+ASK_AGAIN_S = 5.0
+# A listener that ends connections is being flooded or restarted: come back, but not at once.
+PAUSE_S = 0.1
+KEY_REFUSED = 400
+
+Miss = Literal["absent", "mute", "mixed", "refused", "foreign", "lost", "silent"]
+
+_WATCHED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+def knock(address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None) -> bytes:
+    """The listener's answer to `hello`, of at most `max_bytes` bytes. Raises HandshakeError after `timeout_s` or before."""
+    deadline_s = time.monotonic() + timeout_s
+    misses: list[Miss] = []
+    server_keys = itertools.cycle(keys.trusted if keys else (None,))
+    num_keys = len(keys.trusted) if keys else 1
+    patience_s = ASK_AGAIN_S
+    server_key = next(server_keys)
+    with zmq.Context() as context:
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            found = _ask_once(context, address, hello, min(left_s, patience_s), max_bytes, keys, server_key)
+            if isinstance(found, bytes):
+                return found
+            misses.append(found)
+            if found in ("mixed", "refused") or misses[-num_keys:] == ["foreign"] * num_keys:
+                break
+            if found == "silent":
+                patience_s *= 2  # a card may take longer than that: do not begin it again and again
+            if found == "foreign":
+                server_key = next(server_keys)
+            elif found == "lost":
+                time.sleep(min(PAUSE_S, max(0.0, deadline_s - time.monotonic())))
+    raise HandshakeError(_why(address, misses, timeout_s, keys))
+
+
+def _ask_once(
+    context: zmq.Context[Any],
+    address: Address,
+    hello: bytes,
+    timeout_s: float,
+    max_bytes: int,
+    keys: Keys | None,
+    server_key: bytes | None,
+) -> bytes | Miss:
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        dealer.setsockopt(zmq.IPV6, int(":" in address.host))
+        if keys is not None and server_key is not None:
+            dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
+                server_key,
+                keys.public,
+                keys.secret,
+            )
+        try:
+            monitor = dealer.get_monitor_socket(_WATCHED)
+            dealer.connect(str(address))
+            dealer.send_multipart([b"", hello])
+            with monitor:
+                miss = _await(dealer, monitor, timeout_s, has_keys=keys is not None)
+            return miss or _last_frame(dealer)
+        except zmq.ZMQError as error:
+            raise HandshakeError(f"the engine at {address} cannot be asked: {error}") from error
+        finally:
+            dealer.disable_monitor()
+
+
+def _await(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], timeout_s: float, *, has_keys: bool) -> Miss | None:
+    """Wait for an answer: None if it is there, else why it is not."""
+    deadline_s = time.monotonic() + timeout_s
+    poller = zmq.Poller()
+    poller.register(dealer, zmq.POLLIN)
+    poller.register(monitor, zmq.POLLIN)
+    miss: Miss = "absent"
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        ready = dict(poller.poll(max(1, int(left_s * 1000))))
+        if dealer in ready:
+            return None
+        if monitor not in ready:
+            continue
+        event = parse_monitor_message(monitor.recv_multipart())
+        match event["event"]:
+            case zmq.EVENT_CONNECTED:
+                miss = "mute"
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                miss = "silent"
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH if event["value"] == KEY_REFUSED:
+                return "refused"
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                return "mixed"
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if has_keys:
+                return "foreign"
+            case zmq.EVENT_DISCONNECTED if miss == "silent":
+                # What it was asked is lost with the connection.
+                return "lost"
+    return miss
+
+
+def _last_frame(dealer: zmq.Socket[Any]) -> bytes:
+    frames: list[bytes] = dealer.recv_multipart()
+    return frames[-1]
+
+
+def _why(address: Address, misses: list[Miss], timeout_s: float, keys: Keys | None) -> str:
+    within = f"within {timeout_s:g} s"
+    match misses[-1] if misses else "absent":
+        case "refused" if keys is not None:
+            return (
+                f"the engine at {address} does not trust this engine's key {keys.public.decode()}: put its .key file into that "
+                "engine's curve_public_keys_dir, or give both engines the same key file"
+            )
+        case "mixed" if keys is not None:
+            return (
+                f"the engine at {address} uses no keys and this one does: give both a curve_secret_key_file, or neither"
+            )
+        case "mixed":
+            return (
+                f"the engine at {address} wants a key and this one has none: give this engine a curve_secret_key_file whose "
+                "public key that one trusts"
+            )
+        case "foreign" if keys is not None:
+            return (
+                f"the engine at {address} has none of the {len(keys.trusted)} keys that this one trusts: put its .key file "
+                "into this engine's curve_public_keys_dir, or give both engines the same key file"
+            )
+        case "mute":
+            return (
+                f"something at {address} takes connections, but does not speak ZeroMQ {within}; is the port that of a "
+                "kvreshard engine?"
+            )
+        case "silent" | "lost":
+            return (
+                f"the engine at {address} is connected but does not answer {within}; is it stopped or overloaded, and is the "
+                "port that of a kvreshard engine?"
+            )
+        case _:
+            return (
+                f"no kvreshard engine answers at {address} {within}; is it running, does it use ReshardConnector, and can "
+                "this host reach that port?"
+            )

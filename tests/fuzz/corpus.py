@@ -1,0 +1,89 @@
+"""The inputs that are kept: seeds that are good messages, and every input that once broke something (`crash-...`).
+
+`python -m tests.fuzz.corpus` writes the seeds anew; crashers are put beside them by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+from tests.fuzz.targets import PAIRS, TARGETS
+
+from kvreshard.model import wire
+from kvreshard.session import hello as hellos
+from kvreshard.session.card import RankCard, encode_card, make_card
+from kvreshard.session.handshake import Address
+from kvreshard.session.notes import Heartbeat, Report, write_note
+from kvreshard.session.orders import RemoteEngine, RemoteLease
+from kvreshard.testing.small import engine
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.regions import RegionTable, encode_metadata
+from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
+from kvreshard.vllm.prompt import Prompt, digest_prompt
+
+ROOT = Path(__file__).parent / "corpus"
+
+
+def load(name: str) -> dict[str, bytes]:
+    """All kept inputs of a target, by file name."""
+    return {path.name: path.read_bytes() for path in sorted((ROOT / name).iterdir())}
+
+
+def seeds() -> dict[str, dict[str, bytes]]:
+    """Good messages of every target."""
+    layouts = {
+        "plain": engine("prefill"),
+        "context-parallel": engine("prefill", tp=2, dcp=2),
+        "pipeline": engine("prefill", stages=(0, 1), order="HND", null_page=0),
+    }
+    regions = encode_metadata(
+        "memory", "p", RegionTable([MemoryRegion(4096, 8192), MemoryRegion(1 << 20, 64, "cuda:0")]), b"x"
+    )
+    prefill = RemotePrefill(
+        RemoteEngine("engine", "life", Address("10.0.0.1", 5600)),
+        RemoteLease("cmpl-1", 7, 2**63 + 12345),
+        40,
+        (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True)),
+        ((4, 9, 3), (3,)),
+        digest_prompt(Prompt(range(40)), 40),
+    )
+    hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
+    told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)
+    return {
+        "card": {
+            name: encode_card(
+                make_card(layout, "life", {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks])
+            )
+            for name, layout in layouts.items()
+        },
+        "layout": {name: wire.encode(layout) for name, layout in layouts.items()},
+        "layout_json": {name: wire.encode(layout, "json") for name, layout in layouts.items()},
+        "note": {
+            "report": write_note(Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)),
+            "heartbeat": write_note(Heartbeat(1, "d", (("r", 1), ("s", 2)))),
+        },
+        "hello": {"card": msgspec.msgpack.encode(hello), "outcome": msgspec.msgpack.encode(told)},
+        "answer": {"noted": msgspec.msgpack.encode(hellos.Answer(hellos.ANSWER_FORM, 1, "noted"))},
+        "params": {
+            "two-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1})).encode()
+        },
+        "metadata": {"two-regions": regions},
+        "route": {
+            f"{kind}-{seed}": bytes([number]) + bytes([number, 0, 128, 128] * 2)
+            for number, (kind, seed) in enumerate(PAIRS)
+        },
+    }
+
+
+def main() -> None:
+    for target, messages in seeds().items():
+        assert target in TARGETS
+        (ROOT / target).mkdir(parents=True, exist_ok=True)
+        for name, message in messages.items():
+            (ROOT / target / name).write_bytes(message)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Does `kvreshard keys` write what engines read, and refuse in words?"""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from kvreshard.cli.app import app
+from kvreshard.session.keys import read_keys
+
+
+def test_the_files_are_named_and_are_keys(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["keys", str(tmp_path / "room"), "--name", "p-0"]).stdout
+    assert f"{tmp_path / 'room' / 'p-0.key_secret'}: for engines only (curve_secret_key_file)" in shown
+    assert read_keys(tmp_path / "room" / "p-0.key_secret", tmp_path / "room").public
+
+
+def test_json_names_the_files(tmp_path: Path) -> None:
+    document = json.loads(CliRunner().invoke(app, ["keys", str(tmp_path), "--json"]).stdout)
+    assert document["secret_key_file"] == str(tmp_path / "kvreshard.key_secret")
+
+
+def test_a_name_that_is_a_path_and_a_second_pair_are_refused(tmp_path: Path) -> None:
+    for arguments, told in ((["--name", "../x"], "is no name for key files"), ([], ""), ([], "already")):
+        result = CliRunner().invoke(app, ["keys", str(tmp_path), *arguments])
+        assert (result.exit_code, told in result.output) == (2 if told else 0, True)

@@ -1,0 +1,124 @@
+"""Can a well-formed layout of a stranger take our memory or time? Each is made by hand to be as bad as its bound allows.
+
+They would take minutes or all memory without the bounds; what is tested is that they are refused, by name of the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvreshard.model import EngineLayout, LayoutError, LayoutMismatch, WireError, wire
+from kvreshard.model import layout_check as checks
+from kvreshard.model.address import AxisMap, Digit
+from kvreshard.model.field import Axis, Field
+from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard, Slab
+from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.plan import election, pattern, route
+from kvreshard.plan.route import compile_route
+from kvreshard.testing.small import engine
+
+HUGE = 1 << 60
+
+
+def flat(name: str, axes: list[tuple[Axis, Ownership, tuple[Digit, ...]]], num_pages: int = 4) -> EngineLayout:
+    """One rank, one field of one-byte elements, one huge page stride."""
+    tokens = None
+    for axis, owned, digits in axes:
+        if axis.extent is None and digits[0].extent is not None:
+            tokens = digits[0].extent * owned.period // owned.run
+    maps = tuple(AxisMap(axis.name, owned, digits) for axis, owned, digits in axes)
+    stride = 1 << 50
+    return EngineLayout(
+        name,
+        (Field("f", tuple(axis for axis, _, _ in axes), 1, "bytes"),),
+        (Group("g", "p", num_pages, tokens),),
+        (
+            Rank(
+                0,
+                (),
+                (Region("r", 0, HUGE),),
+                (Slab("p", "r", 0, stride, stride),),
+                (Shard("f", "r", 0, Geometry("g", stride, maps)),),
+            ),
+        ),
+    )
+
+
+def test_pages_of_too_many_pieces_over_all_geometries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MAX_RUNS_PER_LAYOUT", 10)
+    engine("prefill", tp=1)
+    with pytest.raises(LayoutError, match=r"have more than 10 separate pieces over all its kinds of shards"):
+        flat("x", [(Axis("a", 16), Interval(0, 16), (Digit(16, 0, 2),))])
+
+
+def test_too_many_shards_in_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MAX_PAIR_WORK", 1000)
+    with pytest.raises(LayoutError, match="too many shards lie in one another to compare them all"):
+        engine("prefill", stages=(0,) * 8, tp=2, order="HND")
+
+
+def test_a_cyclic_page_of_any_size_is_looked_at_for_a_moment_only() -> None:
+    """Its typical overlap with an ordinary page would have had a list of 2^37 cuts."""
+    token, run = Axis("token", None), 1 << 30
+    big = (Digit(1 << 40, 0, 1), Digit(None, 1, 0))
+    halves = [flat("src", [(token, Cyclic(start, run, 2 * run), big)]) for start in (0, run)]
+    src = replace(halves[0], ranks=(halves[0].ranks[0], replace(halves[1].ranks[0], rank=1)))
+    dst = flat("dst", [(token, Interval(0, None), (Digit(16, 0, 1), Digit(None, 1, 0)))])
+    assert compile_route(src, dst, 0).src_ranks == (0, 1)
+
+
+def test_a_page_in_too_many_nests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern, "MAX_NESTS", 1)
+    axes = [(Axis("a", 15), Interval(0, 15), (Digit(15, 0, 1),))]
+    other = [(Axis("a", 15), Interval(0, 15), (Digit(4, 0, 1), Digit(4, 0, 5)))]
+    with pytest.raises(LayoutMismatch, match=r"overlap in 2 nests of loops; more than 1 are refused"):
+        compile_route(flat("src", other), flat("dst", axes), 0)
+
+
+def test_a_page_in_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern, "MAX_RUNS", 10)
+    axes = [(Axis("a", 16), Interval(0, 16), (Digit(16, 0, 2),))]
+    with pytest.raises(LayoutMismatch, match=r"overlap in 16 runs; more than 10 are refused"):
+        compile_route(flat("src", axes), flat("dst", axes), 0)
+
+
+@pytest.mark.parametrize(
+    ("room", "bound", "told"),
+    [
+        (election, "MAX_ATOMS", "cut one another into more than 1 stretches of its axes"),
+        (election, "MAX_CELLS", "cut one another into more than 1 cells"),
+        (route, "MAX_LANE_PAIRS", "pairs of them had to be compared, more than 1"),
+    ],
+)
+def test_too_many_parts(monkeypatch: pytest.MonkeyPatch, room: object, bound: str, told: str) -> None:
+    src, dst = engine("prefill", tp=2), engine("decode")
+    compile_route(src, dst, 0)
+    monkeypatch.setattr(room, bound, 1)
+    with pytest.raises(LayoutMismatch, match=told):
+        compile_route(src, dst, 0)
+
+
+@pytest.mark.parametrize(
+    ("bound", "told"), [("MAX_SHARDS", r"engine 'prefill': 4 shards on 2 ranks; more than 3 are not accepted")]
+)
+def test_lists_of_a_message_are_bounded_together(monkeypatch: pytest.MonkeyPatch, bound: str, told: str) -> None:
+    message = wire.encode(engine("prefill", tp=2))
+    monkeypatch.setattr(wire, bound, 3)
+    with pytest.raises(WireError, match=told):
+        wire.decode(message)
+
+
+def test_lists_of_a_message_are_bounded_one_by_one() -> None:
+    layout = engine("prefill")
+    many = tuple(replace(layout.ranks[0], rank=number) for number in range(wire.MAX_RANKS + 1))
+    with pytest.raises(WireError, match=r"length <= 1024 - at `\$\.ranks`"):
+        wire.decode(wire.encode(replace(layout, ranks=many)))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 257, "\u202e"])
+def test_names_that_would_write_into_a_log_are_refused(name: str) -> None:
+    with pytest.raises(WireError, match=r"at `\$\.engine`") as caught:
+        wire.decode(wire.encode(replace(engine("prefill"), engine=name)))
+    assert str(caught.value).isprintable()

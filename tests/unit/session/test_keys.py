@@ -1,0 +1,193 @@
+"""Do keys let in who is trusted, keep out who is not, and say on both sides why?"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvreshard.model import KvReshardError
+from kvreshard.session.card import EngineCard, RankCard, make_card
+from kvreshard.session.handshake import Address, HandshakeError, Listener, fetch_card, tell_outcome
+from kvreshard.session.keys import Keys, read_keys, write_keys
+from kvreshard.testing.small import engine
+
+LOCAL = Address("127.0.0.1", 0)
+PATIENCE_S = 60.0
+
+
+def card() -> EngineCard:
+    layout = engine("prefill")
+    return make_card(layout, "life-1", {}, [RankCard(0, b"a very recognisable text", 4096, 512)])
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Keys:
+    return read_keys(write_keys(tmp_path, "room")[1])
+
+
+@pytest.fixture
+def listener(room: Keys) -> Iterator[Listener]:
+    listener = Listener(LOCAL, card(), keys=room)
+    yield listener
+    listener.close()
+
+
+def own_keys(directory: Path, name: str, *trusted: str) -> Keys:
+    """An engine's own pair, and a directory with the public keys of those it trusts."""
+    trusts = directory / f"trusted-by-{name}"
+    trusts.mkdir()
+    for other in trusted:
+        (trusts / f"{other}.key").write_bytes((directory / f"{other}.key").read_bytes())
+    return read_keys(directory / f"{name}.key_secret", trusts)
+
+
+def test_one_pair_for_all_is_enough(listener: Listener, room: Keys) -> None:
+    assert fetch_card(listener.address, "decode", 0, PATIENCE_S, room) == card()
+    tell_outcome(listener.address, "decode", 0, "fine", True, PATIENCE_S, room)
+
+
+def test_a_pair_each_works_where_both_trust(tmp_path: Path) -> None:
+    for name in ("p", "d", "other"):
+        write_keys(tmp_path, name)
+    listener = Listener(LOCAL, card(), keys=own_keys(tmp_path, "p", "d"))
+    try:
+        keys = own_keys(tmp_path, "d", "other", "p")
+        assert fetch_card(listener.address, "decode", 0, PATIENCE_S, keys) == card()
+    finally:
+        listener.close()
+
+
+def test_a_stranger_is_refused_at_once_and_both_sides_say_why(
+    listener: Listener, room: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "trusted").mkdir()
+    write_keys(tmp_path, "stranger")
+    (tmp_path / "trusted" / "room.key").write_bytes((tmp_path / "room.key").read_bytes())
+    stranger = read_keys(tmp_path / "stranger.key_secret", tmp_path / "trusted")
+    with caplog.at_level(logging.WARNING), pytest.raises(HandshakeError) as caught:
+        fetch_card(listener.address, "decode", 0, 10 * PATIENCE_S, stranger)
+    assert f"does not trust this engine's key {stranger.public.decode()}" in str(caught.value)
+    assert "curve_public_keys_dir" in str(caught.value)
+    assert f"a stranger with the public key {stranger.public.decode()} was refused" in caplog.text
+    assert fetch_card(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
+
+
+def test_another_engine_in_its_place_is_not_believed(listener: Listener, room: Keys, tmp_path: Path) -> None:
+    write_keys(tmp_path, "mine")
+    with pytest.raises(HandshakeError, match="has none of the 1 keys that this one trusts"):
+        fetch_card(listener.address, "decode", 0, 10 * PATIENCE_S, read_keys(tmp_path / "mine.key_secret"))
+    assert fetch_card(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
+
+
+def test_keys_on_one_side_only_are_told_at_once(listener: Listener, room: Keys) -> None:
+    with pytest.raises(
+        HandshakeError, match="wants a key and this one has none: give this engine a curve_secret_key_file"
+    ):
+        fetch_card(listener.address, "decode", 0, 10 * PATIENCE_S)
+    open_door = Listener(LOCAL, card())
+    try:
+        with pytest.raises(HandshakeError, match="uses no keys and this one does: give both"):
+            fetch_card(open_door.address, "decode", 0, 10 * PATIENCE_S, room)
+    finally:
+        open_door.close()
+
+
+def test_a_peer_without_keys_stands_in_the_servers_log(
+    listener: Listener, room: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            with pytest.raises(HandshakeError):
+                fetch_card(listener.address, "decode", 0, PATIENCE_S)
+        fetch_card(listener.address, "decode", 0, PATIENCE_S, room)
+    lines = [record.getMessage() for record in caplog.records if "did not get through the door" in record.getMessage()]
+    assert 1 <= len(lines) <= 3  # the first, the second, the fourth
+
+
+def test_a_reader_on_the_way_sees_nothing(listener: Listener, room: Keys) -> None:
+    """All that the kernel carries between the two, read by a go-between."""
+    seen = bytearray()
+    with zmq.Context() as context:
+        front, back = context.socket(zmq.STREAM), context.socket(zmq.STREAM)
+        port = front.bind_to_random_port("tcp://127.0.0.1")
+        back.connect(str(listener.address))
+        server = back.recv_multipart()[0]
+        poller = zmq.Poller()
+        poller.register(front, zmq.POLLIN)
+        poller.register(back, zmq.POLLIN)
+        import threading
+
+        found: list[EngineCard] = []
+        asker = threading.Thread(
+            target=lambda: found.append(fetch_card(Address("127.0.0.1", port), "d", 0, PATIENCE_S, room))
+        )
+        asker.start()
+        client = b""
+        while asker.is_alive():
+            for source, _ in poller.poll(50):
+                identity, payload = source.recv_multipart()
+                seen += payload
+                if source is front:
+                    client = identity
+                    back.send_multipart([server, payload]) if payload else None
+                elif payload:
+                    front.send_multipart([client, payload])
+        asker.join()
+        front.close(0)
+        back.close(0)
+    assert found == [card()]
+    assert len(seen) > 500
+    assert b"recognisable" not in seen
+
+
+def test_a_secret_is_for_its_owner_only(tmp_path: Path) -> None:
+    public, secret = write_keys(tmp_path / "new", "room")
+    assert (stat.S_IMODE(secret.stat().st_mode), stat.S_IMODE(public.stat().st_mode)) == (0o600, 0o644)
+    assert sorted(path.name for path in secret.parent.iterdir()) == ["room.key", "room.key_secret"]
+    keys = read_keys(secret)
+    assert keys.secret.decode() in secret.read_text()
+    assert keys.secret.decode() not in public.read_text() + repr(keys)
+    secret.chmod(0o640)
+    with pytest.raises(KvReshardError, match=r"may be read by others; make it yours alone: chmod 600"):
+        read_keys(secret)
+
+
+def test_keys_are_not_overwritten(tmp_path: Path) -> None:
+    before = read_keys(write_keys(tmp_path, "room")[1])
+    with pytest.raises(KvReshardError, match=r"a key 'room' in .* already"):
+        write_keys(tmp_path, "room")
+    assert read_keys(tmp_path / "room.key_secret") == before
+    (tmp_path / "room.key_secret").unlink()
+    with pytest.raises(KvReshardError, match="already"):
+        write_keys(tmp_path, "room")
+    assert not (tmp_path / "room.key_secret").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot read a key from"),
+        ("", "No public key found"),
+        ('public-key = "short"', "not 40 characters of Z85"),
+        (f'public-key = "{"x" * 40}"', "has no secret key; `kvreshard keys` writes one"),
+        (f'public-key = "{"x" * 40}"\nsecret-key = "{"~" * 40}"', "not 40 characters of Z85"),
+    ],
+)
+def test_what_is_no_key_file_is_named(tmp_path: Path, text: str | None, told: str) -> None:
+    path = tmp_path / "room.key_secret"
+    if text is not None:
+        path.touch(0o600)
+        path.write_text(text)
+    with pytest.raises(KvReshardError, match=told):
+        read_keys(path)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    _, secret = write_keys(tmp_path, "room")
+    with pytest.raises(KvReshardError, match="nowhere is not a directory"):
+        read_keys(secret, tmp_path / "nowhere")
