@@ -22,12 +22,17 @@ MAX_CARD_BYTES = 256 * 1024 * 1024
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one rank: its transport's metadata, and the address and slots of its lease table."""
+    """How to reach one rank: its transport's metadata, the address and slots of its lease table, and its board of answers.
+
+    A rank without `board_entries`, as earlier versions announce themselves, answers no questions.
+    """
 
     rank: int
     metadata: bytes
     lease_address: int
     lease_slots: int
+    board_address: int = 0
+    board_entries: int = 0
 
 
 class EngineCard(msgspec.Struct, frozen=True):

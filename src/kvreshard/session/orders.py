@@ -99,7 +99,11 @@ class Revoke:
 
 Order = Load | Release | Cancel | Watch | Unwatch | Grant | Offer | Revoke
 
-FailureKind = Literal["handshake", "mismatch", "request", "transfer", "stale lease", "timeout", "cancelled", "fault"]
+FailureKind = Literal[
+    "handshake", "mismatch", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
+]
+CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
+"""How the comparison of digests ended; only `equal` and `skipped` let a load be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +122,11 @@ class Results:
     freed: dict[str, Cause] = field(default_factory=dict)
     received: dict[str, Moved] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
+    checks: dict[str, CheckResult] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.freed or self.received or self.failed)
+        return not (self.freed or self.received or self.failed or self.checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +140,8 @@ class EndpointOptions:
         heartbeat_s: between renewals of the leases of requests that wait.
         retry_s: how long a peer that could not be met is not asked again.
         allow_mismatch: facts of the engine cards that may differ.
+        digest_share: of how many requests, 0 to 1, source and destination are compared after the load.
+        digest_timeout_s: how long that may take; without an answer by then the load has failed.
     """
 
     handshake_timeout_s: float = 30.0
@@ -143,3 +150,5 @@ class EndpointOptions:
     heartbeat_s: float = 5.0
     retry_s: float = 5.0
     allow_mismatch: tuple[str, ...] = ()
+    digest_share: float = 0.0
+    digest_timeout_s: float = 30.0
