@@ -1,6 +1,6 @@
 """The command line: which commands there are, and how every failure is told.
 
-Exit codes: 0 done, 1 a verification found something wrong, 2 bad input or a refusal, 130 interrupted, 141 the reader of a
+Exit codes: 0 done, 1 a verification found something wrong or a replay differs, 2 bad input or a refusal, 130 interrupted, 141 the reader of a
 pipe went away. A failure is one line `error: ...` on stderr, never a traceback; with `--json`, stdout has
 `{"error": {"type": ..., "message": ...}}` as its one document. A bug in kvreshard itself still shows its traceback.
 """
@@ -20,6 +20,7 @@ from kvreshard.cli.describe import describe
 from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
 from kvreshard.cli.plan import plan
+from kvreshard.cli.replay import replay_file
 from kvreshard.cli.terminal import write_json
 from kvreshard.cli.verify import verify
 from kvreshard.model import KvReshardError
@@ -104,3 +105,4 @@ app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=F
 app.callback()(_options)
 for command in (verify, plan, describe, models, keys):
     app.command()(command)
+app.command("replay")(replay_file)

@@ -29,6 +29,10 @@ STYLES = {
     "right:": "bold green",
     "wrong:": "bold red",
     "warning:": "bold yellow",
+    "failed:": "bold red",
+    "refused:": "bold red",
+    "reproduced:": "bold green",
+    "different:": "bold red",
     "unconfirmed": "yellow",
 }
 

@@ -23,6 +23,7 @@ from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
 from kvreshard.model.form import Form
 from kvreshard.model.text import Name, plain
 from kvreshard.session import notes
+from kvreshard.session.board import ENTRY_BYTES
 
 FORM = "kvreshard.card"
 # A card of a new version carries a layout of the version that was new then: its steps take the layout along.
@@ -36,12 +37,17 @@ WORD_BYTES = 8
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one rank: its transport's metadata, and the address and slots of its lease table."""
+    """How to reach one rank: its transport's metadata, the address and slots of its lease table, and its board of answers.
+
+    A rank without `board_entries`, as earlier versions announce themselves, answers no questions.
+    """
 
     rank: int
     metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
     lease_address: Annotated[int, msgspec.Meta(ge=0)]
     lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
+    board_address: Annotated[int, msgspec.Meta(ge=0)] = 0
+    board_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)] = 0
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -144,6 +150,11 @@ def decode_card(message: bytes) -> EngineCard:
             raise WireError(
                 f"engine '{card.engine}', rank {rank.rank}: a lease table of {rank.lease_slots} words at address "
                 f"{rank.lease_address} does not end below address 2**63"
+            )
+        if rank.board_address + rank.board_entries * ENTRY_BYTES > 2**63:
+            raise WireError(
+                f"engine '{card.engine}', rank {rank.rank}: a board of {rank.board_entries} entries at address "
+                f"{rank.board_address} does not end below address 2**63"
             )
     return card
 

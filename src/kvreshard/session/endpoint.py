@@ -4,7 +4,8 @@ One thread per rank, which never waits for a peer. Each turn:
 
 1. take the orders that were handed in;
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
-3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly;
+3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly, and
+   leave a record of those that failed; answer some of the questions of readers;
 4. renew the leases of the requests that wait here;
 5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
@@ -23,11 +24,14 @@ from collections.abc import Callable
 import numpy as np
 
 from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.session.answers import Answerer
+from kvreshard.session.board import AnswerBoard
 from kvreshard.session.card import EngineCard
+from kvreshard.session.events import Events
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.mover import Staging
-from kvreshard.session.notes import Heartbeat, Report, heartbeats, read_note, write_note
+from kvreshard.session.notes import Heartbeat, Question, Report, heartbeats, read_note, write_note
 from kvreshard.session.orders import (
     Cancel,
     EndpointOptions,
@@ -46,6 +50,7 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.pull import WORD_BYTES
+from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.transport.base import MemoryRegion, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
@@ -55,6 +60,7 @@ SCRATCH_WORDS = 1 << 14
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
+MAX_OBSTACLES_LOGGED = 64
 
 
 class Scratch:
@@ -104,11 +110,16 @@ class Endpoint:
         staging: Staging | None = None,
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._rank, self._transport, self._memory = rank, transport, memory
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
         self._book = LeaseBook(table)
+        self.board = AnswerBoard()
+        self._answerer = Answerer(rank, self.board, self._book, memory, clock)
+        self._recorder = recorder
+        self._obstacles: set[str] = set()
         self._peers = peers or Peers(options, clock, self.wake)
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -126,7 +137,7 @@ class Endpoint:
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
         """Memory of the endpoint itself that the transport must know."""
-        return (self._scratch.region,)
+        return (self._scratch.region, self.board.region)
 
     def introduce(self, card: EngineCard, layout: EngineLayout) -> None:
         """Say which engine this rank belongs to; loads wait for it."""
@@ -181,11 +192,15 @@ class Endpoint:
         for job in self._jobs:
             job.advance(now_s)
         self._finish_jobs()
+        if self._me is not None:
+            self._answerer.work(self._me.layout)
         self._send_releases()
         self._send_heartbeats(now_s)
         with self._lock:
             self._results.freed.update(self._book.take_finished())
         self._transport.set_attentive(bool(self._jobs or self._book.num_offered))
+        if self._me is not None and len(self._answerer):
+            return 0.0
         if self._jobs or self._waiting_releases:
             return REST_WITH_LEASES_S if self._book.num_offered else REST_WITH_LOADS_S
         return REST_WITH_LEASES_S if self._book.num_offered else REST_IDLE_S
@@ -244,7 +259,11 @@ class Endpoint:
         if self._me is None:
             raise KvReshardError("a load was ordered before the endpoint knew its engine")
         meeting = self._peers.get(self._me, load.remote)
-        self._jobs.append(Job(load, meeting, now_s, self._me.layout, self._options, self.wake, self._scratch.take))
+        events = Events(self._clock)
+        events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
+        self._jobs.append(
+            Job(load, meeting, now_s, self._me.layout, self._options, self.wake, self._scratch.take, events)
+        )
 
     def _read_notes(self, now_s: float) -> None:
         for message in self._transport.notifications():
@@ -253,6 +272,8 @@ class Endpoint:
                 self._book.report(note)
             elif isinstance(note, Heartbeat):
                 self._book.renew(note, now_s)
+            elif isinstance(note, Question):
+                self._answerer.take(note)
 
     def _finish_jobs(self) -> None:
         for job in [job for job in self._jobs if job.outcome is not None]:
@@ -266,8 +287,10 @@ class Endpoint:
                 self._free_scratch(job)
             if job.peer is not None:
                 self._report(job.peer, job.load.lease, is_good=not failed)
+            self._note_check(job)
             if isinstance(outcome, Failure):
                 self._fail(request, outcome)
+                self._record(job, outcome)
                 if outcome.kind in ("transfer", "timeout"):
                     # The peer may be gone: the next request finds out from its listener.
                     self._peers.forget(job.load.remote)
@@ -283,6 +306,35 @@ class Endpoint:
         logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)
         with self._lock:
             self._results.failed[request] = failure
+
+    def _note_check(self, job: Job) -> None:
+        if job.check is None:
+            return
+        with self._lock:
+            self._results.checks[job.load.request] = job.check
+        if job.obstacle and job.obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
+            self._obstacles.add(job.obstacle)
+            logger.warning("loads are not compared with their source: %s", job.obstacle)
+
+    def _record(self, job: Job, failure: Failure) -> None:
+        """Leave a record of a failed load; an aborted request is none, unless its pages were lost."""
+        if self._recorder is None or self._me is None or (failure.kind == "cancelled" and not failure.is_quarantined):
+            return
+        peer = job.peer
+        card = peer.card if peer is not None else self._me.refused.get(job.load.remote)
+        self._recorder.record(
+            Crash(
+                job.load,
+                self._rank,
+                failure,
+                self._me.card,
+                card,
+                None if peer is None else peer.route,
+                job.events,
+                0 if self._staging is None else self._staging.size_bytes,
+                self._options.allow_mismatch,
+            )
+        )
 
     def _free_scratch(self, job: Job) -> None:
         if job.scratch_address is not None:

@@ -3,25 +3,33 @@
 MEETING its source, then PULLING its bytes, then over. A job that is stopped (cancelled, too late) posts no more and goes on
 until everything that was posted has settled: only then are its pages given back. What has not settled within the bound is
 given up: the job ends as failed with its pages quarantined, and stays known until its reads settle after all.
+
+A load that is among the configured share is compared with its source before it is over (`check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.session.check import CHECK_BYTES, Check, DigestError, check_steps, find_obstacle, is_chosen
+from kvreshard.session.events import Events
 from kvreshard.session.handshake import HandshakeError
-from kvreshard.session.orders import EndpointOptions, Failure, FailureKind, Load
+from kvreshard.session.orders import CheckResult, EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.peers import Peer
-from kvreshard.session.pull import Moved, StaleLease, Steps, pull_steps
+from kvreshard.session.pull import WORD_BYTES, LeaseProof, Moved, StaleLease, Steps, pull_steps
+from kvreshard.session.question import readable
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One load on its way. `scratch`: takes a place for lease words, or None while there is none."""
+    """One load on its way. `scratch`: takes a place for so many words, or None while there is none.
+
+    `check`: how the comparison with the source ended, None if there was none; `obstacle` says why one was skipped.
+    """
 
     load: Load
     meeting: Future[Peer]
@@ -30,14 +38,18 @@ class Job:
     options: EndpointOptions
     wake: Callable[[], None]
     scratch: Callable[[int], int | None]
+    events: Events
     peer: Peer | None = None
     outcome: Moved | Failure | None = None
     scratch_address: int | None = None
+    check: CheckResult | None = None
+    obstacle: str = ""
     _steps: Steps | None = None
     _waiting: Transfer | None = None
     _posted: list[Transfer] = field(default_factory=list)
     _stopped: Failure | None = None
     _stopped_s: float = 0.0
+    _now_s: float = 0.0
 
     @property
     def is_settled(self) -> bool:
@@ -48,6 +60,7 @@ class Job:
         """Go on only as long as something may still move."""
         if self.outcome is None and self._stopped is None:
             self._stopped, self._stopped_s = failure, now_s
+            self.events.add("cancelled" if failure.kind == "cancelled" else "failed", f"{failure.kind}: {failure.text}")
             if self.peer is not None:
                 for transfer in self._posted:
                     self.peer.mover.transport.cancel(transfer)
@@ -56,6 +69,7 @@ class Job:
         """Do what can be done without waiting; sets `outcome` when the job is over."""
         if self.outcome is not None:
             return
+        self._now_s = now_s
         if self._stopped is None and now_s >= self.ordered_s + self.options.load_timeout_s:
             where = "meeting its source" if self.peer is None else "reading"
             text = f"not loaded within {self.options.load_timeout_s:g} s; it was {where}: is the source alive and reachable?"
@@ -80,15 +94,17 @@ class Job:
     def _meet(self) -> None:
         if self.meeting.done():
             self.peer = self.meeting.result()
+            self.events.add("met", f"reads from ranks {', '.join(map(str, self.peer.route.src_ranks)) or 'none'}")
 
     def _pull(self, peer: Peer) -> None:
         if self._steps is None:
-            words = len(peer.route.src_ranks)
-            self.scratch_address = self.scratch(words)
+            words, is_checked = len(peer.route.src_ranks), self._is_checked()
+            self.scratch_address = self.scratch(words + (CHECK_BYTES // WORD_BYTES if is_checked else 0))
             if self.scratch_address is None:
                 return
             proof = peer.lease_proof(self.load.lease, self.scratch_address)
-            self._steps = pull_steps(peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note)
+            check_address = self.scratch_address + words * WORD_BYTES
+            self._steps = self._load_steps(peer, proof, check_address if is_checked else None)
         while self._waiting is None or self._waiting.state is not TransferState.PENDING:
             try:
                 self._waiting = next(self._steps)
@@ -98,9 +114,49 @@ class Job:
             if self._waiting is None:
                 return
 
+    def _is_checked(self) -> bool:
+        moves = any(len(intervals) for intervals in self.load.transfer.intervals.values())
+        return moves and is_chosen(self.load.request, self.options.digest_share)
+
+    def _load_steps(self, peer: Peer, proof: LeaseProof, check_address: int | None) -> Steps:
+        tell = self.events.add
+        moved = yield from pull_steps(peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note, tell)
+        tell("read", f"{moved.num_bytes} bytes, the lease held on every rank that was read")
+        if check_address is not None:
+            yield from self._check_steps(peer, check_address)
+        return moved
+
+    def _check_steps(self, peer: Peer, address: int) -> Generator[Transfer | None, None, None]:
+        mine, cards = self.dst.rank_by_number[peer.route.dst_rank], peer.card.rank_by_number
+        self.obstacle = find_obstacle(peer.route, peer.layout, cards, mine, peer.mover.memory)
+        memory = readable(peer.mover.memory, mine)
+        if self.obstacle or memory is None:
+            self.check = "skipped"
+            self.events.add("not checked", self.obstacle)
+            return
+        check = Check(
+            self.load.lease, cards, memory, address, self.options.digest_timeout_s, self.wake, lambda: self._now_s
+        )
+        self.events.add("checking", "comparing digests with the source")
+        try:
+            num_bytes = yield from check_steps(check, peer.mover, peer.route, self.load.transfer, self._note)
+        except DigestError as error:
+            self.check = error.result
+            raise
+        self.check = "equal"
+        self.events.add("checked", f"{num_bytes} bytes are equal")
+
     def _note(self, transfer: Transfer) -> None:
         self._posted.append(transfer)
-        transfer.add_done_callback(lambda _: self.wake())
+        what = f"{transfer.num_descriptors} pieces, {transfer.num_bytes} bytes, {transfer.peer}"
+        self.events.add("posted", what)
+
+        def settled(done: Transfer) -> None:
+            if done.error is not None:
+                self.events.add("transfer failed", f"{what}: {done.error}")
+            self.wake()
+
+        transfer.add_done_callback(settled)
 
     def _wind_up(self, failure: Failure, now_s: float) -> None:
         if self.is_settled:
@@ -109,12 +165,14 @@ class Job:
         elif now_s >= self._stopped_s + self.options.settle_timeout_s:
             text = f"{failure.text}; reads did not settle within {self.options.settle_timeout_s:g} s: pages are quarantined"
             self.outcome = Failure(failure.kind, text, is_quarantined=True)
+            self.events.add("quarantined", text)
 
 
 _KINDS: tuple[tuple[type[BaseException], FailureKind], ...] = (
     (HandshakeError, "handshake"),
     (LayoutMismatch, "mismatch"),
     (StaleLease, "stale lease"),
+    (DigestError, "digest"),
     (BindError, "request"),
     (TransportError, "transfer"),
     (KvReshardError, "mismatch"),

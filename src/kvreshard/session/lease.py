@@ -89,6 +89,11 @@ class LeaseBook:
         self._grants[request] = _Grant(slot, word)
         self._table[slot] = word
 
+    def holds(self, request: str, word: int) -> bool:
+        """Whether the request has a grant with this word, so that its pages are still its own."""
+        grant = self._grants.get(request)
+        return grant is not None and grant.word == word
+
     def offer(self, request: str, ttl_s: float, now_s: float) -> bool:
         """Keep the pages for `ttl_s` seconds after now or the last heartbeat. False: the request has no grant."""
         grant = self._grants.get(request)

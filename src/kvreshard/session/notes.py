@@ -1,8 +1,9 @@
 """What do ranks tell one another through the transport's notifications, and how is a stranger's message survived?
 
-Two kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly) and a `Heartbeat`
-(these requests are still wanted). Both carry the leases' words, which only those know who were told: a rank cannot free
-another's pages by a guess. `read_note` gives None for everything that is not exactly one of them; nothing raises.
+Three kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly), a `Heartbeat`
+(these requests are still wanted) and a `Question` (what is the digest of these cells of a request?). All carry the leases'
+words, which only those know who were told: a rank cannot free another's pages by a guess. A side that does not know questions
+stays silent. `read_note` gives None for everything that is not exactly one of them; nothing raises.
 
 Notes of an earlier version are read: a later one may only add values at the end that have defaults. A note is written in the
 newest version that both sides know, which a reader learns from the source's card (`reads_notes`).
@@ -11,8 +12,11 @@ newest version that both sides know, which a reader learns from the source's car
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import msgspec
+
+from kvreshard.model.ownership import MAX_SIZE
 
 VERSION = 1
 # Keeps a heartbeat below the transport's limit of 64 KiB per notification, with request ids of up to 200 bytes.
@@ -39,9 +43,35 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     leases: tuple[tuple[str, int], ...]
 
 
-Note = Report | Heartbeat
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+Word = Annotated[int, msgspec.Meta(ge=0)]
+Owned = tuple[Count, Count | None, Count | None]
+"""An ownership: (start, stop or None, None) is an interval, (start, run, step) a cyclic set."""
+
+
+class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
+    """What is the digest, under `key`, of these cells of `request`? The answer goes to the board, under `token`.
+
+    `fields`: congruent fields of the source rank. `within`: per axis, ownerships that a coordinate must satisfy beside the
+    rank's own. `intervals`: tokens. `pages`, `first_page`, `num_tokens`: the source's block table, as far as it is needed.
+    """
+
+    version: int
+    request: str
+    word: Word
+    token: Word
+    key: bytes
+    fields: tuple[str, ...]
+    within: tuple[tuple[Owned, ...], ...]
+    intervals: tuple[tuple[Count, Count], ...]
+    pages: tuple[Count, ...]
+    first_page: Count
+    num_tokens: Count
+
+
+Note = Report | Heartbeat | Question
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Report | Heartbeat)
+_decoder = msgspec.msgpack.Decoder(Report | Heartbeat | Question)
 
 
 def write_note(note: Note) -> bytes:

@@ -100,7 +100,11 @@ class Revoke:
 
 Order = Load | Release | Cancel | Watch | Unwatch | Grant | Offer | Revoke
 
-FailureKind = Literal["handshake", "mismatch", "request", "transfer", "stale lease", "timeout", "cancelled", "fault"]
+FailureKind = Literal[
+    "handshake", "mismatch", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
+]
+CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
+"""How the comparison of digests ended; only `equal` and `skipped` let a load be served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +123,11 @@ class Results:
     freed: dict[str, Cause] = field(default_factory=dict)
     received: dict[str, Moved] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
+    checks: dict[str, CheckResult] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.freed or self.received or self.failed)
+        return not (self.freed or self.received or self.failed or self.checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +142,8 @@ class EndpointOptions:
         retry_s: how long a peer that could not be met is not asked again.
         allow_mismatch: facts of the engine cards that may differ.
         keys: with which listeners are asked; None where they use none.
+        digest_share: of how many requests, 0 to 1, source and destination are compared after the load.
+        digest_timeout_s: how long that may take; without an answer by then the load has failed.
     """
 
     handshake_timeout_s: float = 30.0
@@ -146,3 +153,5 @@ class EndpointOptions:
     retry_s: float = 5.0
     allow_mismatch: tuple[str, ...] = ()
     keys: Keys | None = None
+    digest_share: float = 0.0
+    digest_timeout_s: float = 30.0

@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.plan.route import Route, compile_route
@@ -31,6 +31,7 @@ from kvreshard.transport.local import LocalMemory
 logger = logging.getLogger(__name__)
 
 MAX_MEETINGS_AT_ONCE = 4
+MAX_REFUSED = 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class Self:
-    """This rank: its engine's card and layout, its memory and what it moves bytes with."""
+    """This rank: its engine's card and layout, its memory and what it moves bytes with.
+
+    `refused`: cards of engines that could not be worked with, for the record of a failed load.
+    """
 
     card: EngineCard
     layout: EngineLayout
@@ -78,6 +82,7 @@ class Self:
     transport: Transport
     memory: LocalMemory
     staging: Staging | None
+    refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
 
 
 class Peers:
@@ -153,6 +158,9 @@ def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Pee
     try:
         peer = _compare(me, remote, card, options)
     except (KvReshardError, TransportError) as error:
+        if len(me.refused) >= MAX_REFUSED:
+            me.refused.clear()
+        me.refused[remote] = card
         logger.error("cannot read from engine %s at %s: %s", remote.engine, remote.address, error)
         _tell(me, remote, str(error), False, options)
         raise

@@ -75,10 +75,12 @@ def pull_steps(
     dst: EngineLayout,
     lease: LeaseProof | None = None,
     note: Callable[[Transfer], None] = lambda transfer: None,
+    tell: Callable[[str, str], None] = lambda event, text: None,
 ) -> Steps:
     """Read everything that the route's destination rank needs. Resume when what was yielded has settled, however.
 
-    `note` hears of every transfer as soon as it is posted: a driver that stops early must see each of them settle.
+    `note` hears of every transfer as soon as it is posted: a driver that stops early must see each of them settle. `tell` hears
+    what happens, for a record: an event and a text.
     """
     started_s = mover.clock()
     check_request(route, request)
@@ -88,6 +90,7 @@ def pull_steps(
         [b for lane in staged.lanes for b in stage(lane, request, mover.staging.size_bytes)] if mover.staging else []
     )
     bind_s = mover.clock() - started_s
+    tell("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
     posted: list[Transfer] = []
     error: Exception | None = None
     zeroed, post_s = 0, 0.0
@@ -98,12 +101,14 @@ def pull_steps(
         post_s = mover.clock() - started_s - bind_s
         if request.dst_new_pages:
             zeroed = mover.fill(dst, route.dst_rank, request, [*lists, *bind(staged, request)])
+            tell("zeroed", f"{zeroed} bytes")
         yield from _run_batches(mover, batches, note)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
-        error = (yield from _settled(transfer)) or error
+        error = (yield from settled(transfer)) or error
     if error is None and lease is not None:
+        tell("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
         error = yield from _check_words(mover, lease, route.src_ranks, note)
     if error is not None:
         raise error
@@ -122,7 +127,7 @@ def split(route: Route, can_stage: bool) -> tuple[Route, Route]:
     return replace(route, lanes=straight), replace(route, lanes=through)
 
 
-def _settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | None]:
+def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | None]:
     """Wait until a transfer has settled; its error, or the driver's when it gave up waiting."""
     try:
         yield transfer
@@ -144,7 +149,7 @@ def _run_batches(
             reads = replace(batch.reads, dst_address=batch.reads.dst_address + staging.address)
             transfer = mover.post(Direction.READ, reads)
             note(transfer)
-            error = yield from _settled(transfer)
+            error = yield from settled(transfer)
             if error is not None:
                 raise error
             _permute(mover, batch, staging)
@@ -183,7 +188,7 @@ def _check_words(
         except TransportError as failed:
             error = failed
     for rank, local, transfer in reads:
-        error = (yield from _settled(transfer)) or error
+        error = (yield from settled(transfer)) or error
         found = ctypes.c_uint64.from_address(local).value
         if error is None and found != lease.word:
             error = StaleLease(

@@ -13,13 +13,13 @@ import ctypes
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
 from kvreshard.model import EngineLayout, KvReshardError, wire
-from kvreshard.model.tables import PageTable, Request
+from kvreshard.model.request_form import RequestForm, from_form
+from kvreshard.model.tables import Request
 from kvreshard.plan import Route, bind, compile_route, elect, match_fields
 from kvreshard.plan.cost import Way
 from kvreshard.session import transfer
@@ -27,23 +27,6 @@ from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.pull import Moved
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import HostMemory
-
-
-class TableForm(msgspec.Struct):
-    """A `PageTable` as it is sent to a worker."""
-
-    pages: list[int]
-    num_tokens: int
-    first_page: int
-
-
-class RequestForm(msgspec.Struct):
-    """A `Request` as it is sent to a worker."""
-
-    src_tables: dict[str, TableForm]
-    dst_tables: dict[str, TableForm]
-    intervals: dict[str, list[tuple[int, int]]]
-    dst_new_pages: dict[str, list[int]]
 
 
 class Load(msgspec.Struct, tag=True):
@@ -166,27 +149,3 @@ def _make_resident(address: int, size_bytes: int) -> None:
 
 def _failed(error: str) -> Outcome:
     return Outcome(error, 0, 0, 0, 0, 0.0, 0.0)
-
-
-def to_form(request: Request) -> RequestForm:
-    """A request as it is sent."""
-
-    def tables(of: Mapping[str, PageTable]) -> dict[str, TableForm]:
-        return {name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in of.items()}
-
-    return RequestForm(
-        tables(request.src_tables),
-        tables(request.dst_tables),
-        {name: list(intervals) for name, intervals in request.intervals.items()},
-        {name: np.asarray(pages).tolist() for name, pages in request.dst_new_pages.items()},
-    )
-
-
-def from_form(form: RequestForm) -> Request:
-    """A request as it was meant."""
-
-    def tables(of: dict[str, TableForm]) -> dict[str, PageTable]:
-        return {name: PageTable(table.pages, table.num_tokens, table.first_page) for name, table in of.items()}
-
-    new_pages = {name: np.array(pages, dtype=np.int64) for name, pages in form.dst_new_pages.items()}
-    return Request(tables(form.src_tables), tables(form.dst_tables), form.intervals, new_pages)

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout, Region, wire
+from kvreshard.model.request_form import to_form
 from kvreshard.model.tables import Request
 from kvreshard.plan import elect, match_fields
 from kvreshard.plan.cost import Way
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, to_form
+from kvreshard.testing.rank_mover import Await, Load, Move, Outcome
 from kvreshard.testing.ranks import Ranks
 
 Progress = Callable[[str, int, int], None]

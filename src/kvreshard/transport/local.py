@@ -43,7 +43,11 @@ class LocalMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that the processor reaches by address."""
+    """Memory that the processor reaches by address. `read` lets `verify` digest it; device memory has none yet."""
+
+    def read(self, low: int, high: int) -> NDArray[np.uint8]:
+        """The bytes of addresses `[low, high)`, shape (high - low,), not copied."""
+        return np.ndarray(high - low, np.uint8, memoryview((ctypes.c_uint8 * (high - low)).from_address(low)))
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""

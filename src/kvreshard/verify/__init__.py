@@ -1,7 +1,7 @@
 """Digests in logical coordinates: did the right bytes arrive, whatever the two layouts are?"""
 
 from kvreshard.verify.cells import Side
-from kvreshard.verify.digest import add_up, digest_engine, digest_lanes, digest_parts, digest_rank
+from kvreshard.verify.digest import add_up, digest_cells, digest_engine, digest_lanes, digest_parts, digest_rank
 from kvreshard.verify.memory import ArrayBytes, HostBytes, Memory
 from kvreshard.verify.verdict import Difference, Digest, Part, Verdict, WrongBytes, compare
 
@@ -17,6 +17,7 @@ __all__ = [
     "WrongBytes",
     "add_up",
     "compare",
+    "digest_cells",
     "digest_engine",
     "digest_lanes",
     "digest_parts",

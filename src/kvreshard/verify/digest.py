@@ -10,6 +10,7 @@ agree exactly when their cells do, up to one miss in 2^53; why: docs/design/0006
 - `digest_lanes`: per lane, from one side's own memory and address maps. This is how a transfer is verified: the source
   computes its lanes while the lease holds, the reader computes the same ones, `compare` says whether they are equal.
 - `digest_parts`: the same per range of tokens, to find where a difference lies.
+- `digest_cells`: some cells of one rank as one sum, for whoever asks about a part of a transfer.
 - `digest_rank`, `digest_engine`: per field, each cell counted once over its replicas; digests of ranks add up to the engine's.
 
 Refused with BindError: tables and intervals that do not fit (`pages`), a key of a wrong size.
@@ -70,9 +71,15 @@ def digest_parts(
     for lane in lanes:
         intervals = _intervals_of(lane, request)
         size = -(-tokens_per_part // lane.tokens_per_index) * lane.tokens_per_index
-        for part in [intervals] if lane.is_state else _cut(intervals, size):
+        for part in [intervals] if lane.is_state else cut_tokens(intervals, size):
             found |= _digest_lane(lane, side, request, part, memory, weights, fields)
     return found
+
+
+def digest_cells(cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, key: bytes) -> Digest:
+    """One digest over all fields of `cells`, for the tokens of its group in `intervals`."""
+    per_field = _digest_cells(cells, tables, intervals, memory, Weights(key))
+    return sum(per_field.values(), NOTHING)
 
 
 def digest_rank(
@@ -166,7 +173,7 @@ def _intervals_of(lane: Lane, request: Request) -> tuple[Tokens, ...]:
     return tuple((int(start), int(stop)) for start, stop in request.intervals[name])
 
 
-def _cut(intervals: tuple[Tokens, ...], size: int) -> Iterator[tuple[Tokens, ...]]:
+def cut_tokens(intervals: tuple[Tokens, ...], size: int) -> Iterator[tuple[Tokens, ...]]:
     """The intervals, cut at the multiples of `size`; pieces of one multiple together."""
     together: dict[int, list[Tokens]] = {}
     for start, stop in intervals:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from kvreshard.model.errors import BindError
 Bytes = NDArray[np.uint8]
 
 
+@runtime_checkable
 class Memory(Protocol):
     """Readable memory of one or several ranks."""
 

@@ -11,6 +11,7 @@ series carry vLLM's labels.
 | `kvreshard_failures_total{cause}` | counter | loads of ranks that failed |
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
+| `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
 | `kvreshard_quarantined_total` | counter | requests whose blocks are kept back for good |
 """
 
@@ -39,6 +40,7 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "failures": ("Loads that failed, per rank.", "cause"),
     "fallbacks": ("Requests computed here although a prefill was offered.", "cause"),
     "leases": ("Leases that ended, per rank.", "end"),
+    "digest_checks": ("Loads compared with their source, per rank.", "result"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
 }
 
@@ -78,6 +80,8 @@ class ReshardStats(KVConnectorStats):
             self._note_failure(failure)
         for cause in results.freed.values():
             self.count("leases", cause)
+        for result in results.checks.values():
+            self.count("digest_checks", result)
 
     def is_empty(self) -> bool:
         """Whether nothing happened."""
@@ -106,8 +110,11 @@ class ReshardStats(KVConnectorStats):
                 "MB/s": round(float(num_bytes.sum() / max(seconds.sum(), 1e-9)) / 1e6, 1),
                 "Descriptors per load": round(float(np.mean(samples["load_descriptors"])), 1),
             }
-        for name in ("failures", "fallbacks", "leases"):
-            line |= {f"{name.capitalize()} ({label})": amount for label, amount in sorted(counts[name].items())}
+        for name in ("failures", "fallbacks", "leases", "digest_checks"):
+            line |= {
+                f"{name.capitalize().replace('_', ' ')} ({label})": amount
+                for label, amount in sorted(counts[name].items())
+            }
         return line
 
     def take(self) -> ReshardStats | None:

@@ -51,6 +51,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         staging_bytes: size of the staging buffer of each rank; 0 reads everything directly.
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
+        digest_share: of how many requests, 0 to 1, the loaded bytes are compared with the source's.
+        digest_timeout_s: seconds until a comparison without an answer has failed.
+        flight_recorder_dir: where failed loads leave a record; none are left without.
+        flight_recorder_files: how many records are kept there, of all ranks.
         backend: NIXL's plugin. backend_params: its parameters.
         shadow_report_file: of ShadowConnector: a file that gets one JSON line per request and rank; None: the log only.
     """
@@ -67,19 +71,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     staging_bytes: int = 64 * 1024 * 1024
     lease_slots: int = 1 << 16
     allow_mismatch: tuple[str, ...] = ()
+    digest_share: float = 0.0
+    digest_timeout_s: float = 30.0
+    flight_recorder_dir: str | None = None
+    flight_recorder_files: int = 64
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
     shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:
         positive = ("kv_lease_duration", "load_timeout_s", "settle_timeout_s", "handshake_timeout_s", "lease_slots")
-        for name in positive:
+        for name in (*positive, "digest_timeout_s", "flight_recorder_files"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.staging_bytes < 0 or self.retry_s < 0:
             raise ValueError("staging_bytes and retry_s must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
+        if not 0.0 <= self.digest_share <= 1.0:
+            raise ValueError(f"digest_share is {self.digest_share}; it is a share of all requests, 0 to 1")
 
     @property
     def keys(self) -> Keys | None:
@@ -100,6 +110,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             retry_s=self.retry_s,
             allow_mismatch=self.allow_mismatch,
             keys=self.keys,
+            digest_share=self.digest_share,
+            digest_timeout_s=self.digest_timeout_s,
         )
 
 

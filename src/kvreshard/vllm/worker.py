@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Staging
+from kvreshard.session.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlOptions, NixlTransport
@@ -69,6 +71,7 @@ class WorkerSide:
             self._options.endpoint,
             table=table,
             staging=staging if on_host else None,
+            recorder=self._make_recorder(),
         )
         regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
         regions += [table.region, *endpoint.regions]
@@ -76,7 +79,17 @@ class WorkerSide:
             regions.append(MemoryRegion(staging.address, staging.size_bytes))
         transport.register(regions)
         self._transport, self._endpoint = transport, endpoint
-        self.card = wire.encode(part), RankCard(rank.rank, transport.metadata(), table.region.address, len(table))
+        self.card = (
+            wire.encode(part),
+            RankCard(
+                rank.rank,
+                transport.metadata(),
+                table.region.address,
+                len(table),
+                endpoint.board.region.address,
+                len(endpoint.board),
+            ),
+        )
         endpoint.start()
         logger.info(
             "kvreshard: rank %d has %d fields in %d groups, %d MiB of cache",
@@ -122,6 +135,10 @@ class WorkerSide:
             self._endpoint.close()
         if self._transport is not None:
             self._transport.close()
+
+    def _make_recorder(self) -> Recorder | None:
+        where = self._options.flight_recorder_dir
+        return None if where is None else Recorder(Path(where).expanduser(), self._options.flight_recorder_files)
 
     def _make_staging(self) -> Staging | None:
         if not self._options.staging_bytes:

@@ -5,220 +5,35 @@ Two engines of several ranks in one process: memory transports, a clock that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
+from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, make_world, meet, order_load
 
-from kvreshard.kinds import Attention
-from kvreshard.kinds.assemble import relocate
-from kvreshard.model import EngineLayout, LayoutMismatch
-from kvreshard.model.tables import Request
-from kvreshard.plan import compile_route
-from kvreshard.session.card import EngineCard, RankCard, make_card
-from kvreshard.session.endpoint import Endpoint
-from kvreshard.session.handshake import Address, HandshakeError
-from kvreshard.session.lease import FREE, LeaseTable
-from kvreshard.session.mover import Mover, Staging
+from kvreshard.model import LayoutMismatch
+from kvreshard.session.handshake import HandshakeError
+from kvreshard.session.lease import FREE
 from kvreshard.session.orders import (
     Cancel,
-    EndpointOptions,
-    Failure,
     Grant,
     Load,
     Offer,
     Release,
-    RemoteEngine,
     RemoteLease,
     Revoke,
     Unwatch,
     Watch,
 )
-from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.testing.small import engine, request
-from kvreshard.transport.base import MemoryRegion, Transfer
-from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
-
-WORD, SLOT = 0xABC, 5
-KIND = Attention(2, 8, "bfloat16")
-OPTIONS = EndpointOptions(load_timeout_s=100.0, settle_timeout_s=10.0, heartbeat_s=5.0, retry_s=5.0)
-
-
-class Clock:
-    """Turned by hand."""
-
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@dataclass
-class Side:
-    """One engine: its layout at real addresses, its memory, and an endpoint per rank."""
-
-    layout: EngineLayout
-    memory: dict[tuple[int, str], np.ndarray]
-    tables: dict[int, LeaseTable]
-    transports: dict[int, MemoryTransport]
-    endpoints: dict[int, Endpoint]
-    staging: list[np.ndarray] = field(default_factory=list)
-
-    def card(self) -> EngineCard:
-        ranks = [
-            RankCard(rank, self.transports[rank].metadata(), self.tables[rank].region.address, len(self.tables[rank]))
-            for rank in self.transports
-        ]
-        return make_card(self.layout, "life", {}, ranks)
-
-    def turn(self, times: int = 3) -> None:
-        for _ in range(times):
-            for endpoint in self.endpoints.values():
-                endpoint.turn()
-
-
-@dataclass
-class World:
-    """A source, a destination, the network and the clock between them."""
-
-    clock: Clock
-    fabric: Fabric
-    src: Side
-    dst: Side
-    met: list[Callable[[], None]]
-    faults: dict[int, Fault]
-    meeting_error: list[Exception]
-
-    def turn(self, times: int = 3) -> None:
-        for _ in range(times):
-            self.src.turn(1)
-            self.dst.turn(1)
-
-    def grant_and_offer(self, name: str = "r", ttl_s: float = 30.0) -> None:
-        for endpoint in self.src.endpoints.values():
-            endpoint.submit(Grant(name, SLOT, WORD))
-            endpoint.submit(Offer(name, ttl_s))
-
-    def words(self) -> set[int]:
-        return {table[SLOT] for table in self.src.tables.values()}
-
-
-REMOTE = RemoteEngine("prefill", "life", Address("127.0.0.1", 1))
-LEASE = RemoteLease("r", SLOT, WORD)
-
-
-def make_side(
-    world_clock: Clock, fabric: Fabric, layout: EngineLayout, peers: Callable[[int], Peers | None], faults
-) -> Side:  # type: ignore[no-untyped-def]
-    memory = {(r.rank, g.name): np.full(g.size_bytes, 9, np.uint8) for r in layout.ranks for g in r.regions}
-    addresses = {r.rank: {g.name: memory[r.rank, g.name].ctypes.data for g in r.regions} for r in layout.ranks}
-    side = Side(relocate(layout, addresses), memory, {}, {}, {})
-    for rank in side.layout.ranks:
-        transport = MemoryTransport(fabric, f"{layout.engine}{rank.rank}", faults=faults)
-        table, buffer = LeaseTable(64), np.zeros(1 << 16, np.uint8)
-        endpoint = Endpoint(
-            rank.rank,
-            transport,
-            HostMemory(),
-            OPTIONS,
-            table=table,
-            staging=Staging(buffer.ctypes.data, buffer.size),
-            clock=world_clock,
-            peers=peers(rank.rank),
-        )
-        areas = [MemoryRegion(g.address, g.size_bytes) for g in rank.regions]
-        transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
-        side.tables[rank.rank], side.transports[rank.rank] = table, transport
-        side.endpoints[rank.rank] = endpoint
-        side.staging.append(buffer)
-    return side
-
-
-class FakePeers(Peers):
-    """Meetings happen when the test says so, on the test's thread."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.known: dict[RemoteEngine, Future[Peer]] = {}
-        self.forgotten = 0
-
-    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
-        if remote not in self.known:
-            self.known[remote] = future = Future()
-            self.world.met.append(lambda: self._meet(me, remote, future))
-        return self.known[remote]
-
-    def met(self, remote: RemoteEngine) -> Peer | None:
-        future = self.known.get(remote)
-        return future.result() if future is not None and future.done() and not future.exception() else None
-
-    def forget(self, remote: RemoteEngine) -> None:
-        self.forgotten += 1
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
-        if self.world.meeting_error:
-            future.set_exception(self.world.meeting_error[0])
-            return
-        card = self.world.src.card()
-        route = compile_route(self.world.src.layout, me.layout, self.rank)
-        names = {rank: f"p{rank}" for rank in self.world.src.transports}
-        for rank, name in names.items():
-            me.transport.add_peer(name, card.rank_by_number[rank].metadata)
-        future.set_result(
-            Peer(remote, card, self.world.src.layout, route, Mover(me.transport, me.memory, names, me.staging))
-        )
+from kvreshard.testing.small import request
+from kvreshard.transport.memory import Fault
 
 
 @pytest.fixture(params=[(1, 2), (4, 2), (2, 3)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    clock, fabric = Clock(), Fabric()
-    faults: dict[int, Fault] = {}
-    made = World(clock, fabric, None, None, [], faults, [])  # type: ignore[arg-type]
-
-    def fault(index: int, transfer: Transfer) -> Fault:
-        return faults.get(index, faults.get(-1, Fault()))
-
-    src_tp, dst_tp = request.param
-    src, dst = (
-        engine(name, tp=tp, page=page, num_pages=24, kind=KIND, stages=(0, 0))
-        for name, tp, page in (("prefill", src_tp, 4), ("decode", dst_tp, 6))
-    )
-    made.src = make_side(clock, fabric, src, lambda rank: None, lambda i, t: Fault())
-    made.dst = make_side(clock, fabric, dst, lambda rank: FakePeers(made, rank), fault)
-    for endpoint in made.dst.endpoints.values():
-        endpoint.introduce(made.dst.card(), made.dst.layout)
+    made = make_world(*request.param)
     yield made
-    for side in (made.src, made.dst):
-        for endpoint in side.endpoints.values():
-            endpoint.close()
-
-
-def meet(world: World) -> None:
-    meetings, world.met[:] = list(world.met), []
-    for meeting in meetings:
-        meeting()
-
-
-def order_load(world: World, name: str = "d", **changes: object) -> Request:
-    wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load(name, REMOTE, LEASE, wanted))
-    return wanted
-
-
-def collect(side: Side) -> tuple[set[str], dict[str, Failure], set[str]]:
-    """(received on every rank, failures of any rank, freed on every rank), since the last call."""
-    results = [endpoint.collect() for endpoint in side.endpoints.values()]
-    received = set.intersection(*(set(r.received) for r in results))
-    failed = {name: failure for r in results for name, failure in r.failed.items()}
-    return received, failed, set.intersection(*(set(r.freed) for r in results))
+    made.close()
 
 
 def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World) -> None:

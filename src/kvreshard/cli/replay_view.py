@@ -1,0 +1,134 @@
+"""How are a flight record and its replay shown: tables for a person, a document for a program?"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+
+from kvreshard.cli.terminal import Column, Sheet, bytes_text, show_line, show_sheet
+from kvreshard.model import EngineLayout
+from kvreshard.model.request_form import TableForm
+from kvreshard.plan.explain import number_ranges
+from kvreshard.session.flight import Flight
+from kvreshard.testing.replay import Replayed
+
+
+def show_replay(console: Console, name: str, flight: Flight, replayed: Replayed) -> None:
+    """The record, then the outcome."""
+    sheets = [
+        _load_sheet(name, flight, replayed),
+        _request_sheet(flight),
+        _copies_sheet(replayed),
+        _events_sheet(flight),
+    ]
+    for sheet in sheets:
+        if sheet.rows:
+            show_sheet(console, sheet)
+    show_line(console, f"failed: ({flight.failure.kind}) {flight.failure.text}")
+    if replayed.refusal and replayed.refusal != flight.failure.text:
+        show_line(console, f"refused: {replayed.refusal}")
+    show_line(console, f"{replayed.outcome}: {replayed.reason}")
+
+
+def _load_sheet(name: str, flight: Flight, replayed: Replayed) -> Sheet:
+    source = "never met" if flight.src is None else f"'{flight.src.engine}'{_size(replayed.src)}"
+    rows = [
+        ("request", f"{flight.request}, at its source {flight.source_request}"),
+        (
+            "written",
+            f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(flight.written_at_s))} by {flight.kvreshard}",
+        ),
+        ("source", f"{source} at {flight.source_address}"),
+        ("destination", f"'{flight.dst.engine}'{_size(replayed.dst)}, rank {flight.rank} loaded"),
+    ]
+    facts = flight.src.facts if flight.src is not None else {}
+    for fact in sorted({*facts, *flight.dst.facts}):
+        here, there = flight.dst.facts.get(fact, "not said"), facts.get(fact, "not said")
+        rows.append((fact, here if here == there else f"{there} at the source, {here} at the destination"))
+    if replayed.num_bytes:
+        rows.append(("replayed", f"{bytes_text(replayed.num_bytes)} moved and compared"))
+    return Sheet(name, (Column("what"), Column("value")), tuple(rows))
+
+
+def _size(layout: EngineLayout | None) -> str:
+    if layout is None:
+        return ""
+    return f", {len(layout.ranks)} ranks, {len(layout.fields)} fields in {len(layout.groups)} groups"
+
+
+def _request_sheet(flight: Flight) -> Sheet:
+    form = flight.transfer
+    rows = []
+    for name, table in form.src_tables.items():
+        rows.append(("source", name, *_table_cells(table), "", ""))
+    for name, table in form.dst_tables.items():
+        tokens = ", ".join(f"[{start}, {stop})" for start, stop in form.intervals.get(name, [])) or "none"
+        rows.append(("destination", name, *_table_cells(table), tokens, _ids(form.dst_new_pages.get(name, []))))
+    columns = ("side", "group", "pages", "first", "tokens", "to be moved", "new pages")
+    return Sheet("request", tuple(Column(name, right=name in ("first", "tokens")) for name in columns), tuple(rows))
+
+
+def _table_cells(table: TableForm) -> tuple[str, str, str]:
+    return _ids(table.pages), str(table.first_page), str(table.num_tokens)
+
+
+def _ids(pages: list[int], most: int = 8) -> str:
+    """Page ids; the first few of many, in the table's order."""
+    if not pages:
+        return "none"
+    if pages == sorted(set(pages)):
+        return number_ranges(pages)
+    more = f" and {len(pages) - most} more" if len(pages) > most else ""
+    return ", ".join(map(str, pages[:most])) + more
+
+
+def _copies_sheet(replayed: Replayed) -> Sheet:
+    copies = replayed.copies
+    columns = (Column("source rank", right=True), Column("copies", right=True), Column("bytes", right=True))
+    if copies is None:
+        return Sheet("copies", columns, ())
+    if copies.rows is None:
+        rows = [("all", f"{copies.num_copies:,}", bytes_text(copies.num_bytes))]
+    else:
+        count, size = Counter[int](), Counter[int]()
+        for src_rank, _, _, _, length in copies.rows:
+            count[src_rank] += 1
+            size[src_rank] += length
+        rows = [(str(rank), f"{count[rank]:,}", bytes_text(size[rank])) for rank in sorted(count)]
+    return Sheet("copies", columns, tuple(rows), (f"digest {copies.digest}",))
+
+
+def _events_sheet(flight: Flight) -> Sheet:
+    rows = tuple((f"{event.at_s:.6f}", event.name, event.text) for event in flight.events)
+    forgotten = flight.num_events_forgotten
+    notes = (f"{forgotten} earlier events were forgotten",) if forgotten else ()
+    return Sheet("events", (Column("seconds", right=True), Column("event"), Column("what")), rows, notes)
+
+
+def replay_document(flight: Flight, replayed: Replayed) -> dict[str, Any]:
+    """The same as plain data. Layouts are left out: the record has them."""
+    copies = replayed.copies
+    return {
+        "outcome": replayed.outcome,
+        "reason": replayed.reason,
+        "refusal": replayed.refusal or None,
+        "request": flight.request,
+        "rank": flight.rank,
+        "source": None if flight.src is None else flight.src.engine,
+        "destination": flight.dst.engine,
+        "failure": {
+            "kind": flight.failure.kind,
+            "text": flight.failure.text,
+            "is_quarantined": flight.failure.is_quarantined,
+        },
+        "copies": None
+        if copies is None
+        else {"num_copies": copies.num_copies, "num_bytes": copies.num_bytes, "digest": copies.digest},
+        "num_bytes_compared": replayed.num_bytes,
+        "written_at_s": flight.written_at_s,
+        "kvreshard": flight.kvreshard,
+        "events": [{"at_s": event.at_s, "name": event.name, "text": event.text} for event in flight.events],
+    }

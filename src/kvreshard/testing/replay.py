@@ -1,0 +1,228 @@
+"""What comes out when a recorded load is done again, without the engines that it failed on?
+
+1. Route both recorded layouts again: facts, then geometry. Bind the recorded request. A refusal is compared with the recorded one.
+2. Compare the copy list with the recorded digest, at the recorded addresses.
+3. Give the ranks that take part memory at new addresses, as large as their regions but touched only where the request has pages.
+   Source pages get random bytes, new destination pages 0xFF.
+4. Move the request over the memory transport, through staging as then, and compare both sides by digests in logical coordinates;
+   what no copy writes in new pages must be zero.
+
+Refused with ReplayError: more memory than the machine has free. Bad layouts in a record raise what `model.wire` raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.kinds.assemble import relocate
+from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, wire
+from kvreshard.model.layout import Rank
+from kvreshard.model.request_form import from_form
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import Route, bind, compile_route, find_unwritten
+from kvreshard.session import card
+from kvreshard.session.flight import Flight, FlightCopies, FlightSide, summarize
+from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.transfer import pull
+from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.memory import Fabric, MemoryTransport
+from kvreshard.verify import HostBytes, Verdict, compare, digest_lanes
+
+Outcome = Literal["reproduced", "not in the plan", "never met", "different"]
+POISON = 0xFF
+# Python names it from 3.13 on. Without it a pool of hundreds of gigabytes would be promised memory that nobody touches.
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+KEY = b"replay"
+
+
+class ReplayError(KvReshardError):
+    """A record cannot be replayed on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came out. `copies`: the copy list of today; `refusal`: what is refused today, empty if nothing."""
+
+    outcome: Outcome
+    reason: str
+    dst: EngineLayout
+    src: EngineLayout | None
+    request: Request
+    refusal: str = ""
+    copies: FlightCopies | None = None
+    num_bytes: int = 0
+    verdict: Verdict | None = None
+
+
+def replay(flight: Flight, seed: int = 0) -> Replayed:
+    """Do a recorded load again. Raises KvReshardError for a record whose layouts or request are none, or ReplayError."""
+    dst, request = wire.decode(flight.dst.layout), from_form(flight.transfer)
+    if flight.src is None:
+        reason = "the source was never met, so there is nothing to plan: see the failure and the events"
+        return Replayed("never met", reason, dst, None, request)
+    src = wire.decode(flight.src.layout)
+    try:
+        card.check_facts(_card(flight.dst), _card(flight.src), flight.allow_mismatch)
+        route = compile_route(src, dst, flight.rank)
+        copies = summarize(bind(route, request))
+    except (LayoutMismatch, BindError) as error:
+        return _refused(flight, src, dst, request, error)
+    known = Replayed("different", "", dst, src, request, "", copies)
+    if flight.copies is None:
+        return _with(known, "different", f"it was refused then and is not now: {flight.copies_error}")
+    if flight.copies.digest != copies.digest:
+        then = f"{flight.copies.num_copies} copies of {flight.copies.num_bytes} bytes"
+        return _with(
+            known,
+            "different",
+            f"the copy list is another: {then} then, {copies.num_copies} of {copies.num_bytes} now; kvreshard "
+            f"{flight.kvreshard} wrote the record",
+        )
+    return _move(flight, known, route, seed)
+
+
+def _refused(flight: Flight, src: EngineLayout, dst: EngineLayout, request: Request, error: KvReshardError) -> Replayed:
+    kind, text = "request" if isinstance(error, BindError) else "mismatch", str(error)
+    if flight.failure.kind != kind:
+        reason = f"this is refused now, and failed as '{flight.failure.kind}' then"
+        return Replayed("different", reason, dst, src, request, text)
+    same = flight.failure.text == text
+    reason = "the same refusal" if same else "a refusal of the same kind in other words; is the version another?"
+    return Replayed("reproduced", reason, dst, src, request, text)
+
+
+def _move(flight: Flight, known: Replayed, route: Route, seed: int) -> Replayed:
+    if known.src is None:
+        raise ReplayError("a record without a source cannot be moved")
+    memory = _Memory(known.src, known.dst, route, flight.staging_bytes)
+    memory.fill(known.request, seed)
+    moved_route = compile_route(memory.src, memory.dst, route.dst_rank)
+    try:
+        moved = pull(memory.mover(), moved_route, known.request, memory.dst)
+    except TransportError as error:
+        return _with(known, "different", f"the memory transport refuses it: {error}")
+    host = HostBytes()
+    verdict = compare(
+        digest_lanes(moved_route.lanes, "src", known.request, host, KEY),
+        digest_lanes(moved_route.lanes, "dst", known.request, host, KEY),
+    )
+    if not verdict.equal:
+        return _with(known, "different", f"wrong bytes here too: {verdict}", moved.num_bytes, verdict)
+    holes = find_unwritten(memory.dst, route.dst_rank, known.request, list(bind(moved_route, known.request)))
+    if any(host.read(low, high).any() for low, high in zip(holes.start.tolist(), holes.stop.tolist(), strict=True)):
+        return _with(
+            known, "different", "bytes of new pages that no copy writes are not zero", moved.num_bytes, verdict
+        )
+    reason = "the copy list is the same and every byte arrives: look at the transport, the peer, or the time it took"
+    return _with(known, "not in the plan", reason, moved.num_bytes, verdict)
+
+
+def _with(
+    known: Replayed, outcome: Outcome, reason: str, num_bytes: int = 0, verdict: Verdict | None = None
+) -> Replayed:
+    return Replayed(
+        outcome, reason, known.dst, known.src, known.request, known.refusal, known.copies, num_bytes, verdict
+    )
+
+
+def _card(side: FlightSide) -> card.EngineCard:
+    return card.EngineCard(card.FORM, card.VERSION, side.engine, side.incarnation, dict(side.facts), b"", ())
+
+
+class _Memory:
+    """The ranks of one load at new addresses, and a transport for each. Memory is the kernel's until it is touched."""
+
+    def __init__(self, src: EngineLayout, dst: EngineLayout, route: Route, staging_bytes: int) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._route, self._staging_bytes = route, staging_bytes
+        self.src = self._place(src, route.src_ranks)
+        self.dst = self._place(dst, (route.dst_rank,))
+
+    def fill(self, request: Request, seed: int) -> None:
+        """Random bytes in the source's pages, poison in the destination's new ones."""
+        rng = np.random.default_rng(seed)
+        new = {name: PageTable(pages, 0) for name, pages in request.dst_new_pages.items()}
+        sources = [self.src.rank_by_number[number] for number in self._route.src_ranks]
+        target = self.dst.rank_by_number[self._route.dst_rank]
+        self._check_room(
+            [(self.src, rank, request.src_tables) for rank in sources] + [(self.dst, target, request.dst_tables)]
+        )
+        for rank in sources:
+            for content in _pages(self.src, rank, request.src_tables):
+                content[:] = np.frombuffer(rng.bytes(len(content)), dtype=np.uint8)
+        for content in _pages(self.dst, target, new):
+            content[:] = POISON
+
+    def mover(self) -> Mover:
+        """The destination rank's mover, which knows the source ranks as peers."""
+        fabric, peers = Fabric(), dict[int, str]()
+        mine = MemoryTransport(fabric, "dst")
+        mine.register(_regions(self.dst.rank_by_number[self._route.dst_rank]))
+        staging = None
+        if self._staging_bytes:
+            staging = Staging(self._map(self._staging_bytes), self._staging_bytes)
+            mine.register([MemoryRegion(staging.address, staging.size_bytes)])
+        for number in self._route.src_ranks:
+            peer = MemoryTransport(fabric, f"src{number}")
+            peer.register(_regions(self.src.rank_by_number[number]))
+            peers[number] = f"rank {number}"
+            mine.add_peer(peers[number], peer.metadata())
+        return Mover(mine, HostMemory(), peers, staging)
+
+    def _place(self, layout: EngineLayout, ranks: tuple[int, ...]) -> EngineLayout:
+        return relocate(
+            layout,
+            {
+                rank.rank: {
+                    region.name: self._map(region.size_bytes) if rank.rank in ranks else region.address
+                    for region in rank.regions
+                }
+                for rank in layout.ranks
+            },
+        )
+
+    def _map(self, size_bytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        try:
+            self._maps.append(mmap.mmap(-1, size_bytes, flags=flags))
+        except (OSError, ValueError, OverflowError) as error:
+            raise ReplayError(f"{size_bytes} bytes of address space cannot be had: {error}") from None
+        return ctypes.addressof(ctypes.c_uint8.from_buffer(self._maps[-1]))
+
+    @staticmethod
+    def _check_room(parts: list[tuple[EngineLayout, Rank, Mapping[str, PageTable]]]) -> None:
+        needed = sum(len(content) for layout, rank, tables in parts for content in _pages(layout, rank, tables))
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > free:
+            raise ReplayError(
+                f"the pages of this load take {needed} bytes on both sides, and {free} are free; replay it on a larger machine"
+            )
+
+
+def _regions(rank: Rank) -> list[MemoryRegion]:
+    return [MemoryRegion(region.address, region.size_bytes) for region in rank.regions]
+
+
+def _pages(layout: EngineLayout, rank: Rank, tables: Mapping[str, PageTable]) -> list[NDArray[np.uint8]]:
+    """Views of the bytes that a request's pages own on a rank; ids outside of their pool are left out."""
+    found = []
+    host = HostBytes()
+    for name, table in tables.items():
+        group = layout.group_by_name.get(name)
+        if group is None:
+            continue
+        for slab in (slab for slab in rank.slabs if slab.pool == group.pool):
+            first = rank.region_by_name[slab.region].address + slab.offset_bytes
+            for page in table.pages[(table.pages >= 0) & (table.pages < group.num_pages)].tolist():
+                start = first + page * slab.page_stride_bytes
+                found.append(host.read(start, start + slab.page_bytes))
+    return found

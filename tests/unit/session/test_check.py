@@ -1,0 +1,324 @@
+"""Is a wrong byte found, whoever made it, and does a comparison that cannot be made fail the load in time?"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load
+
+from kvreshard.kinds.assemble import relocate
+from kvreshard.session import answers, check, question
+from kvreshard.session.board import ENTRY_BYTES, Answer, AnswerBoard, Said, entry_offset, read_answer
+from kvreshard.session.notes import VERSION, Question, write_note
+from kvreshard.session.orders import Failure, Load
+from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
+from kvreshard.testing.small import request
+from kvreshard.transport.memory import Fault
+
+CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0, digest_timeout_s=20.0)
+FIELDS = ("layers.0.k",)
+
+
+@pytest.fixture(params=[(1, 2), (4, 2), (2, 3)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = make_world(*request.param, CHECKED)
+    yield made
+    made.close()
+
+
+def results(world: World) -> tuple[set[str], set[str], list[Failure]]:
+    """(received on every rank, how the comparisons ended, failures of any rank), since the last call."""
+    found = [endpoint.collect() for endpoint in world.dst.endpoints.values()]
+    received = set.intersection(*(set(r.received) for r in found))
+    return received, {c for r in found for c in r.checks.values()}, [f for r in found for f in r.failed.values()]
+
+
+def load(world: World, times: int = 12) -> None:
+    world.grant_and_offer()
+    wanted = order_load(world)
+    write_values(world.src.layout, world.dst.layout, world.src.memory, wanted, 3)
+    world.turn()
+    meet(world)
+    world.turn(times)
+
+
+def before_the_check(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
+    """Do something once, when the last byte has arrived and nothing has been asked yet."""
+    real, done = check.make_questions, list[int]()
+
+    def made(*args: object, **more: object) -> object:
+        if not done:
+            done.append(1)
+            what()
+        return real(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(check, "make_questions", made)
+
+
+def test_an_honest_load_is_equal_and_leaves_what_the_oracle_leaves(world: World) -> None:
+    world.grant_and_offer()
+    wanted = order_load(world)
+    write_values(world.src.layout, world.dst.layout, world.src.memory, wanted, 3)
+    expected = {place: content.copy() for place, content in world.dst.memory.items()}
+    apply_request(world.src.layout, world.dst.layout, world.src.memory, expected, wanted)
+    world.turn()
+    meet(world)
+    world.turn(12)
+    assert results(world) == ({"d"}, {"equal"}, [])
+    assert differing_bytes(expected, world.dst.memory) == {}
+    assert world.words() == {0}
+
+
+def test_many_small_questions_say_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(question, "QUESTION_BYTES", 32)
+    load(world, 100)
+    world.clock.now_s += check.ASK_AGAIN_S  # two readers may have met at one place of the board
+    world.turn(100)
+    assert results(world) == ({"d"}, {"equal"}, [])
+    assert sum(endpoint._answerer.num_answered for endpoint in world.src.endpoints.values()) > 2 * check.WINDOW
+
+
+@pytest.mark.parametrize("number", [0, 3, 17])
+def test_a_byte_that_flips_on_its_way_fails_the_load(world: World, number: int) -> None:
+    world.faults[0] = Fault(corrupt_byte=number)
+    load(world)
+    received, checks, failures = results(world)
+    assert (received, "different" in checks) == (set(), True)
+    assert {failure.kind for failure in failures} == {"digest"}
+    assert "wrong bytes: field 'layers." in failures[0].text
+    assert "the source has" in failures[0].text
+
+
+def test_pages_that_are_swapped_at_the_destination_fail_the_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap() -> None:
+        rank = world.dst.layout.ranks[0]
+        slab, memory = rank.slabs[0], world.dst.memory[rank.rank, rank.slabs[0].region]
+        pages = [memory[slab.offset_bytes + page * slab.page_stride_bytes :][: slab.page_bytes] for page in (2, 3)]
+        pages[0][:], pages[1][:] = pages[1].copy(), pages[0].copy()
+
+    before_the_check(monkeypatch, swap)
+    load(world)
+    assert {failure.kind for failure in results(world)[2]} == {"digest"}
+
+
+def test_a_source_that_is_gone_fails_the_load_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.grant_and_offer()
+    world.turn()
+    order_load(world)
+    world.dst.turn()
+    meet(world)
+    for _ in range(4):
+        world.dst.turn()
+        assert results(world) == (set(), set(), [])
+        world.clock.now_s += CHECKED.digest_timeout_s / 4
+    world.dst.turn()
+    received, checks, failures = results(world)
+    assert (received, checks, {failure.kind for failure in failures}) == (set(), {"unanswered"}, {"digest"})
+    assert "has not answered within 20 s" in failures[0].text
+
+
+def test_a_lost_question_is_asked_again(world: World) -> None:
+    world.grant_and_offer()
+    world.turn()
+    order_load(world)
+    world.dst.turn()
+    meet(world)
+    world.dst.turn()
+    for transport in world.src.transports.values():
+        transport.notifications()  # lost
+    world.clock.now_s += check.ASK_AGAIN_S
+    world.turn(12)
+    assert results(world) == ({"d"}, {"equal"}, [])
+
+
+def test_a_lease_that_ends_before_the_answer_fails_the_load(world: World) -> None:
+    world.grant_and_offer(ttl_s=1.0)
+    world.turn()
+    order_load(world)
+    world.dst.turn()
+    meet(world)
+    world.dst.turn()
+    world.clock.now_s += 1.5
+    world.turn(6)
+    _, checks, failures = results(world)
+    assert (checks, {failure.kind for failure in failures}) == ({"refused"}, {"digest"})
+    assert "no longer keeps the request's pages" in failures[0].text
+
+
+def test_device_memory_is_skipped_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world(2, 2, CHECKED)
+    addresses = {r.rank: {g.name: g.address for g in r.regions} for r in world.src.layout.ranks}
+    world.src.layout = relocate(world.src.layout, addresses, device="cuda:0")
+    for name in ("a", "b"):
+        wanted = request(world.src.layout, world.dst.layout, 21)
+        for endpoint in world.dst.endpoints.values():
+            endpoint.submit(Load(name, REMOTE, LEASE, wanted))
+    world.grant_and_offer()
+    world.turn()
+    meet(world)
+    world.turn(6)
+    assert results(world) == ({"a", "b"}, {"skipped"}, [])
+    told = [r.message for r in caplog.records if "digest not available on device memory" in r.message]
+    assert len(told) == len(set(told)) > 0
+    world.close()
+
+
+def test_a_source_of_an_earlier_version_is_skipped() -> None:
+    world = make_world(1, 1, CHECKED)
+    card = world.src.card()
+    ranks = {r.rank: msgspec.structs.replace(r, board_entries=0) for r in card.ranks}
+    mine, (endpoint,) = world.dst.layout.ranks[0], world.dst.endpoints.values()
+    meet_first = order_load(world)
+    world.turn()
+    meet(world)
+    route = endpoint._jobs[0].meeting.result().route
+    assert meet_first is not None
+    told = check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
+    assert "rank 0 of engine 'prefill' is of an earlier version" in told
+    world.close()
+
+
+def test_nobody_is_asked_without_a_share() -> None:
+    world = make_world(1, 2)
+    load(world)
+    assert results(world) == ({"d"}, set(), [])
+    assert [endpoint._answerer.num_answered for endpoint in world.src.endpoints.values()] == [0]
+    world.close()
+
+
+def test_a_share_is_a_share_and_the_same_everywhere() -> None:
+    names = [f"cmpl-{number}" for number in range(4000)]
+    chosen = [name for name in names if check.is_chosen(name, 0.25)]
+    assert 900 < len(chosen) < 1100
+    assert set(chosen) <= {name for name in names if check.is_chosen(name, 0.5)}
+
+
+GOOD = Question(
+    VERSION, "r", WORD, 7, b"key", FIELDS, (((0, None, None),), ((0, 2, None),), ((0, 8, None),)), ((0, 4),), (1,), 0, 4
+)
+
+
+def hostile(**changes: object) -> Question:
+    return msgspec.structs.replace(GOOD, **changes)
+
+
+def said(world: World, asked: Question) -> Said:
+    """What the source's rank 0 says to a question that came over the transport."""
+    endpoint, transport = world.src.endpoints[0], world.dst.transports[0]
+    if "src" not in transport._peers:
+        transport.add_peer("src", world.src.transports[0].metadata())
+    transport.notify("src", write_note(asked))
+    endpoint.turn()
+    board = endpoint.board
+    answer = read_answer(board.region.address + entry_offset(asked.token, len(board)), asked.token)
+    assert answer is not None
+    return answer.said
+
+
+@pytest.fixture
+def source() -> Iterator[World]:
+    made = make_world(1, 1, CHECKED)
+    made.grant_and_offer()
+    made.turn()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (GOOD, Said.DIGEST),
+        (hostile(word=WORD + 1), Said.NO_LEASE),
+        (hostile(request="another"), Said.NO_LEASE),
+        (hostile(key=b""), Said.NOT_A_QUESTION),
+        (hostile(key=b"k" * 65), Said.NOT_A_QUESTION),
+        (hostile(fields=()), Said.NOT_A_QUESTION),
+        (hostile(fields=("nobody",)), Said.NOT_A_QUESTION),
+        (hostile(fields=FIELDS * 4000), Said.DIGEST),
+        (hostile(within=()), Said.NOT_A_QUESTION),
+        (hostile(within=(((0, None, None),) * 9, (), ())), Said.NOT_A_QUESTION),
+        (hostile(within=((), ((5, 3, None),), ())), Said.NOT_A_QUESTION),
+        (hostile(within=((), ((0, 2, 0),), ())), Said.NOT_A_QUESTION),
+        (hostile(within=((), ((1 << 40, None, None),), ())), Said.NOT_A_QUESTION),
+        (hostile(intervals=()), Said.NOT_A_QUESTION),
+        (hostile(intervals=((4, 0),)), Said.NOT_A_QUESTION),
+        (hostile(intervals=((0, 1 << 48),), num_tokens=1 << 48), Said.NOT_A_QUESTION),
+        (hostile(intervals=((0, 1 << 22),), num_tokens=1 << 48), Said.NOT_A_QUESTION),
+        (hostile(intervals=tuple((2 * i, 2 * i + 1) for i in range(2000))), Said.NOT_A_QUESTION),
+        (hostile(pages=()), Said.NOT_A_QUESTION),
+        (hostile(pages=(24,)), Said.NOT_A_QUESTION),
+        (hostile(pages=(1 << 48,)), Said.NOT_A_QUESTION),
+        (hostile(first_page=1 << 48), Said.NOT_A_QUESTION),
+        (hostile(intervals=((3, 9),)), Said.NOT_A_QUESTION),
+    ],
+)
+def test_a_hostile_question_is_answered_with_a_word(source: World, asked: Question, expected: Said) -> None:
+    assert said(source, asked) is expected
+
+
+numbers = st.one_of(st.integers(0, 40), st.integers(0, 1 << 48))
+owned = st.tuples(numbers, st.none() | numbers, st.none() | numbers)
+
+
+@given(
+    asked=st.builds(
+        Question,
+        st.just(VERSION),
+        st.just("r"),
+        st.just(WORD),
+        st.integers(0, 2**64 - 1),
+        st.binary(max_size=70),
+        st.lists(st.sampled_from([*FIELDS, "layers.1.v", "x"]), max_size=3).map(tuple),
+        st.lists(st.lists(owned, max_size=3).map(tuple), max_size=4).map(tuple),
+        st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
+        st.lists(numbers, max_size=4).map(tuple),
+        numbers,
+        numbers,
+    )
+)
+def test_any_question_gets_a_word_and_never_a_fault(asked: Question) -> None:
+    world = make_world(1, 1, CHECKED)
+    world.grant_and_offer()
+    world.turn(1)
+    assert said(world, asked) in (Said.DIGEST, Said.NOT_A_QUESTION)
+    world.close()
+
+
+def test_a_flood_of_questions_is_answered_a_bounded_number_at_a_turn(
+    source: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answerer = source.src.endpoints[0]._answerer
+    monkeypatch.setattr(answers, "WORK_S", 0.0)
+    monkeypatch.setattr(answers, "MAX_WAITING", 10)
+    for token in range(100):
+        answerer.take(hostile(token=token))
+        answerer.take(hostile(token=token))
+    assert len(answerer) == 10
+    assert source.src.endpoints[0].turn() == 0.0
+    assert (len(answerer), answerer.num_answered) == (9, 1)
+    board = source.src.endpoints[0].board
+    late = read_answer(board.region.address + entry_offset(50, len(board)), 50)
+    assert late == Answer(50, Said.TOO_MUCH)
+
+
+def test_half_an_answer_is_none() -> None:
+    board = AnswerBoard(4)
+    board.put(Answer(9, Said.DIGEST, 5, 64))
+    at = board.region.address + entry_offset(9, 4)
+    assert read_answer(at, 9) == Answer(9, Said.DIGEST, 5, 64)
+    assert read_answer(at, 13) is None
+    entry = np.ctypeslib.as_array((ctypes.c_uint8 * ENTRY_BYTES).from_address(at))
+    for byte in range(40):
+        entry[byte] ^= 1
+        assert read_answer(at, 9) is None
+        entry[byte] ^= 1
+    assert board.has(9)
+    assert not board.has(5)
+    assert SLOT

@@ -1,0 +1,218 @@
+"""Does a failed load leave one record that can be read back, and does nothing grow, wait or fail because of it?"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.session.world import LEASE, OPTIONS, REMOTE, WORD, Clock, World, collect, make_world, meet, order_load
+
+from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
+from kvreshard.model.request_form import from_form
+from kvreshard.plan import bind, compile_route
+from kvreshard.session import flight as form
+from kvreshard.session.events import MAX_EVENTS, MAX_TEXT, Events
+from kvreshard.session.flight import decode_flight, encode_flight, summarize
+from kvreshard.session.orders import Cancel, Load
+from kvreshard.session.recorder import MIN_INTERVAL_S, SUFFIX, Recorder
+from kvreshard.testing.small import request
+from kvreshard.transport.memory import Fault
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, clock: Clock) -> Recorder:
+    return Recorder(tmp_path / "flights", 3, clock, lambda: 1_700_000_000.0 + clock.now_s)
+
+
+@pytest.fixture
+def world(recorder: Recorder) -> World:
+    return make_world(2, 1, recorder=recorder)
+
+
+def records(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "flights").glob(f"*{SUFFIX}"))
+
+
+def fail(world: World, name: str = "d") -> None:
+    world.grant_and_offer()
+    world.faults[-1] = Fault(fail_after_pieces=0)
+    order_load(world, name)
+    world.turn()
+    meet(world)
+    world.turn()
+
+
+def test_a_failed_load_leaves_a_record_that_rebuilds_its_copy_list(world: World, tmp_path: Path) -> None:
+    fail(world)
+    (path,) = records(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    flight = decode_flight(path.read_bytes())
+    assert (flight.request, flight.source_request, flight.rank, flight.failure.kind) == ("d", "r", 0, "transfer")
+    assert {"ordered", "met", "bound", "posted", "transfer failed", "failed"} <= {event.name for event in flight.events}
+    assert flight.src is not None
+    route = compile_route(wire.decode(flight.src.layout), wire.decode(flight.dst.layout), flight.rank)
+    assert summarize(bind(route, from_form(flight.transfer))) == flight.copies
+    assert flight.copies is not None
+    assert flight.copies.rows is not None
+
+
+def test_a_record_holds_no_word_and_no_cached_byte(world: World, tmp_path: Path) -> None:
+    for content in world.src.memory.values():
+        content[:] = 0xA7
+    fail(world)
+    message = records(tmp_path)[0].read_bytes()
+    assert b"\xa7" * 8 not in message
+    assert msgspec.msgpack.encode(WORD) not in message
+    assert b"lease" not in msgspec.json.encode(msgspec.structs.replace(decode_flight(message), events=[]))
+
+
+def test_a_refused_pair_is_recorded_with_both_layouts(world: World, tmp_path: Path) -> None:
+    world.meeting_error.append(LayoutMismatch("fields differ"))
+    for endpoint in world.dst.endpoints.values():
+        assert endpoint._me is not None
+        endpoint._me.refused[REMOTE] = world.src.card()
+    fail(world)
+    flight = decode_flight(records(tmp_path)[0].read_bytes())
+    assert flight.src is not None
+    assert (flight.failure.kind, flight.copies, flight.copies_error) == (
+        "mismatch", None, "the engines were not routed",
+    )  # fmt: skip
+
+
+def test_a_request_that_cannot_be_bound_says_why_there_is_no_list(world: World, tmp_path: Path) -> None:
+    world.grant_and_offer()
+    wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Load("d", REMOTE, LEASE, wanted))
+    world.turn()
+    meet(world)
+    world.turn()
+    flight = decode_flight(records(tmp_path)[0].read_bytes())
+    assert flight.copies is None
+    assert flight.copies_error == flight.failure.text
+
+
+def test_an_aborted_request_is_no_crash(world: World, tmp_path: Path) -> None:
+    order_load(world)
+    world.turn()
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+    world.turn()
+    assert collect(world.dst)[1]["d"].kind == "cancelled"
+    assert records(tmp_path) == []
+
+
+def test_a_quarantined_one_is(world: World, tmp_path: Path) -> None:
+    world.grant_and_offer(ttl_s=1e6)
+    world.faults[-1] = Fault(drop=True)
+    order_load(world)
+    world.turn()
+    meet(world)
+    world.turn()
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+    world.turn()
+    world.clock.now_s += OPTIONS.settle_timeout_s
+    world.turn()
+    flight = decode_flight(records(tmp_path)[0].read_bytes())
+    assert flight.failure.is_quarantined
+    assert [event.name for event in flight.events][-2:] == ["cancelled", "quarantined"]
+
+
+def test_only_the_newest_stay(world: World, clock: Clock, tmp_path: Path) -> None:
+    for number in range(5):
+        clock.now_s += MIN_INTERVAL_S
+        fail(world, f"d{number}")
+    assert [decode_flight(path.read_bytes()).request for path in records(tmp_path)] == ["d2", "d3", "d4"]
+    assert [path for path in (tmp_path / "flights").iterdir() if path not in records(tmp_path)] == []
+
+
+def test_a_storm_leaves_one_record_and_a_count(
+    world: World, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        fail(world, f"d{number}")
+    assert len(records(tmp_path)) == 1
+    clock.now_s += MIN_INTERVAL_S
+    fail(world, "later")
+    assert len(records(tmp_path)) == 2
+    assert "(4 failures since the last record left none)" in caplog.text
+
+
+def test_a_directory_that_is_gone_is_a_line_in_the_log(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "flights").rmdir()
+    with caplog.at_level(logging.WARNING):
+        fail(world)
+    assert collect(world.dst)[1]["d"].kind == "transfer"
+    assert "no flight record was written" in caplog.text
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvReshardError, match=r"flight_recorder_dir '.*' cannot be made"):
+        Recorder(tmp_path / "file" / "flights", 3)
+
+
+def test_a_request_id_cannot_lead_out_of_the_directory(world: World, tmp_path: Path) -> None:
+    fail(world, "../../../" + "x" * 500)
+    (path,) = records(tmp_path)
+    assert path.parent == tmp_path / "flights"
+    assert len(path.name) < 255
+
+
+@pytest.fixture
+def good(world: World, tmp_path: Path) -> bytes:
+    fail(world)
+    return records(tmp_path)[0].read_bytes()
+
+
+def test_truncations_and_later_versions_are_refused(good: bytes) -> None:
+    flight = decode_flight(good)
+    for length in range(0, len(good), 7):
+        with pytest.raises(WireError):
+            decode_flight(good[:length])
+    with pytest.raises(WireError, match="version 2; this command reads versions 1 to 1"):
+        decode_flight(msgspec.msgpack.encode(msgspec.structs.replace(flight, version=2)))
+    with pytest.raises(WireError, match=r"'other', not a 'kvreshard\.flight'"):
+        decode_flight(msgspec.msgpack.encode(msgspec.structs.replace(flight, form="other")))
+
+
+@given(noise=st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_flight(noise)
+
+
+def test_a_long_copy_list_is_left_out_and_its_digest_stays(good: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = decode_flight(good)
+    monkeypatch.setattr(form, "MAX_FLIGHT_BYTES", len(good) - 1)
+    shorter = decode_flight(encode_flight(flight))
+    assert shorter.copies is not None
+    assert flight.copies is not None
+    assert (shorter.copies.rows, shorter.copies.digest) == (None, flight.copies.digest)
+    monkeypatch.setattr(form, "MAX_FLIGHT_BYTES", 100)
+    with pytest.raises(WireError, match="more than 100 are not written"):
+        encode_flight(flight)
+
+
+def test_events_are_a_ring() -> None:
+    clock = Clock()
+    events = Events(clock)
+    for number in range(MAX_EVENTS + 5):
+        clock.now_s += 1.0
+        events.add(str(number), "x" * (MAX_TEXT + 1))
+    kept = events.list()
+    assert (len(kept), events.num_forgotten, kept[0].name, kept[0].at_s) == (MAX_EVENTS, 5, "5", 6.0)
+    assert len(kept[0].text) == MAX_TEXT
