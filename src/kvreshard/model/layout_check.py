@@ -48,23 +48,36 @@ def check_layout(layout: EngineLayout) -> None:
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    checked: dict[tuple[Field, Geometry], Int64s] = {}
+    checked: dict[tuple[int, Geometry], Int64s] = {}
+    numbers: dict[tuple[object, ...], int] = {}
+    shapes = {
+        field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+        for field in layout.fields
+    }
     disjoint: set[tuple[object, ...]] = set()
+    slabs_checked: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Slab, ...]] = {}
     for rank in layout.ranks:
         _check_rank_names(layout, rank)
-        _check_slabs(rank, pages_of_pool)
+        place = (id(rank.slabs), tuple((region.name, region.size_bytes) for region in rank.regions))
+        if place not in slabs_checked:
+            _check_slabs(rank, pages_of_pool)
+            slabs_checked[place] = rank.slabs  # kept, so that the identity stays its own
         by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
+        seen: dict[tuple[int, int], Int64s] = {}
         for shard in rank.shards:
-            field = layout.field_by_name[shard.field]
-            group = layout.group_by_name[shard.geometry.group]
-            anonymous = Field("any", field.axes, field.element_bytes, field.encoding)
-            runs = checked.get((anonymous, shard.geometry))
+            shape = shapes[shard.field]
+            # Geometries are shared by identity mostly: hashing their axes anew for each layer is what would cost.
+            runs = seen.get((id(shard.geometry), shape))
             if runs is None:
-                where = f"rank {rank.rank}, field '{field.name}'"
-                _check_geometry(where, field, shard.geometry, group)
-                runs = page_runs(where, field, shard.geometry)
-                checked[anonymous, shard.geometry] = runs
-            by_group[group.name].append((shard, runs))
+                runs = checked.get((shape, shard.geometry))
+                if runs is None:
+                    field = layout.field_by_name[shard.field]
+                    where = f"rank {rank.rank}, field '{field.name}'"
+                    _check_geometry(where, field, shard.geometry, layout.group_by_name[shard.geometry.group])
+                    runs = page_runs(where, field, shard.geometry)
+                    checked[shape, shard.geometry] = runs
+                seen[id(shard.geometry), shape] = runs
+            by_group[shard.geometry.group].append((shard, runs))
         for name, members in by_group.items():
             _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
             _check_disjoint(rank, members, disjoint)
@@ -238,19 +251,29 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s
         place: np.array(sorted((s.offset_bytes, s.offset_bytes + s.page_bytes) for s in found), dtype=np.int64)
         for place, found in by_place.items()
     }
+    alike: defaultdict[tuple[int, str, int], list[tuple[Shard, Int64s]]] = defaultdict(list)
     for shard, runs in members:
-        table = sorted_places.get((shard.region, shard.geometry.page_stride_bytes))
-        starts, stops = runs[:, 0] + shard.offset_bytes, runs[:, 1] + shard.offset_bytes
-        inside = table is not None
-        if table is not None:
-            found = np.searchsorted(table[:, 0], starts, side="right") - 1
-            inside = bool((found >= 0).all() and (stops <= table[found, 1]).all())
-        if not inside:
+        alike[id(runs), shard.region, shard.geometry.page_stride_bytes].append((shard, runs))
+    for (_, region, stride), found in alike.items():
+        runs = found[0][1]
+        offsets = np.array([shard.offset_bytes for shard, _ in found], dtype=np.int64)[:, None]
+        outside = _outside(sorted_places.get((region, stride)), offsets + runs[:, 0], offsets + runs[:, 1])
+        if outside.any():
+            shard = found[int(np.flatnonzero(outside)[0])][0]
+            low, high = shard.offset_bytes + int(runs[:, 0].min()), shard.offset_bytes + int(runs[:, 1].max())
             raise LayoutError(
-                f"rank {rank.rank}, field '{shard.field}': bytes [{int(starts.min())}, {int(stops.max())}) of page 0 in "
-                f"region '{shard.region}' with page stride {shard.geometry.page_stride_bytes} lie outside the slabs of "
+                f"rank {rank.rank}, field '{shard.field}': bytes [{low}, {high}) of page 0 in "
+                f"region '{region}' with page stride {stride} lie outside the slabs of "
                 f"pool '{pool}'; check its offset, strides and page size"
             )
+
+
+def _outside(slabs: Int64s | None, starts: Int64s, stops: Int64s) -> NDArray[np.bool_]:
+    """Per shard (row of `starts` and `stops`, shape (n, runs)): whether one of its runs lies in no slab, whole."""
+    if slabs is None:
+        return np.ones(len(starts), dtype=bool)
+    place = np.searchsorted(slabs[:, 0], starts.reshape(-1), side="right").reshape(starts.shape) - 1
+    return ((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)
 
 
 def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], seen: set[tuple[object, ...]]) -> None:
