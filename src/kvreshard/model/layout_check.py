@@ -273,7 +273,8 @@ def _outside(slabs: Int64s | None, starts: Int64s, stops: Int64s) -> NDArray[np.
     if slabs is None:
         return np.ones(len(starts), dtype=bool)
     place = np.searchsorted(slabs[:, 0], starts.reshape(-1), side="right").reshape(starts.shape) - 1
-    return ((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)
+    outside: NDArray[np.bool_] = ((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)
+    return outside
 
 
 def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], seen: set[tuple[object, ...]]) -> None:

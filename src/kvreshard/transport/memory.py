@@ -26,6 +26,7 @@ import numpy as np
 from kvreshard.transport.base import (
     Copies,
     Direction,
+    FramedCopies,
     MemoryRegion,
     Notification,
     Transfer,
@@ -258,12 +259,16 @@ class MemoryTransport:
                 if entry.owner is self and entry.transfer.peer == name:
                     entry.removed = True
 
-    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
+    def post(
+        self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
+    ) -> Transfer:
         """See `Transport.post`."""
         with self._open() as table:
             target, remote_table = self._peer(peer)
             if notify is not None:
                 check_payload(notify)
+            if isinstance(copies, FramedCopies):
+                copies = copies.flat()
             table.locate("local", copies.local_address, copies.length_bytes)
             remote_table.locate(f"remote of {peer!r}", copies.remote_address, copies.length_bytes)
             transfer = Transfer(peer, direction, copies, self._clock)

@@ -44,6 +44,9 @@ class Slice:
     remote_kind: str
     cost_bytes: int
 
+    def __len__(self) -> int:
+        return len(self.local)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
