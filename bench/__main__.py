@@ -15,13 +15,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import rows_bind, rows_handshake, rows_transfer
+from bench import rows_bind, rows_growth, rows_handshake, rows_model, rows_session, rows_transfer, rows_ttft
 from bench.results import Result, machine, save, show, skipped
 
 ROWS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "a": rows_handshake.run,
     "b": rows_bind.run,
     "c": rows_transfer.run,
+    "d": rows_session.run,
+    "e": rows_growth.run,
+    "f": rows_ttft.run,
+    "m": rows_model.run,
 }
 HERE = Path(__file__).parent
 
@@ -38,7 +42,9 @@ def main() -> None:
         try:
             for result in ROWS[row](full):
                 results.append(result)
-                console.print(f"{result.row}: {result.name}: {result.ratio if result.ratio is None else round(result.ratio, 2)}")
+                console.print(
+                    f"{result.row}: {result.name}: {result.ratio if result.ratio is None else round(result.ratio, 2)}"
+                )
         except Exception as error:  # noqa: BLE001  the other rows are worth having
             console.print_exception()
             failed = True

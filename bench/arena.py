@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.shapes import total_bytes
 from kvreshard.kinds.assemble import relocate
@@ -34,6 +33,8 @@ from kvreshard.transport.nixl import NixlOptions, NixlTransport, load_nixl
 from kvreshard.transport.regions import decode_metadata
 
 STAGING_BYTES = 64 << 20
+# So many copies are compared one by one, more of them by index.
+MAX_SLICED = 4096
 ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
 
 
@@ -48,15 +49,23 @@ class Arena:
         dst_bytes = total_bytes(dst, dst_rank)
         self._close = contextlib.ExitStack()
         self.sources = self._close.enter_context(ProcessRanks(len(src_ranks), src_bytes, environment=ENVIRONMENT))
-        self._map = mmap.mmap(-1, dst_bytes + STAGING_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+        self._map = mmap.mmap(
+            -1,
+            dst_bytes + STAGING_BYTES,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000),
+        )
         self.memory = np.frombuffer(self._map, dtype=np.uint8)
         self.address, self._dst_bytes = int(self.memory.ctypes.data), dst_bytes
         self.memory[dst_bytes::4096] = 1  # an engine's buffer is resident
         self.transport = NixlTransport("bench", NixlOptions())
         self._close.callback(self.transport.close)
-        self.transport.register([MemoryRegion(self.address, dst_bytes), MemoryRegion(self.address + dst_bytes, STAGING_BYTES)])
+        self.transport.register(
+            [MemoryRegion(self.address, dst_bytes), MemoryRegion(self.address + dst_bytes, STAGING_BYTES)]
+        )
         api = load_nixl()
-        self.plain: Any = api.nixl_agent(f"plain-{os.getpid()}-{id(self):x}", api.nixl_agent_config(enable_prog_thread=False))
+        self.plain: Any = api.nixl_agent(
+            f"plain-{os.getpid()}-{id(self):x}", api.nixl_agent_config(enable_prog_thread=False)
+        )
         self.plain.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
         self.metadata = {
             rank: self.sources.served(number, ask.Metadata()).data for number, rank in enumerate(src_ranks)
@@ -75,7 +84,8 @@ class Arena:
     def _relocated(self, layout: EngineLayout, real: dict[int, int]) -> EngineLayout:
         """Ranks that do not take part keep made-up addresses."""
         addresses = {
-            rank.rank: {region.name: real.get(rank.rank, region.address) for region in rank.regions} for rank in layout.ranks
+            rank.rank: {region.name: real.get(rank.rank, region.address) for region in rank.regions}
+            for rank in layout.ranks
         }
         return relocate(layout, addresses)
 
@@ -108,7 +118,8 @@ class Arena:
             rng = np.random.default_rng(seed + number)
             memory = self.sources.memory(number)
             for low, high in self._ranges(self.src, rank, request.src_tables):
-                memory[low:high] = rng.integers(0, 256, high - low, dtype=np.uint8)
+                words = rng.integers(0, 1 << 64, (high - low) // 8 + 1, dtype=np.uint64)
+                memory[low:high] = words.view(np.uint8)[: high - low]
 
     def wipe(self, request: Request) -> None:
         """Overwrite the pages that a request has here."""
@@ -127,23 +138,34 @@ class Arena:
     def check_arrived(self, route: Route, request: Request) -> int:
         """Compare every byte that the route copies with its source, one by one; how many. Raises AssertionError."""
         checked = 0
-        for copies in bind(route, request):
+        for copies in bind(route, request, max_copies=1 << 15):
             number = self.src_ranks.index(copies.src_rank)
-            source, base = self.sources.memory(number), self.sources.address(number)
-            lengths = np.unique(copies.length).tolist()
-            for length in lengths:
-                chosen = copies.length == length
-                for start in range(0, int(chosen.sum()), max(1, (32 << 20) // length)):
-                    part = slice(start, start + max(1, (32 << 20) // length))
-                    reach = np.arange(length)
-                    there = source[(copies.src_address[chosen][part] - base)[:, None] + reach]
-                    here = self.memory[(copies.dst_address[chosen][part] - self.address)[:, None] + reach]
+            src = copies.src_address - self.sources.address(number)
+            dst, source, memory = copies.dst_address - self.address, self.sources.memory(number), self.memory
+            if len(src) <= MAX_SLICED:
+                for low, to, length in zip(src.tolist(), dst.tolist(), copies.length.tolist(), strict=True):
+                    assert np.array_equal(source[low : low + length], memory[to : to + length]), (
+                        "bytes differ from their source"
+                    )
+                checked += copies.num_bytes
+                continue
+            unit = 8 if not ((src | dst | copies.length) & 7).any() else 1
+            words = (
+                source[: len(source) // unit * unit].view(f"u{unit}"),
+                memory[: len(memory) // unit * unit].view(f"u{unit}"),
+            )
+            for length in np.unique(copies.length).tolist():
+                chosen = np.flatnonzero(copies.length == length)
+                reach, step = np.arange(length // unit), max(1, (4 << 20) // length)
+                for part in (chosen[low : low + step] for low in range(0, len(chosen), step)):
+                    there = words[0][(src[part] // unit)[:, None] + reach]
+                    here = words[1][(dst[part] // unit)[:, None] + reach]
                     assert np.array_equal(there, here), "bytes differ from their source"
-                    checked += there.size
+                checked += length * len(chosen)
         return checked
 
     @staticmethod
-    def _ranges(layout: EngineLayout, rank: int, tables: "dict[str, PageTable] | Any") -> Iterator[tuple[int, int]]:
+    def _ranges(layout: EngineLayout, rank: int, tables: Mapping[str, PageTable]) -> Iterator[tuple[int, int]]:
         """Byte ranges of the rank's memory in which the tables' pages lie, runs of pages joined."""
         pages = np.unique(np.concatenate([table.pages for table in tables.values()]))
         starts = np.flatnonzero(np.concatenate([[True], np.diff(pages) > 1]))
@@ -152,6 +174,3 @@ class Arena:
             for first, last in zip(pages[starts].tolist(), pages[ends - 1].tolist(), strict=True):
                 low = slab.offset_bytes + first * slab.page_stride_bytes
                 yield low, slab.offset_bytes + last * slab.page_stride_bytes + slab.page_bytes
-
-
-Bytes = NDArray[np.uint8]

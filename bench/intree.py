@@ -179,14 +179,22 @@ class InTree:
     def forget(self) -> None:
         """Give back everything that `meet` made, so that it can be measured again."""
         worker = self.worker
-        for handles in (worker.dst_xfer_side_handles.pop(ENGINE, {}).values(), *worker.src_xfer_handles_by_tp_ratio.values()):
+        for handles in (
+            worker.dst_xfer_side_handles.pop(ENGINE, {}).values(),
+            *worker.src_xfer_handles_by_tp_ratio.values(),
+        ):
             for handle in handles:
                 self.agent.release_dlist_handle(handle)
         worker.src_xfer_handles_by_tp_ratio.clear()
         for agent in worker._remote_agents.pop(ENGINE, {}).values():
             self.agent.remove_remote_agent(agent)
         worker.transfer_topo.unregister_remote_engine(ENGINE)
-        for of in (worker.tp_mappings, worker.dst_num_blocks, worker.dst_region_num_blocks, worker.dst_region_group_ids):
+        for of in (
+            worker.tp_mappings,
+            worker.dst_num_blocks,
+            worker.dst_region_num_blocks,
+            worker.dst_region_group_ids,
+        ):
             of.pop(ENGINE, None)
 
     def read(self, src_tables: Sequence[Sequence[int]], dst_tables: Sequence[Sequence[int]], post: bool) -> list[Any]:

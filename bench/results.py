@@ -39,7 +39,15 @@ class Result:
 
 
 def compared(
-    row: str, name: str, found: Comparison, bar: str, at_least: float | None, *, cpu: bool, low: bool = False, **details: Any
+    row: str,
+    name: str,
+    found: Comparison,
+    bar: str,
+    at_least: float | None,
+    *,
+    cpu: bool,
+    low: bool = False,
+    **details: Any,
 ) -> Result:
     """A comparison as a result. The bar is on the median, or with `low` on the interval's lower bound."""
     ratio, bottom, top = found.cpu_ratio if cpu else found.wall_ratio
@@ -62,7 +70,9 @@ def machine() -> dict[str, Any]:
     model = ""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        lines = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        lines = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         model = lines[0] if lines else ""
     versions = {}
     for package in ("kvreshard", "numpy", "nixl", "nixl-cu12", "vllm", "torch", "mooncake-transfer-engine-non-cuda"):

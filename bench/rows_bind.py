@@ -47,7 +47,9 @@ def _shape(shape: Shape, full: bool) -> Iterator[Result]:
     lengths = LENGTHS[full]
     src, dst = shape.layouts(pool_for(shape, lengths[-1]))
     first = compile_route(src, dst, 0)
-    with Arena(src, dst, 0, first.src_ranks) as arena:
+    # In-tree meets every source rank of its share, also those that it only notifies.
+    met = range(max(1, shape.pair.src_tp // shape.pair.dst_tp))
+    with Arena(src, dst, 0, sorted({*first.src_ranks, *met})) as arena:
         route = compile_route(arena.src, arena.dst, 0)
         mover, prepared = arena.mover(), Prepared(arena)
         intree = InTree(shape.pair, arena.dst, 0, arena.plain, arena.address)
@@ -75,7 +77,7 @@ def _shape(shape: Shape, full: bool) -> Iterator[Result]:
                 found = compare(
                     lambda: prepared.prepare(route, wanted),  # noqa: B023 (called here)
                     lambda: intree.read(*tables, post=False),  # noqa: B023
-                    pairs=31 if num_tokens <= 8192 else 11, budget_s=6 if full else 2.5, between=release,
+                    pairs=31 if num_tokens <= 8192 else 11, budget_s=6 if full else 1.0, between=release,
                 )  # fmt: skip
                 release()
                 yield compared(

@@ -48,7 +48,11 @@ class Case:
 
 def _llama(src_tp: int, dst_tp: int) -> Shape:
     return Shape(
-        f"Llama-3.1-70B HND TP {src_tp} -> {dst_tp}", LLAMA, f"tp={src_tp},order=HND", f"tp={dst_tp},order=HND", Pair(8, src_tp, dst_tp, 16)
+        f"Llama-3.1-70B HND TP {src_tp} -> {dst_tp}",
+        LLAMA,
+        f"tp={src_tp},order=HND",
+        f"tp={dst_tp},order=HND",
+        Pair(8, src_tp, dst_tp, 16),
     )
 
 
@@ -100,9 +104,11 @@ def _beside_intree(case: Case, full: bool) -> Result:
         def theirs() -> None:
             intree.wait(intree.read(*tables, post=True))
 
-        checked = [_checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))]
+        checked = [
+            _checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))
+        ]
         found = compare(
-            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 9, budget_s=30 if full else 12
+            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 9, budget_s=30 if full else 6
         )
         return compared(
             ROW, f"{shape.name}, {num_tokens // 1024}k tokens, {case.table}", found, case.bar, case.at_least, cpu=False, low=case.low,
@@ -123,7 +129,7 @@ def _two_ways(
     arena.fill(wanted)
     works = [lambda m=m, r=r: pull(m, r, wanted, arena.dst) for m, r in zip(movers, (ours, theirs), strict=True)]
     checked = [_checked(arena, ours, wanted, work) for work in works]
-    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 12), checked[0]
+    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 6), checked[0]
 
 
 def _head_split(full: bool) -> Iterator[Result]:
@@ -167,7 +173,7 @@ def _relayout_case(name: str, changed: Shape, plain: Shape, num_tokens: int, tab
             one.fill(wanted)
             works.append(lambda m=mover, r=route, w=wanted, d=one.dst: pull(m, r, w, d))
             checked = _checked(one, route, wanted, works[-1])
-        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 12)
+        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 6)
         return compared(
             ROW, f"Llama-3.1-70B {name}, 8k tokens, {table}, beside the same bytes unchanged", found, "0.5", 0.5, cpu=False,
             checked_bytes=checked,
@@ -198,7 +204,7 @@ def _raw(full: bool) -> Iterator[Result]:
             pull(mover, route, wanted, arena.dst)
 
         checked = [_checked(arena, route, wanted, work) for work in (raw, ours)]
-        found = compare(ours, raw, pairs=21 if full else 11, budget_s=20 if full else 10)
+        found = compare(ours, raw, pairs=21 if full else 11, budget_s=20 if full else 6)
         yield compared(
             ROW, f"{shape.name}, 8k tokens, fresh, beside raw NIXL with one descriptor per region", found, "0.95 of it", 0.95, cpu=False,
             checked_bytes=checked[0], plain_copy_ms=time_plain_copy(checked[0]) * 1e3, gb_per_s=checked[0] / found.ours.wall_s / 1e9,
@@ -213,5 +219,3 @@ def _one_per_region(arena: Arena, first_page: int, num_pages: int) -> tuple[Any,
         rows = [[base + s.offset_bytes + first_page * s.page_stride_bytes, num_pages * s.page_bytes, 0] for s in slabs]
         sides.append(np.array(rows, dtype=np.uint64))
     return sides[0], sides[1]
-
-

@@ -18,7 +18,8 @@ from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 
-SPARE = 5 / 4
+# Random pages of a pool that is nearly full would be neighbours again.
+SPARE = 4
 
 
 @dataclass(frozen=True, slots=True)

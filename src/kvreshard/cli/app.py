@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvreshard import __version__
+from kvreshard.cli.bench import bench
 from kvreshard.cli.describe import describe
 from kvreshard.cli.models import models
 from kvreshard.cli.plan import plan
@@ -101,5 +102,5 @@ def _options(
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(_options)
-for command in (verify, plan, describe, models):
+for command in (verify, plan, describe, models, bench):
     app.command()(command)

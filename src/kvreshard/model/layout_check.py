@@ -55,32 +55,52 @@ def check_layout(layout: EngineLayout) -> None:
         for field in layout.fields
     }
     disjoint: set[tuple[object, ...]] = set()
-    slabs_checked: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Slab, ...]] = {}
+    interned: dict[bytes, Int64s] = {}
+    forms: dict[tuple[object, ...], Rank] = {}
     for rank in layout.ranks:
-        _check_rank_names(layout, rank)
-        place = (id(rank.slabs), tuple((region.name, region.size_bytes) for region in rank.regions))
-        if place not in slabs_checked:
+        # Most ranks differ only in what they hold of an axis. What the checks look at beside geometries is a rank's form;
+        # the rank is kept with it, so that identities stay its own.
+        names = (
+            id(rank.slabs),
+            *((region.name, region.size_bytes) for region in rank.regions),
+            *((shard.field, shard.region, shard.offset_bytes, shard.geometry.group) for shard in rank.shards),
+        )
+        if names not in forms:
+            _check_rank_names(layout, rank)
             _check_slabs(rank, pages_of_pool)
-            slabs_checked[place] = rank.slabs  # kept, so that the identity stays its own
-        by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
+            forms[names] = rank
         seen: dict[tuple[int, int], Int64s] = {}
+        members: list[tuple[Shard, Int64s]] = []
         for shard in rank.shards:
-            shape = shapes[shard.field]
             # Geometries are shared by identity mostly: hashing their axes anew for each layer is what would cost.
-            runs = seen.get((id(shard.geometry), shape))
+            known = id(shard.geometry), shapes[shard.field]
+            runs = seen.get(known)
             if runs is None:
-                runs = checked.get((shape, shard.geometry))
+                runs = checked.get((known[1], shard.geometry))
                 if runs is None:
                     field = layout.field_by_name[shard.field]
                     where = f"rank {rank.rank}, field '{field.name}'"
                     _check_geometry(where, field, shard.geometry, layout.group_by_name[shard.geometry.group])
                     runs = page_runs(where, field, shard.geometry)
-                    checked[shape, shard.geometry] = runs
-                seen[id(shard.geometry), shape] = runs
-            by_group[shard.geometry.group].append((shard, runs))
-        for name, members in by_group.items():
-            _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
-            _check_disjoint(rank, members, disjoint)
+                    runs = checked[known[1], shard.geometry] = interned.setdefault(runs.tobytes(), runs)
+                seen[known] = runs
+            members.append((shard, runs))
+        form = (names, *((id(runs), shard.geometry.page_stride_bytes) for shard, runs in members))
+        if form not in forms:
+            _check_places(layout, rank, members, disjoint)
+            forms[form] = rank
+
+
+def _check_places(
+    layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, Int64s]], disjoint: set[tuple[object, ...]]
+) -> None:
+    """Step 4 for one rank."""
+    by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
+    for shard, runs in shards:
+        by_group[shard.geometry.group].append((shard, runs))
+    for name, members in by_group.items():
+        _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
+        _check_disjoint(rank, members, disjoint)
 
 
 def _unique(what: str, names: Iterable[str]) -> None:

@@ -33,8 +33,8 @@ MAX_COPIES_PER_LIST = 1 << 17
 MAX_CODED = 1 << 21
 # A frame costs a transport some calls of its own, worth it from a few dozen pages on.
 MIN_FRAMED_PAGES = 32
-# A joined copy costs about twice a page of a frame, and saves its own overhead on the wire as well.
-MAX_JOINED = 0.25
+# Listing a joined copy costs about three times a page of a frame; NIXL joins neighbouring pages of a frame by itself.
+MAX_JOINED = 0.67
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +67,16 @@ def bind(route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST) 
     return _bind_flat(route, request, max_copies)
 
 
-def bind_pages(route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList | PageCopies]:
-    """The copies of `bind`, with whole pages that have no neighbours left together as `PageCopies`.
+def bind_pages(
+    route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST, min_pages: int = MIN_FRAMED_PAGES
+) -> Iterator[CopyList | PageCopies]:
+    """The copies of `bind`, with whole pages that have no neighbours left together as `PageCopies`, from `min_pages` on.
 
     Listing a copy costs three numbers of eight bytes and a look at each; a page of a frame costs two, whatever the number
     of fields. Raises BindError.
     """
     check_request(route, request)
-    return _bind_framed(route, request, max_copies)
+    return (copies for cut in cut_lanes(route, request) for copies in bind_lane_pages(cut, max_copies, min_pages))
 
 
 def _bind_flat(route: Route, request: Request, max_copies: int) -> Iterator[CopyList]:
@@ -82,14 +84,11 @@ def _bind_flat(route: Route, request: Request, max_copies: int) -> Iterator[Copy
         yield from _bind_lane(cut, max_copies)
 
 
-def _bind_framed(route: Route, request: Request, max_copies: int) -> Iterator[CopyList | PageCopies]:
-    for cut in cut_lanes(route, request):
-        yield from bind_lane_pages(cut, max_copies)
-
-
-def bind_lane_pages(cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList | PageCopies]:
+def bind_lane_pages(
+    cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST, min_pages: int = MIN_FRAMED_PAGES
+) -> Iterator[CopyList | PageCopies]:
     """`bind_pages` of one lane of a checked request."""
-    whole, rest = _take_frame(cut)
+    whole, rest = _take_frame(cut, min_pages)
     if whole is not None:
         yield whole
     yield from _bind_lane(replace(cut, pieces=rest), max_copies)
@@ -117,14 +116,14 @@ def cut_lanes(route: Route, request: Request) -> Iterator[CutLane]:
         yield CutLane(lane, known[key], src, dst)
 
 
-def _take_frame(cut: CutLane) -> tuple[PageCopies | None, Pieces]:
+def _take_frame(cut: CutLane, min_pages: int) -> tuple[PageCopies | None, Pieces]:
     """The pieces that are a whole page on both sides as page copies, unless joining pages leaves far fewer; and the rest."""
     lane, pieces, src, dst = cut.lane, cut.pieces, cut.src, cut.dst
     size = lane.src_span.indices
-    if len(pieces.length) < MIN_FRAMED_PAGES or size != lane.dst_span.indices:
+    if len(pieces.length) < min_pages or size != lane.dst_span.indices:
         return None, pieces
     frame, is_whole = lane.frame((0, 0, size)), pieces.length == size
-    if frame is None or np.count_nonzero(is_whole) < MIN_FRAMED_PAGES:
+    if frame is None or np.count_nonzero(is_whole) < min_pages:
         return None, pieces
     whole = pieces if is_whole.all() else select(pieces, is_whole)
     same = np.zeros(1, dtype=np.int64)
@@ -160,8 +159,10 @@ def cut_pieces(lane: Lane, intervals: Iterable[Tokens]) -> Pieces:
     src_size, dst_size = lane.src_span.indices, lane.dst_span.indices
     lows, highs = [], []
     for start, stop in _index_ranges(lane, intervals):
-        inner = [np.arange(-(-start // size), -(-stop // size), dtype=np.int64) * size for size in {src_size, dst_size}]
-        edges = np.unique(np.concatenate([np.array([start, stop], dtype=np.int64), *inner]))
+        sizes = {src_size, dst_size}
+        inner = [np.arange(start // size + 1, -(-stop // size), dtype=np.int64) * size for size in sizes]
+        ends = [np.array([start]), *inner, np.array([stop])]
+        edges = np.concatenate(ends) if len(sizes) == 1 else np.unique(np.concatenate(ends))
         lows.append(edges[:-1])
         highs.append(edges[1:])
     low = np.concatenate(lows) if lows else np.zeros(0, dtype=np.int64)
@@ -203,14 +204,18 @@ def distinct_overlaps(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64
     """The distinct overlaps, and for each piece which of them it is."""
     if not len(pieces.length):
         return [], pieces.length
-    table = np.stack([pieces.src_low, pieces.dst_low, pieces.length], axis=1)
+    first = (int(pieces.src_low[0]), int(pieces.dst_low[0]), int(pieces.length[0]))
+    columns = (pieces.src_low, pieces.dst_low, pieces.length)
+    if all((column == value).all() for column, value in zip(columns, first, strict=True)):
+        return [first], np.zeros(len(pieces.length), dtype=np.int64)
+    table = np.stack(columns, axis=1)
     scale = int(table.max()) + 1
     if scale > MAX_CODED:
         distinct, which = np.unique(table, axis=0, return_inverse=True)
         return [(int(a), int(b), int(c)) for a, b, c in distinct], which.reshape(-1)
     code = (table[:, 0] * scale + table[:, 1]) * scale + table[:, 2]
-    _, first, which = np.unique(code, return_index=True, return_inverse=True)
-    return [(int(a), int(b), int(c)) for a, b, c in table[first]], which.reshape(-1)
+    _, found, which = np.unique(code, return_index=True, return_inverse=True)
+    return [(int(a), int(b), int(c)) for a, b, c in table[found]], which.reshape(-1)
 
 
 def _page_runs(

@@ -14,7 +14,7 @@ Refused with BindError, before anything moves: what `bind` refuses, and a page t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,13 +56,15 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0) -> ReadPl
     return ReadPlan(tuple(direct), tuple(batches))
 
 
-def is_staging_cheaper(cut: CutLane, copies: Iterable[CopyList | PageCopies], staging_bytes: int) -> bool:
+def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList | PageCopies], staging_bytes: int) -> bool:
     """Whether the lane's cost model prefers staging to these copies, for this request."""
     lane, model = cut.lane, cut.lane.choice.model if cut.lane.choice is not None else None
     if model is None:
         return False
-    num_copies = sum(one.num_copies for one in copies)
+    num_copies = sum(one.num_joined_copies if isinstance(one, PageCopies) else one.num_copies for one in copies)
     num_bytes = sum(one.num_bytes for one in copies)
+    if num_copies * model.copy_s <= num_bytes / model.move_bytes_per_s:
+        return False  # moving the bytes once more costs all that staging could save
     num_reads, num_read_bytes, num_runs, longest = 0, 0, 0, 0
     overlaps, which = distinct_overlaps(cut.pieces)
     counts = np.bincount(which, minlength=len(overlaps))
@@ -86,4 +88,3 @@ def is_staging_cheaper(cut: CutLane, copies: Iterable[CopyList | PageCopies], st
     if longest > staging_bytes:
         return False
     return model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes) < model.direct_s(num_copies, num_bytes)
-

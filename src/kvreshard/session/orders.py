@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvreshard.model.tables import Request
+from kvreshard.plan.cost import CostModel
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
@@ -135,6 +136,7 @@ class EndpointOptions:
         heartbeat_s: between renewals of the leases of requests that wait.
         retry_s: how long a peer that could not be met is not asked again.
         allow_mismatch: facts of the engine cards that may differ.
+        cost: what copies cost here, to choose between reading directly and through staging.
     """
 
     handshake_timeout_s: float = 30.0
@@ -143,3 +145,4 @@ class EndpointOptions:
     heartbeat_s: float = 5.0
     retry_s: float = 5.0
     allow_mismatch: tuple[str, ...] = ()
+    cost: CostModel = CostModel()  # noqa: RUF009 (frozen)

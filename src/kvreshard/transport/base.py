@@ -216,11 +216,14 @@ class FramedCopies:
     remote_page: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        sides = (("local", self.local_page, self.frame.local_count), ("remote", self.remote_page, self.frame.remote_count))
+        sides = (
+            ("local", self.local_page, self.frame.local_count),
+            ("remote", self.remote_page, self.frame.remote_count),
+        )
         if self.local_page.shape != self.remote_page.shape or self.local_page.ndim != 1:
             raise TransportError(f"{self.local_page.shape} local pages for {self.remote_page.shape} remote ones")
         for name, page, count in sides:
-            if len(page) and not (0 <= int(page.min()) and int(page.max()) < count):
+            if len(page) and not (int(page.min()) >= 0 and int(page.max()) < count):
                 raise TransportError(
                     f"{name} pages from {int(page.min())} to {int(page.max())}, but the frame has [0, {count})"
                 )
@@ -256,7 +259,9 @@ def _as_uint64(name: str, values: ArrayLike) -> Addresses:
         )
     if array.dtype.kind == "i" and (array < 0).any():
         raise TransportError(f"{name} holds {int(array.min())}; addresses and lengths are not negative")
-    view = np.ascontiguousarray(array, dtype=np.uint64).view()
+    # No number is negative here: eight bytes mean the same in both kinds, and need no copy.
+    whole = array.view(np.uint64) if array.dtype == np.int64 else array
+    view = np.ascontiguousarray(whole, dtype=np.uint64).view()
     view.flags.writeable = False
     return view
 
@@ -281,7 +286,9 @@ class Transfer:
         "direction", "num_bytes", "num_descriptors", "peer",
     )  # fmt: skip
 
-    def __init__(self, peer: str, direction: Direction, copies: Copies | FramedCopies, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, peer: str, direction: Direction, copies: Copies | FramedCopies, clock: Callable[[], float]
+    ) -> None:
         self.peer = peer
         self.direction = direction
         self.num_bytes = copies.num_bytes

@@ -33,6 +33,7 @@ from kvreshard.transport.base import (
     TransportError,
     check_payload,
 )
+from kvreshard.transport.frames import place
 from kvreshard.transport.refusals import check_new_peer, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 
@@ -268,6 +269,7 @@ class MemoryTransport:
             if notify is not None:
                 check_payload(notify)
             if isinstance(copies, FramedCopies):
+                place(copies.frame, table, remote_table, f"remote of {peer!r}")
                 copies = copies.flat()
             table.locate("local", copies.local_address, copies.length_bytes)
             remote_table.locate(f"remote of {peer!r}", copies.remote_address, copies.length_bytes)

@@ -177,9 +177,7 @@ class _NixlAgent:
         with _told_as(f"could not post {len(piece)} pieces"):
             if isinstance(piece, FrameSlice):
                 local, remote = self._prepared_lists(peer, piece.frame, piece.place)
-                request = agent.make_prepped_xfer(
-                    direction.name, local, piece.local_index, remote, piece.remote_index
-                )
+                request = agent.make_prepped_xfer(direction.name, local, piece.local_index, remote, piece.remote_index)
             else:
                 local = agent.get_xfer_descs(piece.local, _SEGMENTS[piece.local_kind])
                 remote = agent.get_xfer_descs(piece.remote, _SEGMENTS[piece.remote_kind])

@@ -9,11 +9,14 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvreshard.model import KvReshardError
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.orders import EndpointOptions
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         staging_bytes: size of the staging buffer of each rank; 0 reads everything directly.
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
+        cost_model: a file of `kvreshard bench --calibrate`, whose constants for this host are used if it has any.
         backend: NIXL's plugin. backend_params: its parameters.
     """
 
@@ -60,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     staging_bytes: int = 64 * 1024 * 1024
     lease_slots: int = 1 << 16
     allow_mismatch: tuple[str, ...] = ()
+    cost_model: str | None = None
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
 
@@ -81,7 +86,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             heartbeat_s=self.kv_lease_duration / 6,
             retry_s=self.retry_s,
             allow_mismatch=self.allow_mismatch,
+            cost=self.cost,
         )
+
+    @property
+    def cost(self) -> CostModel:
+        """The constants of this host. Raises KvReshardError for a file that is not one of constants."""
+        found = load_constants(Path(self.cost_model), host_facts()) if self.cost_model is not None else None
+        return found or CostModel()
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
