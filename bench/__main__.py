@@ -15,7 +15,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import rows_bind, rows_growth, rows_handshake, rows_model, rows_session, rows_transfer, rows_ttft
+from bench import (
+    rows_bind,
+    rows_growth,
+    rows_handshake,
+    rows_model,
+    rows_mooncake,
+    rows_session,
+    rows_transfer,
+    rows_ttft,
+)
 from bench.results import Result, machine, save, show, skipped
 
 ROWS: dict[str, Callable[[bool], Iterator[Result]]] = {
@@ -25,6 +34,7 @@ ROWS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "d": rows_session.run,
     "e": rows_growth.run,
     "f": rows_ttft.run,
+    "g": rows_mooncake.run,
     "m": rows_model.run,
 }
 HERE = Path(__file__).parent
