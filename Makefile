@@ -4,6 +4,8 @@
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 VLLM_PYTEST := .venv-vllm/bin/python -m pytest
+# Rows beside vLLM's own connector run where its environment is (`scripts/venv vllm` makes it), and say so where it is not.
+BENCH_PY := $(if $(wildcard .venv-vllm/bin/python),.venv-vllm/bin/python,$(PY))
 export PYTHON
 
 # A run must not depend on what else lies on the caller's path.
@@ -50,11 +52,11 @@ format: ## rewrite the sources the way `make check` wants them
 	@$(PY) -m ruff check --fix --exit-zero --quiet .
 	@$(PY) -m ruff format .
 
-bench: ## what the planner costs
-	@scripts/venv run
-	@set -e; found=; for file in bench/bench_*.py; do \
-	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file" $(ARGS); done; \
-	  [ -n "$$found" ] || echo "bench: no benchmarks yet"
+bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), raw NIXL and a plain copy; BENCH=full for all of it
+	@scripts/venv bench
+	@OMP_NUM_THREADS=1 $(BENCH_PY) -m bench $(ARGS)
+	@$(PY) -m bench.plots
+	@if [ "$$BENCH" = full ]; then for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done; fi
 
 mutants: ## break the code in many ways; every one must fail a test (some ten minutes)
 	@scripts/venv test

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvreshard import __version__
+from kvreshard.cli.bench import bench
 from kvreshard.cli.describe import describe
 from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
@@ -103,6 +104,6 @@ def _options(
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(_options)
-for command in (verify, plan, describe, models, keys):
+for command in (verify, plan, describe, models, keys, bench):
     app.command()(command)
 app.command("replay")(replay_file)

@@ -136,6 +136,21 @@ class EngineLayout:
         from kvreshard.model.layout_check import check_layout
 
         check_layout(self)
+        _ = self.geometry_numbers  # at birth, once: a peer's layout must not pay for ours
+
+    @cached_property
+    def geometry_numbers(self) -> Mapping[int, int]:
+        """`id(shard.geometry)` -> a number that equal geometries share, whichever object says them.
+
+        Hashing a geometry costs some 15 us, and a plan asks several times per field and rank.
+        """
+        numbers: dict[Geometry, int] = {}
+        found: dict[int, int] = {}
+        for rank in self.ranks:
+            for shard in rank.shards:
+                if id(shard.geometry) not in found:
+                    found[id(shard.geometry)] = numbers.setdefault(shard.geometry, len(numbers))
+        return found
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

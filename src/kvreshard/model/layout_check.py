@@ -54,33 +54,64 @@ def check_layout(layout: EngineLayout) -> None:
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    checked: dict[tuple[Field, Geometry], Int64s] = {}
+    checked: dict[tuple[int, Geometry], Int64s] = {}
+    numbers: dict[tuple[object, ...], int] = {}
+    shapes = {
+        field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+        for field in layout.fields
+    }
     pairs = _Pairs(layout.engine)
     num_runs = 0
+    interned: dict[bytes, Int64s] = {}
+    forms: dict[tuple[object, ...], Rank] = {}
     for rank in layout.ranks:
-        _check_rank_names(layout, rank)
-        _check_slabs(rank, pages_of_pool)
-        by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
+        # Most ranks differ only in what they hold of an axis. What the checks look at beside geometries is a rank's form;
+        # the rank is kept with it, so that identities stay its own.
+        names = (
+            id(rank.slabs),
+            *((region.name, region.size_bytes) for region in rank.regions),
+            *((shard.field, shard.region, shard.offset_bytes, shard.geometry.group) for shard in rank.shards),
+        )
+        if names not in forms:
+            _check_rank_names(layout, rank)
+            _check_slabs(rank, pages_of_pool)
+            forms[names] = rank
+        seen: dict[tuple[int, int], Int64s] = {}
+        members: list[tuple[Shard, Int64s]] = []
         for shard in rank.shards:
-            field = layout.field_by_name[shard.field]
-            group = layout.group_by_name[shard.geometry.group]
-            anonymous = Field("any", field.axes, field.element_bytes, field.encoding)
-            runs = checked.get((anonymous, shard.geometry))
+            # Geometries are shared by identity mostly: hashing their axes anew for each layer is what would cost.
+            known = id(shard.geometry), shapes[shard.field]
+            runs = seen.get(known)
             if runs is None:
-                where = f"rank {rank.rank}, field '{field.name}'"
-                _check_geometry(where, field, shard.geometry, group)
-                num_runs += _count_runs(field, shard.geometry)
-                if num_runs > MAX_RUNS_PER_LAYOUT:
-                    raise LayoutError(
-                        f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate pieces "
-                        "over all its kinds of shards; more are refused"
-                    )
-                runs = page_runs(where, field, shard.geometry)
-                checked[anonymous, shard.geometry] = runs
-            by_group[group.name].append((shard, runs))
-        for name, members in by_group.items():
-            _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
-            _check_disjoint(rank, members, pairs)
+                runs = checked.get((known[1], shard.geometry))
+                if runs is None:
+                    field = layout.field_by_name[shard.field]
+                    where = f"rank {rank.rank}, field '{field.name}'"
+                    _check_geometry(where, field, shard.geometry, layout.group_by_name[shard.geometry.group])
+                    num_runs += _count_runs(field, shard.geometry)
+                    if num_runs > MAX_RUNS_PER_LAYOUT:
+                        raise LayoutError(
+                            f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
+                            "pieces over all its kinds of shards; more are refused"
+                        )
+                    runs = page_runs(where, field, shard.geometry)
+                    runs = checked[known[1], shard.geometry] = interned.setdefault(runs.tobytes(), runs)
+                seen[known] = runs
+            members.append((shard, runs))
+        form = (names, *((id(runs), shard.geometry.page_stride_bytes) for shard, runs in members))
+        if form not in forms:
+            _check_places(layout, rank, members, pairs)
+            forms[form] = rank
+
+
+def _check_places(layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
+    """Step 4 for one rank."""
+    by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
+    for shard, runs in shards:
+        by_group[shard.geometry.group].append((shard, runs))
+    for name, members in by_group.items():
+        _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
+        _check_disjoint(rank, members, pairs)
 
 
 def _unique(what: str, names: Iterable[str]) -> None:
@@ -261,19 +292,30 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s
         place: np.array(sorted((s.offset_bytes, s.offset_bytes + s.page_bytes) for s in found), dtype=np.int64)
         for place, found in by_place.items()
     }
+    alike: defaultdict[tuple[int, str, int], list[tuple[Shard, Int64s]]] = defaultdict(list)
     for shard, runs in members:
-        table = sorted_places.get((shard.region, shard.geometry.page_stride_bytes))
-        starts, stops = runs[:, 0] + shard.offset_bytes, runs[:, 1] + shard.offset_bytes
-        inside = table is not None
-        if table is not None:
-            found = np.searchsorted(table[:, 0], starts, side="right") - 1
-            inside = bool((found >= 0).all() and (stops <= table[found, 1]).all())
-        if not inside:
+        alike[id(runs), shard.region, shard.geometry.page_stride_bytes].append((shard, runs))
+    for (_, region, stride), found in alike.items():
+        runs = found[0][1]
+        offsets = np.array([shard.offset_bytes for shard, _ in found], dtype=np.int64)[:, None]
+        outside = _outside(sorted_places.get((region, stride)), offsets + runs[:, 0], offsets + runs[:, 1])
+        if outside.any():
+            shard = found[int(np.flatnonzero(outside)[0])][0]
+            low, high = shard.offset_bytes + int(runs[:, 0].min()), shard.offset_bytes + int(runs[:, 1].max())
             raise LayoutError(
-                f"rank {rank.rank}, field '{shard.field}': bytes [{int(starts.min())}, {int(stops.max())}) of page 0 in "
-                f"region '{shard.region}' with page stride {shard.geometry.page_stride_bytes} lie outside the slabs of "
+                f"rank {rank.rank}, field '{shard.field}': bytes [{low}, {high}) of page 0 in "
+                f"region '{region}' with page stride {stride} lie outside the slabs of "
                 f"pool '{pool}'; check its offset, strides and page size"
             )
+
+
+def _outside(slabs: Int64s | None, starts: Int64s, stops: Int64s) -> NDArray[np.bool_]:
+    """Per shard (row of `starts` and `stops`, shape (n, runs)): whether one of its runs lies in no slab, whole."""
+    if slabs is None:
+        return np.ones(len(starts), dtype=bool)
+    place = np.searchsorted(slabs[:, 0], starts.reshape(-1), side="right").reshape(starts.shape) - 1
+    outside: NDArray[np.bool_] = ((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)
+    return outside
 
 
 class _Pairs:

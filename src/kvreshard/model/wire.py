@@ -14,6 +14,7 @@ well-formed layout is wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -257,7 +258,7 @@ def _from_wire(body: _Layout) -> EngineLayout:
         groups=tuple(
             Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
         ),
-        ranks=tuple(_rank_from_wire(rank, geometries) for rank in body.ranks),
+        ranks=tuple(_ranks_from_wire(body.ranks, geometries)),
     )
 
 
@@ -270,7 +271,18 @@ def _owned_from_wire(axis: _AxisMap) -> Ownership:
     return Interval(owned.start, owned.stop)
 
 
-def _rank_from_wire(rank: _Rank, geometries: dict[str, Geometry]) -> Rank:
+def _ranks_from_wire(ranks: list[_Rank], geometries: dict[str, Geometry]) -> Iterator[Rank]:
+    """The ranks; those with equal slabs, as most have, share one tuple, which is then made and checked once."""
+    before: list[_Slab] = []
+    slabs: tuple[Slab, ...] = ()
+    for rank in ranks:
+        if rank.slabs != before:
+            before = rank.slabs
+            slabs = tuple(Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs)
+        yield _rank_from_wire(rank, slabs, geometries)
+
+
+def _rank_from_wire(rank: _Rank, slabs: tuple[Slab, ...], geometries: dict[str, Geometry]) -> Rank:
     shards = []
     for shard in rank.shards:
         geometry = geometries.get(shard.geometry)
@@ -283,6 +295,6 @@ def _rank_from_wire(rank: _Rank, geometries: dict[str, Geometry]) -> Rank:
         rank.rank,
         tuple(rank.place.items()),
         tuple(Region(r.name, r.address, r.size_bytes, r.device) for r in rank.regions),
-        tuple(Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs),
+        slabs,
         tuple(shards),
     )

@@ -1,7 +1,7 @@
 """From two layouts to addresses: compile once per pair, bind once per request. Pure; no I/O and no model vocabulary."""
 
-from kvreshard.plan.bind import bind
-from kvreshard.plan.copies import ByteRanges, CopyList
+from kvreshard.plan.bind import bind, bind_pages
+from kvreshard.plan.copies import ByteRanges, CopyList, PageCopies, PageFrame
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.fill import find_unwritten
 from kvreshard.plan.match import match_fields
@@ -12,8 +12,11 @@ __all__ = [
     "CopyList",
     "Election",
     "Lane",
+    "PageCopies",
+    "PageFrame",
     "Route",
     "bind",
+    "bind_pages",
     "compile_route",
     "elect",
     "find_unwritten",

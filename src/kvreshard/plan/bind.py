@@ -15,13 +15,13 @@ Refused with BindError, before anything is moved: see `tables`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.copies import CopyList
+from kvreshard.plan.copies import CopyList, PageCopies
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.request_check import check_request, entries
 from kvreshard.plan.route import Lane, Route, Span
@@ -31,6 +31,10 @@ Int64s = NDArray[np.int64]
 MAX_COPIES_PER_LIST = 1 << 17
 # Three numbers below this one fit an int64 side by side.
 MAX_CODED = 1 << 21
+# A frame costs a transport some calls of its own, worth it from a few dozen pages on.
+MIN_FRAMED_PAGES = 32
+# Listing a joined copy costs about three times a page of a frame; NIXL joins neighbouring pages of a frame by itself.
+MAX_JOINED = 0.67
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,17 +48,55 @@ class Pieces:
     length: Int64s
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CutLane:
+    """A lane and what of it a request moves: its pieces, and both block tables as bind indexes them."""
+
+    lane: Lane
+    pieces: Pieces
+    src: PageTable
+    dst: PageTable
+
+
 def bind(route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList]:
     """Copy lists of at most about `max_copies` entries, lane by lane. Checks everything before the first one.
 
     Raises BindError.
     """
     check_request(route, request)
-    return _bind_lanes(route, request, max_copies)
+    return _bind_flat(route, request, max_copies)
 
 
-def _bind_lanes(route: Route, request: Request, max_copies: int) -> Iterator[CopyList]:
-    cut: dict[object, Pieces] = {}
+def bind_pages(
+    route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST, min_pages: int = MIN_FRAMED_PAGES
+) -> Iterator[CopyList | PageCopies]:
+    """The copies of `bind`, with whole pages that have no neighbours left together as `PageCopies`, from `min_pages` on.
+
+    Listing a copy costs three numbers of eight bytes and a look at each; a page of a frame costs two, whatever the number
+    of fields. Raises BindError.
+    """
+    check_request(route, request)
+    return (copies for cut in cut_lanes(route, request) for copies in bind_lane_pages(cut, max_copies, min_pages))
+
+
+def _bind_flat(route: Route, request: Request, max_copies: int) -> Iterator[CopyList]:
+    for cut in cut_lanes(route, request):
+        yield from _bind_lane(cut, max_copies)
+
+
+def bind_lane_pages(
+    cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST, min_pages: int = MIN_FRAMED_PAGES
+) -> Iterator[CopyList | PageCopies]:
+    """`bind_pages` of one lane of a checked request."""
+    whole, rest = _take_frame(cut, min_pages)
+    if whole is not None:
+        yield whole
+    yield from _bind_lane(replace(cut, pieces=rest), max_copies)
+
+
+def cut_lanes(route: Route, request: Request) -> Iterator[CutLane]:
+    """Every lane that moves something, for a checked request."""
+    known: dict[object, Pieces] = {}
     for lane in route.lanes:
         intervals = request.intervals[lane.dst_group.name]
         if not intervals:
@@ -67,11 +109,45 @@ def _bind_lanes(route: Route, request: Request, max_copies: int) -> Iterator[Cop
             lane.keep_partial,
             lane.is_state,
         )
-        if key not in cut:
-            cut[key] = cut_pieces(lane, intervals)
+        if key not in known:
+            known[key] = cut_pieces(lane, intervals)
         src = entries(request.src_tables[lane.src_group.name], lane.src_span)
         dst = entries(request.dst_tables[lane.dst_group.name], lane.dst_span)
-        yield from _bind_lane(lane, cut[key], src, dst, max_copies)
+        yield CutLane(lane, known[key], src, dst)
+
+
+def _take_frame(cut: CutLane, min_pages: int) -> tuple[PageCopies | None, Pieces]:
+    """The pieces that are a whole page on both sides as page copies, unless joining pages leaves far fewer; and the rest."""
+    lane, pieces, src, dst = cut.lane, cut.pieces, cut.src, cut.dst
+    size = lane.src_span.indices
+    if len(pieces.length) < min_pages or size != lane.dst_span.indices:
+        return None, pieces
+    frame, is_whole = lane.frame((0, 0, size)), pieces.length == size
+    if frame is None or np.count_nonzero(is_whole) < min_pages:
+        return None, pieces
+    whole = pieces if is_whole.all() else select(pieces, is_whole)
+    same = np.zeros(1, dtype=np.int64)
+    src_page = page_ids(src, lane.src_span, whole.src_span, [same], same)[:, 0]
+    dst_page = page_ids(dst, lane.dst_span, whole.dst_span, [same], same)[:, 0]
+    if (src_page[1:] < src_page[:-1]).any():
+        order = np.argsort(src_page, kind="stable")
+        src_page, dst_page = src_page[order], dst_page[order]
+    if frame.length[0] == frame.src_stride_bytes == frame.dst_stride_bytes:
+        joined = np.count_nonzero((np.diff(src_page) == 1) & (np.diff(dst_page) == 1))
+        if joined > MAX_JOINED * len(src_page):
+            return None, pieces
+    return PageCopies(lane.src_rank, lane.dst_rank, frame, src_page, dst_page), select(pieces, ~is_whole)
+
+
+def select(pieces: Pieces, chosen: NDArray[np.bool_] | Int64s) -> Pieces:
+    """Some of the pieces, by a mask or by positions."""
+    return Pieces(
+        pieces.src_span[chosen],
+        pieces.dst_span[chosen],
+        pieces.src_low[chosen],
+        pieces.dst_low[chosen],
+        pieces.length[chosen],
+    )
 
 
 def cut_pieces(lane: Lane, intervals: Iterable[Tokens]) -> Pieces:
@@ -83,8 +159,10 @@ def cut_pieces(lane: Lane, intervals: Iterable[Tokens]) -> Pieces:
     src_size, dst_size = lane.src_span.indices, lane.dst_span.indices
     lows, highs = [], []
     for start, stop in _index_ranges(lane, intervals):
-        inner = [np.arange(-(-start // size), -(-stop // size), dtype=np.int64) * size for size in {src_size, dst_size}]
-        edges = np.unique(np.concatenate([np.array([start, stop], dtype=np.int64), *inner]))
+        sizes = {src_size, dst_size}
+        inner = [np.arange(start // size + 1, -(-stop // size), dtype=np.int64) * size for size in sizes]
+        ends = [np.array([start]), *inner, np.array([stop])]
+        edges = np.concatenate(ends) if len(sizes) == 1 else np.unique(np.concatenate(ends))
         lows.append(edges[:-1])
         highs.append(edges[1:])
     low = np.concatenate(lows) if lows else np.zeros(0, dtype=np.int64)
@@ -105,7 +183,8 @@ def _index_ranges(lane: Lane, intervals: Iterable[Tokens]) -> Iterator[tuple[int
             end = stop
 
 
-def _bind_lane(lane: Lane, pieces: Pieces, src: PageTable, dst: PageTable, max_copies: int) -> Iterator[CopyList]:
+def _bind_lane(cut: CutLane, max_copies: int) -> Iterator[CopyList]:
+    lane, pieces, src, dst = cut.lane, cut.pieces, cut.src, cut.dst
     overlaps, which = distinct_overlaps(pieces)
     patterns = [lane.pattern(overlap) for overlap in overlaps]
     together: dict[tuple[int, bytes], list[int]] = {}
@@ -125,14 +204,18 @@ def distinct_overlaps(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64
     """The distinct overlaps, and for each piece which of them it is."""
     if not len(pieces.length):
         return [], pieces.length
-    table = np.stack([pieces.src_low, pieces.dst_low, pieces.length], axis=1)
+    first = (int(pieces.src_low[0]), int(pieces.dst_low[0]), int(pieces.length[0]))
+    columns = (pieces.src_low, pieces.dst_low, pieces.length)
+    if all((column == value).all() for column, value in zip(columns, first, strict=True)):
+        return [first], np.zeros(len(pieces.length), dtype=np.int64)
+    table = np.stack(columns, axis=1)
     scale = int(table.max()) + 1
     if scale > MAX_CODED:
         distinct, which = np.unique(table, axis=0, return_inverse=True)
         return [(int(a), int(b), int(c)) for a, b, c in distinct], which.reshape(-1)
     code = (table[:, 0] * scale + table[:, 1]) * scale + table[:, 2]
-    _, first, which = np.unique(code, return_index=True, return_inverse=True)
-    return [(int(a), int(b), int(c)) for a, b, c in table[first]], which.reshape(-1)
+    _, found, which = np.unique(code, return_index=True, return_inverse=True)
+    return [(int(a), int(b), int(c)) for a, b, c in table[found]], which.reshape(-1)
 
 
 def _page_runs(

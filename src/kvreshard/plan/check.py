@@ -13,13 +13,13 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import combinations
 from math import prod
 
 from kvreshard.model.errors import LayoutMismatch
-from kvreshard.model.field import Axis
-from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.field import Axis, Field
+from kvreshard.model.layout import EngineLayout, Rank, Shard
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import common_period, count_common
 from kvreshard.plan.match import SHOWN, differences
@@ -46,40 +46,62 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     for lane in route.lanes:
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
-        for index, name in enumerate(lane.fields):
+        for name in lane.fields:
             if name not in meant:
                 both = src.field_by_name[name], dst.field_by_name[name]
                 meant[name] = differences(name, src.engine, both[0], dst.engine, both[1])
                 yield from meant[name]
-            source = list(_lane_faults(lane, index, name, src.rank_by_number[lane.src_rank], src, "source"))
-            destination = list(_lane_faults(lane, index, name, rank, dst, "destination"))
-            yield from source
-            yield from destination
-            if [(axis.name, axis.extent) for axis in lane.axes] == _shape(dst, name):
+        yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
+        yield from _lane_faults(lane, rank, dst, "destination")
+        drawn = [(axis.name, axis.extent) for axis in lane.axes]
+        for name in lane.fields:
+            if drawn == _shape(dst, name):
                 lanes_of[name].append(lane)
-    covered: dict[tuple[int, ...], list[str]] = {}
+    covered: set[tuple[int, ...]] = set()
     for shard in rank.shards:
         if shard.field not in src.field_by_name:
             continue
         lanes = lanes_of[shard.field]
-        key = (id(shard.geometry), *(id(lane) for lane in lanes))
+        key = (dst.geometry_numbers[id(shard.geometry)], *(id(lane) for lane in lanes))
         if key not in covered:
-            covered[key] = list(_cover_faults(shard.field, lanes, rank, dst))
-            yield from covered[key]
+            covered.add(key)
+            yield from _cover_faults(shard.field, lanes, rank, dst)
 
 
 def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
     return [(axis.name, axis.extent) for axis in layout.field_by_name[name].axes]
 
 
-def _lane_faults(lane: Lane, index: int, name: str, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
+def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
+    """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
+    bases = (lane.bases.src if side == "source" else lane.bases.dst).tolist()
+    same: list[tuple[int, Field, int]] = []
+    for index, name in enumerate(lane.fields):
+        shard, field = rank.shard_by_field.get(name), layout.field_by_name[name]
+        if shard is None:
+            yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
+            continue
+        number = layout.geometry_numbers[id(shard.geometry)]
+        reach = next(
+            (
+                reach
+                for seen, other, reach in same
+                if seen == number and other.element_bytes == field.element_bytes and other.axes == field.axes
+            ),
+            None,
+        )
+        if reach is None:
+            reach = yield from _geometry_faults(lane, field, shard, rank, layout, side)
+            same.append((number, field, reach))
+        yield from _place_faults(shard, bases[index], reach, rank, side)
+
+
+def _geometry_faults(
+    lane: Lane, field: Field, shard: Shard, rank: Rank, layout: EngineLayout, side: str
+) -> Generator[str, None, int]:
+    """What a lane says of a field's geometry; returns the bytes from its first cell to behind the pool's last one."""
     source = side == "source"
-    shard = rank.shard_by_field.get(name)
-    field = layout.field_by_name[name]
-    who = f"field '{name}', {side} rank {rank.rank}"
-    if shard is None:
-        yield f"{who}: does not hold the field"
-        return
+    who = f"field '{field.name}', {side} rank {rank.rank}"
     if field.element_bytes != lane.element_bytes:
         yield f"{who}: elements of {lane.element_bytes} bytes, its layout says {field.element_bytes}"
     maps = tuple(axis.src if source else axis.dst for axis in lane.axes)
@@ -88,26 +110,32 @@ def _lane_faults(lane: Lane, index: int, name: str, rank: Rank, layout: EngineLa
             yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
     if len(maps) != len(shard.geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(shard.geometry.axes)}"
-    if [(axis.name, axis.extent) for axis in lane.axes] != _shape(layout, name):
-        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {_shape(layout, name)}"
+    if [(axis.name, axis.extent) for axis in lane.axes] != _shape(layout, field.name):
+        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {_shape(layout, field.name)}"
     if field.sequence is not None:
         yield from _sequence_faults(lane, field.sequence, who, source)
     stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
     if stride != shard.geometry.page_stride_bytes:
         yield f"{who}: pages every {stride} bytes, its layout says {shard.geometry.page_stride_bytes}"
-    base = int((lane.bases.src if source else lane.bases.dst)[index])
-    if base != rank.base_address(shard):
-        yield f"{who}: first cell at address {base}, its layout says {rank.base_address(shard)}"
     group = lane.src_group if source else lane.dst_group
     if group != layout.group_by_name[shard.geometry.group]:
         yield f"{who}: block table of group '{group.name}', its layout says '{shard.geometry.group}'"
-    region = rank.region_by_name[shard.region]
     inside = sum(mapped.last_byte_offset() for mapped in shard.geometry.axes)
-    end = base + (group.num_pages - 1) * stride + inside + lane.element_bytes
-    if base < region.address or end > region.address + region.size_bytes:
+    return (group.num_pages - 1) * stride + inside + lane.element_bytes
+
+
+def _place_faults(shard: Shard, base: int, reach: int, rank: Rank, side: str) -> Iterator[str]:
+    """Where one field begins, and whether all of its pages lie in its region."""
+    region = rank.region_by_name[shard.region]
+    if base != region.address + shard.offset_bytes:
         yield (
-            f"{who}: addresses [{base}, {end}) are out of bounds of region '{region.name}' "
-            f"[{region.address}, {region.address + region.size_bytes})"
+            f"field '{shard.field}', {side} rank {rank.rank}: first cell at address {base}, its layout says "
+            f"{region.address + shard.offset_bytes}"
+        )
+    if base < region.address or base + reach > region.address + region.size_bytes:
+        yield (
+            f"field '{shard.field}', {side} rank {rank.rank}: addresses [{base}, {base + reach}) are out of bounds of "
+            f"region '{region.name}' [{region.address}, {region.address + region.size_bytes})"
         )
 
 

@@ -32,6 +32,63 @@ class CopyList:
         return int(self.length.sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PageFrame:
+    """What is copied of every page, without saying of which: all that one overlap of two pages means for a lane.
+
+    Entry e of source page p and destination page q moves `length[e]` bytes from `src_start[e] + p * src_stride_bytes` to
+    `dst_start[e] + q * dst_stride_bytes`. Arrays of shape (num_entries,), in bytes. Pages are below `src_count`, `dst_count`.
+    A transport may prepare a frame once and use it for every request: it stays the same object as long as its route.
+    """
+
+    src_start: Int64s
+    dst_start: Int64s
+    length: Int64s
+    src_stride_bytes: int
+    dst_stride_bytes: int
+    src_count: int
+    dst_count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageCopies:
+    """Every entry of a frame for every pair of pages `src_page[i]`, `dst_page[i]`; arrays of shape (num_pages,)."""
+
+    src_rank: int
+    dst_rank: int
+    frame: PageFrame
+    src_page: Int64s
+    dst_page: Int64s
+
+    @property
+    def num_copies(self) -> int:
+        return len(self.frame.length) * len(self.src_page)
+
+    @property
+    def num_joined_copies(self) -> int:
+        """Copies that are left when neighbouring pages are joined, as NIXL does by itself where pages are dense."""
+        frame = self.frame
+        if not (frame.length == frame.src_stride_bytes).all() or frame.src_stride_bytes != frame.dst_stride_bytes:
+            return self.num_copies
+        joined = int(np.count_nonzero((np.diff(self.src_page) == 1) & (np.diff(self.dst_page) == 1)))
+        return len(frame.length) * (len(self.src_page) - joined)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.frame.length.sum()) * len(self.src_page)
+
+    def flat(self) -> CopyList:
+        """The same copies, one by one."""
+        frame = self.frame
+        return CopyList(
+            self.src_rank,
+            self.dst_rank,
+            (frame.src_start[:, None] + self.src_page * frame.src_stride_bytes).reshape(-1),
+            (frame.dst_start[:, None] + self.dst_page * frame.dst_stride_bytes).reshape(-1),
+            np.repeat(frame.length, len(self.src_page)),
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteRanges:
     """Half-open address ranges, shape (n,) each."""

@@ -8,11 +8,12 @@ lane is read in one of two ways:
 
 Both are estimated for one page in the middle of a sequence, from measured constants, and the cheaper one is taken, unless
 it is forced. The default constants were measured with NIXL 1.5.1 over UCX between two processes of one host: 2 to 3 us
-per descriptor, 7 to 8 GB/s for one large descriptor.
+per descriptor, 7 to 8 GB/s for one large descriptor. A request is looked at once more when its tables are known (`reads`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +33,21 @@ class CostModel:
     copy_s: float = 2.5e-6
     read_bytes_per_s: float = 7e9
     move_run_s: float = 3e-8
-    move_bytes_per_s: float = 3e9
+    move_bytes_per_s: float = 8e9
+
+    def __post_init__(self) -> None:
+        numbers = (self.copy_s, self.read_bytes_per_s, self.move_run_s, self.move_bytes_per_s)
+        if not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise ValueError(f"a cost model of {numbers}: constants must be positive")
+
+    def direct_s(self, num_copies: int, num_bytes: int) -> float:
+        """Seconds to post so many copies of so many bytes together."""
+        return num_copies * self.copy_s + num_bytes / self.read_bytes_per_s
+
+    def staged_s(self, num_reads: int, num_read_bytes: int, num_runs: int, num_bytes: int) -> float:
+        """Seconds to read so many pieces into staging and move `num_bytes` of it on, in so many runs."""
+        read_s = num_reads * self.copy_s + num_read_bytes / self.read_bytes_per_s
+        return read_s + num_runs * self.move_run_s + num_bytes / self.move_bytes_per_s
 
     @property
     def max_gap_bytes(self) -> int:
@@ -52,6 +67,7 @@ class Choice:
     num_reads: int
     run_bytes: int
     max_gap_bytes: int
+    model: CostModel = CostModel()
 
     def __str__(self) -> str:
         """The choice in a sentence."""
@@ -97,12 +113,8 @@ def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Cho
     boxes = find_boxes(pattern, model.max_gap_bytes) if num_runs else None
     num_boxes, slot_bytes = (len(boxes.lengths), boxes.slot_bytes) if boxes else (0, 0)
     moved = pattern.num_bytes
-    direct_s = num_fields * num_runs * model.copy_s + moved / model.read_bytes_per_s
-    staged_s = (
-        num_fields * (num_boxes * model.copy_s + num_runs * model.move_run_s)
-        + num_fields * slot_bytes / model.read_bytes_per_s
-        + moved / model.move_bytes_per_s
-    )
+    direct_s = model.direct_s(num_fields * num_runs, moved)
+    staged_s = model.staged_s(num_fields * num_boxes, num_fields * slot_bytes, num_fields * num_runs, moved)
     way: Way = forced or ("staged" if staged_s < direct_s else "direct")
     run_bytes = int(pattern.lengths.max()) if num_runs else 0
     return Choice(
@@ -114,4 +126,5 @@ def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Cho
         num_fields * num_boxes,
         run_bytes,
         model.max_gap_bytes,
+        model,
     )

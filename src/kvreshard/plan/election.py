@@ -97,16 +97,10 @@ def families(src: EngineLayout, dst: EngineLayout, names: list[str]) -> tuple[Fa
 
 def _holders(layout: EngineLayout) -> defaultdict[str, list[tuple[int, int]]]:
     """Field -> (rank, number of its geometry) of every rank that holds a part of it."""
-    numbers: dict[Geometry, int] = {}
-    by_identity: dict[int, int] = {}
     found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank in layout.ranks:
         for shard in rank.shards:
-            number = by_identity.get(id(shard.geometry))
-            if number is None:
-                number = numbers.setdefault(shard.geometry, len(numbers))
-                by_identity[id(shard.geometry)] = number
-            found[shard.field].append((rank.rank, number))
+            found[shard.field].append((rank.rank, layout.geometry_numbers[id(shard.geometry)]))
     return found
 
 

@@ -164,15 +164,17 @@ def _check_used_once(route: Route, used: dict[str, NDArray[np.bool_]], request: 
             continue
         written = request.dst_tables[group.name].pages[mask] if mask is not None else new[:0]
         _once(group.pool, {group.name: written})
-        by_pool[group.pool][group.name] = np.union1d(written, new)
+        by_pool[group.pool][group.name] = np.union1d(written, new) if len(new) else written
     for pool, pages in by_pool.items():
-        _once(pool, pages)
+        if len(pages) > 1:
+            _once(pool, pages)
 
 
 def _once(pool: str, pages_of: Mapping[str, NDArray[np.int64]]) -> None:
-    values, counts = np.unique(np.concatenate(list(pages_of.values())), return_counts=True)
-    if (counts > 1).any():
-        page = int(values[counts > 1][0])
+    values = np.sort(np.concatenate(list(pages_of.values())))
+    again = values[1:] == values[:-1]
+    if again.any():
+        page = int(values[1:][again][0])
         owners = [name for name, pages in pages_of.items() if page in pages]
         raise BindError(
             f"page {page} of destination pool '{pool}' is written twice, by {' and '.join(map(repr, owners))}: a "

@@ -22,6 +22,7 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.ownership import Interval, Ownership
+from kvreshard.plan.copies import PageFrame
 from kvreshard.plan.cost import Choice, CostModel, Way, choose
 from kvreshard.plan.election import Box, Election, Family, elect
 from kvreshard.plan.match import match_fields
@@ -30,6 +31,8 @@ from kvreshard.plan.refine import Strip, refine
 
 # Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
 MAX_KEPT_PATTERNS = 4096
+# Frames are of whole pages, which are few; a transport may hold something for each.
+MAX_KEPT_FRAMES = 16
 # Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
 LAPS_LOOKED_AT = 8
 # Where one side's pages are much smaller than the other's, that many overlaps, evenly spread, tell as much as all.
@@ -90,6 +93,7 @@ class Lane:
     dst_span: Span
     choice: Choice | None = None
     _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _frames: dict[Overlap, PageFrame | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def is_state(self) -> bool:
@@ -105,6 +109,27 @@ class Lane:
             found = build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
             self._patterns[overlap] = found
         return found
+
+    def frame(self, overlap: Overlap) -> PageFrame | None:
+        """The pattern of one overlap as a frame, the same object each time; None if a side needs several pages for it."""
+        if overlap not in self._frames:
+            if len(self._frames) >= MAX_KEPT_FRAMES:
+                self._frames.clear()
+            self._frames[overlap] = self._make_frame(self.pattern(overlap))
+        return self._frames[overlap]
+
+    def _make_frame(self, pattern: Pattern) -> PageFrame | None:
+        if not len(pattern.lengths) or self.src_span.pages != 1 or self.dst_span.pages != 1:
+            return None
+        return PageFrame(
+            (pattern.bases.src[:, None] + pattern.src_offsets).reshape(-1),
+            (pattern.bases.dst[:, None] + pattern.dst_offsets).reshape(-1),
+            np.tile(pattern.lengths, len(pattern.bases.src)),
+            self.src_page_stride_bytes,
+            self.dst_page_stride_bytes,
+            self.src_group.num_pages,
+            self.dst_group.num_pages,
+        )
 
     def _strips(self, axis: LaneAxis, overlap: Overlap) -> list[Strip]:
         if axis.extent is None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan.bind import Pieces, cut_pieces, distinct_overlaps, page_ids
+from kvreshard.plan.bind import CutLane, Pieces, cut_pieces, distinct_overlaps, page_ids, select
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import Boxes, find_boxes
 from kvreshard.plan.pattern import Pattern
@@ -62,10 +62,16 @@ class Batch:
 def stage(lane: Lane, request: Request, buffer_bytes: int) -> Iterator[Batch]:
     """Batches of a checked request (see `request_check`). Raises BindError if one slot does not fit the buffer."""
     pieces = cut_pieces(lane, request.intervals[lane.dst_group.name])
-    src = entries(request.src_tables[lane.src_group.name], lane.src_span) if len(pieces.length) else None
-    dst = entries(request.dst_tables[lane.dst_group.name], lane.dst_span) if len(pieces.length) else None
-    if src is None or dst is None:
+    if not len(pieces.length):
         return
+    src = entries(request.src_tables[lane.src_group.name], lane.src_span)
+    dst = entries(request.dst_tables[lane.dst_group.name], lane.dst_span)
+    yield from stage_pieces(CutLane(lane, pieces, src, dst), buffer_bytes)
+
+
+def stage_pieces(cut: CutLane, buffer_bytes: int) -> Iterator[Batch]:
+    """`stage` of what a lane moves. Raises BindError."""
+    lane, pieces = cut.lane, cut.pieces
     overlaps, which = distinct_overlaps(pieces)
     for index, overlap in enumerate(overlaps):
         pattern = lane.pattern(overlap)
@@ -78,17 +84,7 @@ def stage(lane: Lane, request: Request, buffer_bytes: int) -> Iterator[Batch]:
                 f"{buffer_bytes}; give a larger buffer or read directly"
             )
         chosen = np.flatnonzero(which == index)
-        yield from _batches(lane, pattern, boxes, _take(pieces, chosen), src, dst, buffer_bytes)
-
-
-def _take(pieces: Pieces, chosen: Int64s) -> Pieces:
-    return Pieces(
-        pieces.src_span[chosen],
-        pieces.dst_span[chosen],
-        pieces.src_low[chosen],
-        pieces.dst_low[chosen],
-        pieces.length[chosen],
-    )
+        yield from _batches(lane, pattern, boxes, select(pieces, chosen), cut.src, cut.dst, buffer_bytes)
 
 
 def _batches(

@@ -6,22 +6,35 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.plan.copies import CopyList
+from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
 from kvreshard.plan.fill import find_unwritten
-from kvreshard.transport.base import Copies, Direction, Transfer, Transport
+from kvreshard.transport.base import Copies, Direction, Frame, FramedCopies, Transfer, Transport
 from kvreshard.transport.local import LocalMemory
+
+# What is read is permuted while it is still in the last-level cache: 2 x 16 MiB took 148 ms, 2 x 32 MiB 170 ms (671 MB, 32 MiB
+# of cache), and below 8 MiB the posts cost more than that saves.
+MAX_HALF_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A registered buffer for staged lanes: `size_bytes` from `address`. One request at a time fills it."""
+    """A registered buffer for staged lanes: `size_bytes` from `address`. One request at a time fills it.
+
+    It is used as two halves in turn: while one is permuted, the other is read into.
+    """
 
     address: int
     size_bytes: int
     taken: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def half_bytes(self) -> int:
+        """Bytes of one half that a batch may fill."""
+        return min(self.size_bytes // 2, MAX_HALF_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +47,47 @@ class Mover:
     staging: Staging | None = None
     timeout_s: float = 60.0
     clock: Callable[[], float] = time.monotonic
+    _frames: WeakKeyDictionary[PageFrame, Frame] = field(
+        default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
+    )
 
-    def post(self, direction: Direction, copies: CopyList) -> Transfer:
-        """Post a copy list of the planner to the peer that it names. Raises TransportError."""
+    def post(self, direction: Direction, copies: CopyList | PageCopies) -> Transfer:
+        """Post copies of the planner to the peer that they name. Raises TransportError."""
         reading = direction is Direction.READ
         peer = self.peers[copies.src_rank if reading else copies.dst_rank]
+        return self.transport.post(peer, direction, self.ready(direction, copies))
+
+    def ready(self, direction: Direction, copies: CopyList | PageCopies) -> Copies | FramedCopies:
+        """The same copies as a transport sees them, from the side that posts."""
+        reading = direction is Direction.READ
+        if isinstance(copies, PageCopies):
+            if reading:
+                return FramedCopies(self._frame(copies.frame), copies.dst_page, copies.src_page)
+            copies = copies.flat()
         local, remote = copies.dst_address, copies.src_address
         if not reading:
             local, remote = remote, local
-        return self.transport.post(peer, direction, Copies.of(local, remote, copies.length))
+        return Copies.of(local, remote, copies.length)
 
-    def fill(self, dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> int:
+    def _frame(self, frame: PageFrame) -> Frame:
+        """What a reader's transport knows a frame by: one object per frame, so that it is prepared once."""
+        found = self._frames.get(frame)
+        if found is None:
+            found = Frame.of(
+                frame.dst_start,
+                frame.src_start,
+                frame.length,
+                frame.dst_stride_bytes,
+                frame.src_stride_bytes,
+                frame.dst_count,
+                frame.src_count,
+            )
+            self._frames[frame] = found
+        return found
+
+    def fill(self, dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList | PageCopies]) -> int:
         """Zero what `copies`, all copies of the request to this rank, do not write in its new pages; returns bytes."""
-        holes = find_unwritten(dst, dst_rank, request, copies)
+        listed = (copy.flat() if isinstance(copy, PageCopies) else copy for copy in copies)
+        holes = find_unwritten(dst, dst_rank, request, listed)
         self.memory.zero(holes.start, holes.stop)
         return int((holes.stop - holes.start).sum())

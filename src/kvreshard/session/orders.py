@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvreshard.model.tables import Request
+from kvreshard.plan.cost import CostModel
 from kvreshard.session.handshake import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
@@ -144,6 +145,7 @@ class EndpointOptions:
         keys: with which listeners are asked; None where they use none.
         digest_share: of how many requests, 0 to 1, source and destination are compared after the load.
         digest_timeout_s: how long that may take; without an answer by then the load has failed.
+        cost: what copies cost here, to choose between reading directly and through staging.
     """
 
     handshake_timeout_s: float = 30.0
@@ -155,3 +157,4 @@ class EndpointOptions:
     keys: Keys | None = None
     digest_share: float = 0.0
     digest_timeout_s: float = 30.0
+    cost: CostModel = CostModel()  # noqa: RUF009 (frozen)

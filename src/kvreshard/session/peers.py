@@ -194,7 +194,7 @@ def describe_route(route: Route) -> str:
 def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
     check_facts(me.card, card, options.allow_mismatch)
     layout = card.decode_layout()
-    route = compile_route(layout, me.layout, me.rank)
+    route = compile_route(layout, me.layout, me.rank, cost=options.cost)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
     names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
     added: list[str] = []

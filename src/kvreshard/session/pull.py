@@ -3,8 +3,8 @@
 `pull_steps` is a generator. It yields a `Transfer` when it cannot go on before that has settled, or None when it waits for
 the staging buffer; whoever drives it resumes it then. What it does, in order:
 
-1. Bind (or stage) the route for the request; nothing is posted if that is refused.
-2. Post the direct lanes at once. Fill the staging buffer batch by batch, permuting each when its reads are done.
+1. Decide per lane what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
+2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read.
 3. Zero what no copy writes in newly allocated pages, while the reads run.
 4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
 5. Read each source rank's lease word. Another word than expected: the pages may have been freed while they were read.
@@ -15,17 +15,17 @@ Refused: BindError before anything moves. Raises TransportError or StaleLease af
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind
-from kvreshard.plan.request_check import check_request
+from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
-from kvreshard.plan.stage import Batch, stage
-from kvreshard.session.mover import Mover, Staging
+from kvreshard.plan.stage import Batch
+from kvreshard.session.mover import Mover
 from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
 
 WORD_BYTES = 8
@@ -83,12 +83,8 @@ def pull_steps(
     what happens, for a record: an event and a text.
     """
     started_s = mover.clock()
-    check_request(route, request)
-    direct, staged = split(route, mover.staging is not None)
-    lists = list(bind(direct, request))
-    batches = (
-        [b for lane in staged.lanes for b in stage(lane, request, mover.staging.size_bytes)] if mover.staging else []
-    )
+    plan = plan_reads(route, request, mover.staging.half_bytes if mover.staging else 0)
+    lists, batches = plan.direct, plan.batches
     bind_s = mover.clock() - started_s
     tell("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
     posted: list[Transfer] = []
@@ -100,7 +96,7 @@ def pull_steps(
             note(posted[-1])
         post_s = mover.clock() - started_s - bind_s
         if request.dst_new_pages:
-            zeroed = mover.fill(dst, route.dst_rank, request, [*lists, *bind(staged, request)])
+            zeroed = mover.fill(dst, route.dst_rank, request, bind(route, request))
             tell("zeroed", f"{zeroed} bytes")
         yield from _run_batches(mover, batches, note)
     except (TransportError, TimeoutError) as failed:
@@ -119,14 +115,6 @@ def pull_steps(
     return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed, post_s)
 
 
-def split(route: Route, can_stage: bool) -> tuple[Route, Route]:
-    """The lanes that are read directly, and those that go through staging."""
-    staged = [can_stage and lane.choice is not None and lane.choice.way == "staged" for lane in route.lanes]
-    through = tuple(lane for lane, yes in zip(route.lanes, staged, strict=True) if yes)
-    straight = tuple(lane for lane, yes in zip(route.lanes, staged, strict=True) if not yes)
-    return replace(route, lanes=straight), replace(route, lanes=through)
-
-
 def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | None]:
     """Wait until a transfer has settled; its error, or the driver's when it gave up waiting."""
     try:
@@ -137,39 +125,58 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
 
 
 def _run_batches(
-    mover: Mover, batches: list[Batch], note: Callable[[Transfer], None]
+    mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None]
 ) -> Generator[Transfer | None, None, None]:
+    """Fill one half of the buffer while the other is permuted. Raises once everything that was posted has settled."""
     staging = mover.staging
     if staging is None or not batches:
         return
     while not staging.taken.acquire(blocking=False):
         yield None
     try:
-        for batch in batches:
-            reads = replace(batch.reads, dst_address=batch.reads.dst_address + staging.address)
-            transfer = mover.post(Direction.READ, reads)
+        before: tuple[Batch, int, Transfer] | None = None
+        for number, batch in enumerate(batches):
+            address = staging.address + (number % 2) * staging.half_bytes
+            reads = replace(batch.reads, dst_address=batch.reads.dst_address + address)
+            try:
+                transfer = mover.post(Direction.READ, reads)
+            except TransportError:
+                if before is not None:
+                    yield from settled(before[2])
+                raise
             note(transfer)
-            error = yield from settled(transfer)
+            if before is not None:
+                error = yield from _permute_when_read(mover, *before)
+                if error is not None:
+                    yield from settled(transfer)
+                    raise error
+            before = batch, address, transfer
+        if before is not None:
+            error = yield from _permute_when_read(mover, *before)
             if error is not None:
                 raise error
-            _permute(mover, batch, staging)
     finally:
         staging.taken.release()
 
 
-def _permute(mover: Mover, batch: Batch, staging: Staging) -> None:
-    for move in batch.moves:
-        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
-        mover.memory.move(
-            staging.address,
-            move.slot_bytes,
-            move.dst_bases,
-            move.dst_pages,
-            move.length,
-            loops,
-            move.slot_offset,
-            move.dst_offset,
-        )
+def _permute_when_read(
+    mover: Mover, batch: Batch, address: int, transfer: Transfer
+) -> Generator[Transfer | None, None, Exception | None]:
+    error = yield from settled(transfer)
+    if error is None:
+        for move in batch.moves:
+            loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
+            mover.memory.move(
+                address,
+                move.slot_bytes,
+                move.dst_bases,
+                move.dst_pages,
+                move.length,
+                loops,
+                move.slot_offset,
+                move.dst_offset,
+            )
+    return error
 
 
 def _check_words(

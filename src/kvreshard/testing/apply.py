@@ -15,7 +15,18 @@ from numpy.typing import NDArray
 from kvreshard.model.errors import BindError
 from kvreshard.model.layout import EngineLayout, Rank, Region
 from kvreshard.model.tables import Request
-from kvreshard.plan import CopyList, Lane, Route, bind, compile_route, elect, find_unwritten, match_fields
+from kvreshard.plan import (
+    CopyList,
+    Lane,
+    PageCopies,
+    Route,
+    bind,
+    bind_pages,
+    compile_route,
+    elect,
+    find_unwritten,
+    match_fields,
+)
 from kvreshard.plan.stage import Batch, Move, stage
 from kvreshard.testing.oracle import Bytes, Memory, differing_bytes, oracle_transfer, write_values
 
@@ -66,7 +77,9 @@ def run_transfer(
     """The destination's memory after the planned transfer, as a copy; through staging if it has a size. Raises WrongBytes."""
     after = {place: content.copy() for place, content in dst_memory.items()}
     for route in routes:
-        lists = list(bind(route, request, max_copies))
+        # Every other rank takes whole pages by frame, so that both ways of binding are held to the oracle.
+        bound = bind(route, request, max_copies) if route.dst_rank % 2 else bind_pages(route, request, max_copies, 1)
+        lists = [copies.flat() if isinstance(copies, PageCopies) else copies for copies in bound]
         rank = dst.rank_by_number[route.dst_rank]
         written = {region.name: np.zeros(region.size_bytes, dtype=np.int64) for region in rank.regions}
         if staging_bytes is None:

@@ -30,7 +30,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, TransportError
+from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, Frame, FramedCopies, TransportError
 
 NUM_RANKS = 3
 
@@ -129,6 +129,48 @@ class TransportContract:
         assert report.seconds is not None
         assert report.seconds >= 0.0
         expected.check()
+
+    @_READ_WRITE
+    @pytest.mark.parametrize(
+        ("local_stride", "remote_stride"), [(4096, 4096), (8192, 4096), (4096, 12_288)], ids=lambda step: f"{step}"
+    )
+    def test_framed_pages_arrive_exactly(
+        self, ranks: Ranks, direction: Direction, local_stride: int, remote_stride: int
+    ) -> None:
+        """Pages in random order, ascending and descending, twice over one frame: what is prepared for it is used again."""
+        random, count = np.random.default_rng(4), 100
+        starts = np.array([0, 1000, 2_000_000, 4_000_003], dtype=np.uint64)
+        lengths = np.array([999, 3096, 4096, 4096], dtype=np.uint64)
+        local, remote = starts + np.uint64(ranks.address(0) + 64), starts[::-1] + np.uint64(ranks.address(1))
+        frame = Frame.of(local, remote, lengths, local_stride, remote_stride, count, count)
+        orders = (random.permutation(count)[:60], np.arange(40), np.arange(60)[::-1])
+        for here, there in (
+            orders[:1] + orders[:1],
+            (orders[0], random.permutation(count)[:60]),
+            orders[1:2] * 2,
+            orders[2:] * 2,
+        ):
+            copies = FramedCopies(frame, here, there)
+            flat, expected = copies.flat(), Expectation(ranks)
+            offsets = (
+                flat.local_address - np.uint64(ranks.address(0)),
+                flat.remote_address - np.uint64(ranks.address(1)),
+            )
+            expected.copied(0, 1, direction, (*offsets, flat.length_bytes))
+            report = ranks.run_framed(0, 1, direction, copies)
+            assert (report.num_bytes, report.num_descriptors) == (flat.num_bytes, len(flat))
+            expected.check()
+
+    def test_frames_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
+        """Also where only pages that are not asked for lie outside: a frame is checked once, with all its pages."""
+        inside, one = np.array([0]), np.array([0], dtype=np.int64)
+        ends = (MEMORY_BYTES // 4096, MEMORY_BYTES // 4096 + 1)
+        for local_count, remote_count in (ends, ends[::-1]):
+            frame = Frame.of(
+                inside + ranks.address(0), inside + ranks.address(1), [4096], 4096, 4096, local_count, remote_count
+            )
+            with pytest.raises(TransportError, match="not inside one registered region"):
+                ranks.run_framed(0, 1, Direction.READ, FramedCopies(frame, one, one))
 
     @_READ_WRITE
     @pytest.mark.parametrize(("local_stride", "remote_stride", "length"), [(64, 192, 64), (129, 7, 7), (5000, 4096, 1)])

@@ -32,7 +32,17 @@ import numpy as np
 
 from kvreshard.model import KvReshardError
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, Transport, TransportError
+from kvreshard.transport.base import (
+    Copies,
+    Direction,
+    Frame,
+    FramedCopies,
+    MemoryRegion,
+    Transfer,
+    TransferState,
+    Transport,
+    TransportError,
+)
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -73,6 +83,19 @@ class Cancel(msgspec.Struct, tag=True):
     job: int
 
 
+class PostFramed(msgspec.Struct, tag=True):
+    """Start framed copies. Entries are uint64, pages int64; `numbers`: strides and counts, local before remote."""
+
+    peer: str
+    direction: Direction
+    local_address: bytes
+    remote_address: bytes
+    length_bytes: bytes
+    numbers: tuple[int, int, int, int]
+    local_page: bytes
+    remote_page: bytes
+
+
 class Wait(msgspec.Struct, tag=True):
     """Tell how a job ended, or that it has not within the time."""
 
@@ -109,7 +132,8 @@ class Close(msgspec.Struct, tag=True):
 
 
 Request = (
-    Hello | Metadata | Connect | Disconnect | Post | Cancel | Wait | Notify | Notifications | Attend | Reset | Close
+    Hello | Metadata | Connect | Disconnect | Post | PostFramed | Cancel | Wait | Notify | Notifications | Attend
+    | Reset | Close
     | Load | Move | Await
 )  # fmt: skip
 
@@ -150,6 +174,7 @@ class RankWorker:
         self._make_transport = make_transport
         self._transport: Transport | None = None
         self._jobs: dict[int, Transfer] = {}
+        self._frames: dict[object, Frame] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
         self._mover: RankMover | None = None
@@ -172,7 +197,7 @@ class RankWorker:
         match request:
             case Metadata():
                 return Answer(data=transport.metadata())
-            case Post():
+            case Post() | PostFramed():
                 return self._post(transport, request)
             case Wait():
                 return Answer(report=self._wait(request))
@@ -220,10 +245,19 @@ class RankWorker:
         self._transport.register([self._region])
         return Answer(address=self._region.address, start_s=time.monotonic() - started_s)
 
-    def _post(self, transport: Transport, request: Post) -> Answer:
+    def _post(self, transport: Transport, request: Post | PostFramed) -> Answer:
         arrays = (request.local_address, request.remote_address, request.length_bytes)
-        copies = Copies(*(np.frombuffer(array, dtype=np.uint64) for array in arrays))
-        transfer = transport.post(request.peer, request.direction, copies, request.notify)
+        local, remote, length = (np.frombuffer(array, dtype=np.uint64) for array in arrays)
+        copies: Copies | FramedCopies
+        if isinstance(request, Post):
+            copies, notify = Copies(local, remote, length), request.notify
+        else:
+            # Equal frames are one object, as in an engine: what a transport prepares for it is used again.
+            key = (*arrays, request.numbers)
+            frame = self._frames.setdefault(key, Frame(local, remote, length, *request.numbers))
+            pages = (np.frombuffer(page, dtype=np.int64) for page in (request.local_page, request.remote_page))
+            copies, notify = FramedCopies(frame, *pages), None
+        transfer = transport.post(request.peer, request.direction, copies, notify)
         self._num_jobs += 1
         self._jobs[self._num_jobs] = transfer
         return Answer(job=self._num_jobs)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 import kvreshard
 from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
-from kvreshard.transport.base import Copies, Direction, Transport, TransportError
+from kvreshard.transport.base import Copies, Direction, FramedCopies, Transport, TransportError
 
 # Starting NIXL takes 0.5 s alone and some seconds on a busy machine; nothing else takes longer than its own timeout.
 ANSWER_TIMEOUT_S = 60.0
@@ -110,6 +110,16 @@ class Ranks(abc.ABC):
         """Post no more of a job of `rank`."""
         self.served(rank, ask.Cancel(job))
 
+    def run_framed(self, rank: int, peer: int, direction: Direction, copies: FramedCopies) -> Report:
+        """`run` of framed copies."""
+        frame = copies.frame
+        arrays = (frame.local_address, frame.remote_address, frame.length_bytes)
+        local, remote, length = (array.tobytes() for array in arrays)
+        numbers = (frame.local_stride_bytes, frame.remote_stride_bytes, frame.local_count, frame.remote_count)
+        pages = (copies.local_page.astype(np.int64).tobytes(), copies.remote_page.astype(np.int64).tobytes())
+        request = ask.PostFramed(f"rank{peer}", direction, local, remote, length, numbers, *pages)
+        return self._done(rank, peer, self.wait(rank, self.served(rank, request).job))
+
     def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
         """How a job of `rank` ended; its state is "pending" if it has not within the time."""
         report = self.served(rank, ask.Wait(job, timeout_s), timeout_s + ANSWER_TIMEOUT_S).report
@@ -118,7 +128,10 @@ class Ranks(abc.ABC):
 
     def run(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> Report:
         """`post` and `wait`; raises `TransportError` unless the transfer was done."""
-        report = self.wait(rank, self.post(rank, peer, direction, copies, notify))
+        return self._done(rank, peer, self.wait(rank, self.post(rank, peer, direction, copies, notify)))
+
+    @staticmethod
+    def _done(rank: int, peer: int, report: Report) -> Report:
         if report.state != "done":
             raise TransportError(f"transfer of rank {rank} with rank {peer} is {report.state}: {report.error}")
         return report

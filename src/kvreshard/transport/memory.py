@@ -26,12 +26,14 @@ import numpy as np
 from kvreshard.transport.base import (
     Copies,
     Direction,
+    FramedCopies,
     MemoryRegion,
     Notification,
     Transfer,
     TransportError,
     check_payload,
 )
+from kvreshard.transport.frames import place
 from kvreshard.transport.refusals import check_new_peer, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 
@@ -258,12 +260,17 @@ class MemoryTransport:
                 if entry.owner is self and entry.transfer.peer == name:
                     entry.removed = True
 
-    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
+    def post(
+        self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
+    ) -> Transfer:
         """See `Transport.post`."""
         with self._open() as table:
             target, remote_table = self._peer(peer)
             if notify is not None:
                 check_payload(notify)
+            if isinstance(copies, FramedCopies):
+                place(copies.frame, table, remote_table, f"remote of {peer!r}")
+                copies = copies.flat()
             table.locate("local", copies.local_address, copies.length_bytes)
             remote_table.locate(f"remote of {peer!r}", copies.remote_address, copies.length_bytes)
             transfer = Transfer(peer, direction, copies, self._clock)

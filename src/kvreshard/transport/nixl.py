@@ -37,22 +37,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvreshard.transport.base import (
     Copies,
     Direction,
+    Frame,
+    FramedCopies,
     MemoryRegion,
     Notification,
     Transfer,
     TransportError,
     check_payload,
 )
+from kvreshard.transport.frames import FrameCursor, FramePlace, FrameSlice, place, strided_rows
 from kvreshard.transport.owner import Job, Owner, Pace
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.slices import Slice, SliceCursor
+
+# A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.
+MAX_PREPARED = 256
 
 _SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -123,6 +130,8 @@ class _NixlAgent:
             self._agent.create_backend(options.backend, dict(options.backend_params))
         self._registered: dict[MemoryRegion, Any] = {}
         self._peers: set[str] = set()
+        # Held here, not by the frames: a list must be given back on this thread.
+        self._prepared: dict[str, dict[Frame, tuple[Any, Any]]] = {}
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         for index, region in enumerate(regions):
@@ -136,6 +145,8 @@ class _NixlAgent:
                 raise
 
     def deregister(self, regions: Sequence[MemoryRegion]) -> None:
+        for peer in list(self._prepared):
+            self._release_prepared(peer)
         for region in regions:
             with _told_as(f"could not deregister {region}"):
                 self._agent.deregister_memory(self._registered.pop(region))
@@ -157,15 +168,20 @@ class _NixlAgent:
 
     def remove_peer(self, name: str) -> None:
         self._peers.discard(name)
+        self._release_prepared(name)
         with _told_as(f"could not disconnect {name}"):
             self._agent.remove_remote_agent(name)
 
-    def start(self, peer: str, direction: Direction, piece: Slice) -> object | None:
+    def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
         agent = self._agent
-        with _told_as(f"could not post {len(piece.local)} pieces"):
-            local = agent.get_xfer_descs(piece.local, _SEGMENTS[piece.local_kind])
-            remote = agent.get_xfer_descs(piece.remote, _SEGMENTS[piece.remote_kind])
-            request = agent.initialize_xfer(direction.name, local, remote, peer)
+        with _told_as(f"could not post {len(piece)} pieces"):
+            if isinstance(piece, FrameSlice):
+                local, remote = self._prepared_lists(peer, piece.frame, piece.place)
+                request = agent.make_prepped_xfer(direction.name, local, piece.local_index, remote, piece.remote_index)
+            else:
+                local = agent.get_xfer_descs(piece.local, _SEGMENTS[piece.local_kind])
+                remote = agent.get_xfer_descs(piece.remote, _SEGMENTS[piece.remote_kind])
+                request = agent.initialize_xfer(direction.name, local, remote, peer)
             state = "ERR"
             try:
                 state = agent.transfer(request)
@@ -175,6 +191,30 @@ class _NixlAgent:
             if state == "ERR":
                 raise TransportError("NIXL answered 'ERR' to a post")
         return request if state == "PROC" else None
+
+    def _prepared_lists(self, peer: str, frame: Frame, place: FramePlace) -> tuple[Any, Any]:
+        """NIXL's strided lists of both sides of a frame, made once per peer."""
+        lists = self._prepared.setdefault(peer, {})
+        found = lists.get(frame)
+        if found is None:
+            if len(lists) >= MAX_PREPARED:
+                self._release_lists(lists.pop(next(iter(lists))))
+            local, remote = strided_rows(frame, place, local=True), strided_rows(frame, place, local=False)
+            found = (
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, _SEGMENTS[place.local_kind]),
+                self._agent.prep_xfer_dlist(peer, remote, _SEGMENTS[place.remote_kind]),
+            )
+            lists[frame] = found
+        return found
+
+    def _release_prepared(self, peer: str) -> None:
+        for lists in self._prepared.pop(peer, {}).values():
+            self._release_lists(lists)
+
+    def _release_lists(self, lists: tuple[Any, Any]) -> None:
+        for prepared in lists:
+            with _told_as("could not release a prepared list"):
+                self._agent.release_dlist_handle(prepared)
 
     def is_done(self, handle: object) -> bool:
         with _told_as("reports the failure of a posted slice"):
@@ -236,6 +276,8 @@ class NixlTransport:
         self._closed = False
         self._table = RegionTable()
         self._peers: dict[str, tuple[str, RegionTable]] = {}
+        # Where each frame lies, as long as the regions of both sides are the ones it was checked against.
+        self._places: WeakKeyDictionary[Frame, tuple[RegionTable, RegionTable, FramePlace | None]] = WeakKeyDictionary()
         self._owner = Owner(
             own_name,
             lambda: _NixlAgent(own_name, options),
@@ -291,15 +333,28 @@ class NixlTransport:
             error = TransportError(f"peer {name!r} ({own_name}) was removed while this transfer was pending")
             self._owner.remove_peer(own_name, error)
 
-    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
+    def post(
+        self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
+    ) -> Transfer:
         """See `Transport.post`. Does not block on NIXL."""
         own_name, remote_table = self._peer(peer)
         if notify is not None:
             check_payload(notify)
-        cursor = SliceCursor(copies, self._open_table(), remote_table, f"remote of {peer!r}")
+        cursor = self._cursor(copies, remote_table, f"remote of {peer!r}")
         transfer = Transfer(peer, direction, copies, self._clock)
         self._owner.post(Job(transfer, own_name, cursor, notify))
         return transfer
+
+    def _cursor(self, copies: Copies | FramedCopies, remote: RegionTable, side: str) -> SliceCursor | FrameCursor:
+        table = self._open_table()
+        if isinstance(copies, Copies):
+            return SliceCursor(copies, table, remote, side)
+        known = self._places.get(copies.frame)
+        if known is None or known[0] is not table or known[1] is not remote:
+            known = table, remote, place(copies.frame, table, remote, side)
+            self._places[copies.frame] = known
+        found = known[2]
+        return SliceCursor(copies.flat(), table, remote, side) if found is None else FrameCursor(copies, found)
 
     def cancel(self, transfer: Transfer) -> None:
         """See `Transport.cancel`."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransportError
+from kvreshard.transport.frames import FrameCursor, FrameSlice
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending
 from kvreshard.transport.slices import Slice, SliceBudget, SliceCursor
 
@@ -70,7 +71,7 @@ class Agent(Protocol):
     def metadata(self) -> bytes: ...
     def add_peer(self, name: str, native: bytes) -> None: ...
     def remove_peer(self, name: str) -> None: ...
-    def start(self, peer: str, direction: Direction, piece: Slice) -> object | None:
+    def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
         """Post a slice. None: it has settled already. Raises when it could not be posted as a whole."""
 
     def is_done(self, handle: object) -> bool:
@@ -88,7 +89,7 @@ class Job:
 
     transfer: Transfer
     peer: str
-    cursor: SliceCursor
+    cursor: SliceCursor | FrameCursor
     notify: bytes | None
     handles: list[object] = field(default_factory=list)
     error: TransportError | None = None

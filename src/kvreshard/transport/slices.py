@@ -44,6 +44,9 @@ class Slice:
     remote_kind: str
     cost_bytes: int
 
+    def __len__(self) -> int:
+        return len(self.local)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
@@ -70,15 +73,7 @@ class SliceCursor:
     def __init__(self, copies: Copies, local: RegionTable, remote: RegionTable, remote_side: str) -> None:
         local_region = local.locate("local", copies.local_address, copies.length_bytes)
         remote_region = remote.locate(remote_side, copies.remote_address, copies.length_bytes)
-        owner, offset, length = _cut(copies.length_bytes)
-        local_kind, local_device = _devices(local, local_region[owner])
-        remote_kind, remote_device = _devices(remote, remote_region[owner])
-        local_rows = np.stack([copies.local_address[owner] + offset, length, local_device], axis=1)
-        remote_rows = np.stack([copies.remote_address[owner] + offset, length, remote_device], axis=1)
-        kinds = 2 * local_kind + remote_kind
-        self._groups = [
-            _group(local_rows[kinds == kind], remote_rows[kinds == kind], int(kind)) for kind in np.unique(kinds)
-        ]
+        self._groups = _groups(copies, local, local_region, remote, remote_region)
         self._row = 0
 
     @property
@@ -105,9 +100,39 @@ class SliceCursor:
         return Slice(group.local[first:last], group.remote[first:last], *group.kinds, cost_bytes=cost)
 
 
-def _devices(table: RegionTable, index: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.uint64]]:
-    """Of the regions at `index`: 0 for "cpu" or 1 for "cuda", and the device number."""
+def _groups(
+    copies: Copies,
+    local: RegionTable,
+    local_region: NDArray[np.intp],
+    remote: RegionTable,
+    remote_region: NDArray[np.intp],
+) -> list[_Group]:
+    """The pieces as rows, grouped by memory kind on both sides; none above `MAX_PIECE_BYTES`."""
+    addresses, length = (copies.local_address, copies.remote_address), copies.length_bytes
+    if len(length) and int(length.max()) > MAX_PIECE_BYTES:
+        owner, offset, length = _cut(length)
+        addresses = (addresses[0][owner] + offset, addresses[1][owner] + offset)
+        local_region, remote_region = local_region[owner], remote_region[owner]
+    sides = [_devices(local, local_region), _devices(remote, remote_region)]
+    rows = [_rows(address, length, device) for address, (_, device) in zip(addresses, sides, strict=True)]
+    (local_kind, _), (remote_kind, _) = sides
+    if isinstance(local_kind, int) and isinstance(remote_kind, int):
+        return [_group(rows[0], rows[1], 2 * local_kind + remote_kind)] if len(length) else []
+    kinds = np.broadcast_to(2 * np.asarray(local_kind) + np.asarray(remote_kind), length.shape)
+    return [_group(rows[0][kinds == kind], rows[1][kinds == kind], int(kind)) for kind in np.unique(kinds)]
+
+
+def _rows(address: Addresses, length: Addresses, device: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    rows = np.empty((len(length), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
+    return rows
+
+
+def _devices(table: RegionTable, index: NDArray[np.intp]) -> tuple[int | NDArray[np.intp], int | NDArray[np.uint64]]:
+    """Of the regions at `index`: 0 for "cpu" or 1 for "cuda", and the device number; one number where all are alike."""
     numbers = [region.device.partition(":")[2] for region in table.regions]
+    if len(set(numbers)) == 1:
+        return int(bool(numbers[0])), int(numbers[0] or 0)
     kind = np.array([bool(number) for number in numbers], dtype=np.intp)
     return kind[index], np.array([int(number or 0) for number in numbers], dtype=np.uint64)[index]
 

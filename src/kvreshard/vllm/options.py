@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 
 from kvreshard.model import KvReshardError
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
 
@@ -55,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         digest_timeout_s: seconds until a comparison without an answer has failed.
         flight_recorder_dir: where failed loads leave a record; none are left without.
         flight_recorder_files: how many records are kept there, of all ranks.
+        cost_model: a file of `kvreshard bench --calibrate`, whose constants for this host are used if it has any.
         backend: NIXL's plugin. backend_params: its parameters.
         shadow_report_file: of ShadowConnector: a file that gets one JSON line per request and rank; None: the log only.
     """
@@ -75,6 +78,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     digest_timeout_s: float = 30.0
     flight_recorder_dir: str | None = None
     flight_recorder_files: int = 64
+    cost_model: str | None = None
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
     shadow_report_file: str | None = None
@@ -112,7 +116,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             keys=self.keys,
             digest_share=self.digest_share,
             digest_timeout_s=self.digest_timeout_s,
+            cost=self.cost,
         )
+
+    @property
+    def cost(self) -> CostModel:
+        """The constants of this host. Raises KvReshardError for a file that is not one of constants."""
+        found = load_constants(Path(self.cost_model), host_facts()) if self.cost_model is not None else None
+        return found or CostModel()
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:

@@ -1,0 +1,83 @@
+"""What does our side do for a request before the first byte moves? The steps of `session.pull` up to NIXL's `transfer`.
+
+Check, bind, choose direct or staged, check against the regions, cut to slices, and make every one of NIXL's transfer requests
+(of staged lanes the reads). All of it on one thread, so that processor time is only its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bench.arena import STAGING_BYTES, Arena
+from kvreshard.model.tables import Request
+from kvreshard.plan.reads import plan_reads
+from kvreshard.plan.route import Route
+from kvreshard.session.mover import Mover
+from kvreshard.transport.base import Direction
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.nixl import NixlTransport
+
+# What the owner's budget grows to at some 20 ms a post on one host.
+BUDGET_BYTES = 128 << 20
+
+
+class _Keeping:
+    """NIXL's agent with `transfer` kept back."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+        self.handles: list[Any] = []
+
+    def transfer(self, handle: Any) -> str:
+        self.handles.append(handle)
+        return "PROC"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.agent, name)
+
+
+class Prepared:
+    """Our side of a preparation, over the arena's own transport; its agent is borrowed from the owner thread, which idles."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._transport: NixlTransport = arena.transport
+        # The bench looks inside on purpose: there is no public way to prepare without posting.
+        self._agent = self._transport._owner._agent
+        self._keeping = _Keeping(self._agent._agent)
+        self._mover = Mover(self._transport, HostMemory(), {})
+        self.num_reads = 0
+        self.num_staged = 0
+
+    def prepare(self, route: Route, request: Request) -> None:
+        """Everything up to `transfer`, on the owner's thread."""
+        self._transport._owner.call(lambda agent: self._prepare(route, request))
+
+    def _prepare(self, route: Route, request: Request) -> None:
+        plan = plan_reads(route, request, STAGING_BYTES // 2)
+        staged = [replace(b.reads, dst_address=b.reads.dst_address + self._arena.staging_address) for b in plan.batches]
+        self.num_reads, self.num_staged = 0, len(staged)
+        self._agent._agent = self._keeping
+        try:
+            for copies in (*plan.direct, *staged):
+                peer = f"source {copies.src_rank}"
+                own_name, table = self._transport._peer(peer)
+                cursor = self._transport._cursor(self._mover.ready(Direction.READ, copies), table, peer)
+                while not cursor.exhausted:
+                    piece = cursor.take(BUDGET_BYTES)
+                    self._agent.start(own_name, Direction.READ, piece)
+                    self.num_reads += len(piece)
+        finally:
+            self._agent._agent = self._keeping.agent
+
+    def release(self) -> None:
+        """Free the transfer requests."""
+        for handle in self._keeping.handles:
+            self._keeping.agent.release_xfer_handle(handle)
+        self._keeping.handles.clear()
+
+    def forget(self, peer: str) -> None:
+        """Forget a peer, if it is known."""
+        if peer in self._transport._peers:
+            self._transport.remove_peer(peer)

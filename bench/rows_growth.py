@@ -1,0 +1,58 @@
+"""How does the cost of a request grow? Linear in tokens, flat in the size of the pool.
+
+Processor time of the preparation, from 1k to 128k tokens in one pool, and at 8k tokens from 1k to 100k pages in the pool. The bar
+looks at the exponent of the growth (1 is linear) and at the ratio of the largest pool to the smallest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from bench.arena import Arena
+from bench.compare import median_s
+from bench.prepare import Prepared
+from bench.results import Result
+from bench.shapes import Shape, pool_for, request
+from kvreshard.plan.route import compile_route
+
+ROW = "e growth"
+SHAPE = Shape("DeepSeek-V3 TP 8 -> 4", "deepseek-v3", "tp=8", "tp=4", None)
+TOKENS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+POOLS = (1000, 3000, 10_000, 30_000, 100_000)
+
+
+def run(full: bool) -> Iterator[Result]:
+    """Two curves. The points are in the details, for the plots."""
+    tokens = list(TOKENS if full else TOKENS[::2])
+    points = {
+        kind: [_prepare_ms(num_tokens, pool_for(SHAPE, tokens[-1]), kind) for num_tokens in tokens]
+        for kind in ("fresh", "random")
+    }
+    slope = float(np.polyfit(np.log(tokens[-3:]), np.log(points["random"][-3:]), 1)[0])
+    yield Result(
+        ROW, f"{SHAPE.name}: exponent of the growth in tokens, random tables", slope, 1.0, "", slope, None, "linear: below 1.1", slope < 1.1,
+        "", {"tokens": tokens, "ms": points},
+    )  # fmt: skip
+    pools = list(POOLS if full else POOLS[::2])
+    flat = [_prepare_ms(8192, pool, "random") for pool in pools]
+    ratio = flat[-1] / flat[0]
+    yield Result(
+        ROW, f"{SHAPE.name}: 8k tokens, pool of {pools[-1]} pages beside {pools[0]}", flat[-1], flat[0], "ms CPU", flat[0] / flat[-1], None,
+        "flat: below 1.5x", ratio < 1.5, "", {"pools": pools, "ms": flat},
+    )  # fmt: skip
+
+
+def _prepare_ms(num_tokens: int, pool: int, kind: str) -> float:
+    src, dst = SHAPE.layouts(max(pool, pool_for(SHAPE, num_tokens)))
+    with Arena(src, dst, 0, compile_route(src, dst, 0).src_ranks) as arena:
+        route = compile_route(arena.src, arena.dst, 0)
+        arena.mover()
+        prepared, wanted = Prepared(arena), request(arena.src, arena.dst, num_tokens, kind)
+
+        def once() -> None:
+            prepared.prepare(route, wanted)
+            prepared.release()
+
+        return median_s(once, 7) * 1e3

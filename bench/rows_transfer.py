@@ -1,0 +1,221 @@
+"""How long does one request take to arrive? Over NIXL between processes of one host, 8k tokens unless memory is short.
+
+| case | beside |
+|---|---|
+| equal TP, every block table | the in-tree connector |
+| TP 8 -> 4 and 4 -> 2, HND, fresh and random | the in-tree connector |
+| head split of NHD, which in-tree refuses | the same plan with every piece posted directly |
+| HND -> NHD and page 16 <-> 64, which in-tree refuses | the same bytes without the change of layout |
+| fresh tables, equal TP | raw NIXL, one descriptor per region; and a plain copy of one core, as the limit |
+
+Wall time of one destination rank, from the block tables to the last byte; bytes are compared with their sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.arena import Arena
+from bench.compare import compare
+from bench.intree import InTree, Pair, available, tables_of
+from bench.results import Result, compared, skipped
+from bench.shapes import Shape, pool_for, request
+from kvreshard.model.tables import Request
+from kvreshard.plan.route import Route, compile_route
+from kvreshard.session.mover import Mover
+from kvreshard.session.transfer import pull
+from kvreshard.testing.trial import time_plain_copy
+
+ROW = "c transfer"
+NUM_TOKENS = 8192
+LLAMA = "llama-3.1-70b"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A shape and a block table, with the bar. `low`: on the interval's lower bound."""
+
+    shape: Shape
+    table: str
+    at_least: float
+    bar: str
+    low: bool = False
+
+
+def _llama(src_tp: int, dst_tp: int) -> Shape:
+    return Shape(
+        f"Llama-3.1-70B HND TP {src_tp} -> {dst_tp}",
+        LLAMA,
+        f"tp={src_tp},order=HND",
+        f"tp={dst_tp},order=HND",
+        Pair(8, src_tp, dst_tp, 16),
+    )
+
+
+def cases(full: bool) -> list[Case]:
+    """Those with the in-tree connector beside."""
+    same, halved, quarter = _llama(8, 8), _llama(8, 4), _llama(4, 2)
+    equal = "lower bound >= 0.95 of in-tree"
+    found = [
+        Case(same, "random", 0.95, equal, True), Case(same, "reversed", 2, "2x in-tree"),
+        Case(halved, "fresh", 2.5, "2.5x in-tree"), Case(quarter, "fresh", 2.5, "2.5x in-tree"),
+        Case(halved, "random", 0.95, equal, True),
+    ]  # fmt: skip
+    if full:
+        found += [Case(same, kind, 0.95, equal, True) for kind in ("fresh", "half", "steady")]
+        found += [Case(halved, kind, 0.95, equal, True) for kind in ("half", "reversed", "steady")]
+    return found
+
+
+def run(full: bool) -> Iterator[Result]:
+    """All of them."""
+    why = available()
+    for case in cases(full):
+        if why is not None:
+            yield skipped(ROW, f"{case.shape.name}, {case.table}", why, case.bar)
+        else:
+            yield _beside_intree(case, full)
+    yield from _head_split(full)
+    yield from _relayout(full)
+    yield from _raw(full)
+
+
+def _tokens(shape: Shape) -> int:
+    return NUM_TOKENS // 2 if "tp=2" in shape.dst else NUM_TOKENS
+
+
+def _beside_intree(case: Case, full: bool) -> Result:
+    shape, num_tokens = case.shape, _tokens(case.shape)
+    assert shape.pair is not None
+    src, dst = shape.layouts(pool_for(shape, num_tokens))
+    with Arena(src, dst, 0, compile_route(src, dst, 0).src_ranks) as arena:
+        route, mover = compile_route(arena.src, arena.dst, 0), arena.mover()
+        intree = InTree(shape.pair, arena.dst, 0, arena.plain, arena.address)
+        for rank in intree.handshake_ranks:
+            intree.meet(arena.src, rank, arena.native[rank], arena.src_address(rank))
+        wanted = request(arena.src, arena.dst, num_tokens, case.table)
+        tables = tables_of(arena.src, wanted.src_tables), tables_of(arena.dst, wanted.dst_tables)
+        arena.fill(wanted)
+
+        def theirs() -> None:
+            intree.wait(intree.read(*tables, post=True))
+
+        checked = [
+            _checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))
+        ]
+        found = compare(
+            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 9, budget_s=30 if full else 6
+        )
+        return compared(
+            ROW, f"{shape.name}, {num_tokens // 1024}k tokens, {case.table}", found, case.bar, case.at_least, cpu=False, low=case.low,
+            checked_bytes=checked[0], plain_copy_ms=time_plain_copy(checked[0]) * 1e3, gb_per_s=checked[0] / found.ours.wall_s / 1e9,
+        )  # fmt: skip
+
+
+def _checked(arena: Arena, route: Route, wanted: Request, work: Any) -> int:
+    arena.wipe(wanted)
+    work()
+    return arena.check_arrived(route, wanted)
+
+
+def _two_ways(
+    arena: Arena, num_tokens: int, table: str, ours: Route, theirs: Route, movers: tuple[Mover, Mover], full: bool
+) -> tuple[Any, int]:
+    wanted = request(arena.src, arena.dst, num_tokens, table)
+    arena.fill(wanted)
+    works = [lambda m=m, r=r: pull(m, r, wanted, arena.dst) for m, r in zip(movers, (ours, theirs), strict=True)]
+    checked = [_checked(arena, ours, wanted, work) for work in works]
+    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 6), checked[0]
+
+
+def _head_split(full: bool) -> Iterator[Result]:
+    shape = Shape("Llama-3.1-70B NHD TP 4 -> 8", LLAMA, "tp=4,order=NHD", "tp=8,order=NHD", None)
+    num_tokens = 2048
+    src, dst = shape.layouts(pool_for(shape, num_tokens))
+    with Arena(src, dst, 0, compile_route(src, dst, 0).src_ranks) as arena:
+        mover = arena.mover()
+        routes = compile_route(arena.src, arena.dst, 0), compile_route(arena.src, arena.dst, 0, way="direct")
+        for table in ("fresh", "half", "random", "reversed", "steady") if full else ("fresh", "random"):
+            found, checked = _two_ways(arena, num_tokens, table, *routes, (mover, mover), full)
+            yield compared(
+                ROW, f"{shape.name}, head split, 2k tokens, {table}, beside posting pieces directly", found, "4x", 4, cpu=False,
+                checked_bytes=checked,
+            )  # fmt: skip
+
+
+def _relayout(full: bool) -> Iterator[Result]:
+    """The plain pair moves the same bytes between the same pools, with both layouts as the source's."""
+    num_tokens = 8192
+    for name, src_spec, dst_spec in (
+        ("HND page 16 -> NHD page 64", "tp=4,order=HND,page=16", "tp=4,order=NHD,page=64"),
+        ("HND page 64 -> NHD page 16", "tp=4,order=HND,page=64", "tp=4,order=NHD,page=16"),
+    ):
+        for table in ("fresh", "random") if full else ("random",):
+            spent = {}
+            for kind, dst in (("changed", dst_spec), ("plain", src_spec)):
+                spent[kind] = Shape(name, LLAMA, src_spec, dst, None)
+            yield _relayout_case(name, spent["changed"], spent["plain"], num_tokens, table, full)
+
+
+def _relayout_case(name: str, changed: Shape, plain: Shape, num_tokens: int, table: str, full: bool) -> Result:
+    pools = max(pool_for(changed, num_tokens), pool_for(plain, num_tokens))
+    src, dst = changed.layouts(pools)
+    _, same = plain.layouts(pools)
+    with Arena(src, dst, 0, (0,)) as arena, Arena(src, same, 0, (0,)) as other:
+        works, checked = [], 0
+        for one in (arena, other):
+            wanted = request(one.src, one.dst, num_tokens, table)
+            route, mover = compile_route(one.src, one.dst, 0), one.mover()
+            one.fill(wanted)
+            works.append(lambda m=mover, r=route, w=wanted, d=one.dst: pull(m, r, w, d))
+            checked = _checked(one, route, wanted, works[-1])
+        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 6)
+        return compared(
+            ROW, f"Llama-3.1-70B {name}, 8k tokens, {table}, beside the same bytes unchanged", found, "0.5", 0.5, cpu=False,
+            checked_bytes=checked,
+        )  # fmt: skip
+
+
+def _raw(full: bool) -> Iterator[Result]:
+    shape, num_tokens = _llama(8, 8), NUM_TOKENS
+    src, dst = shape.layouts(pool_for(shape, num_tokens))
+    with Arena(src, dst, 0, (0,)) as arena:
+        route, mover = compile_route(arena.src, arena.dst, 0), arena.mover()
+        wanted = request(arena.src, arena.dst, num_tokens, "fresh")
+        arena.fill(wanted)
+        peer = arena.plain_peer(0)
+        (group,) = arena.src.groups
+        pages = wanted.src_tables[group.name].pages
+        local, remote = _one_per_region(arena, int(pages[0]), len(pages))
+
+        def raw() -> None:
+            descs = [arena.plain.get_xfer_descs(rows, "DRAM") for rows in (local, remote)]
+            handle = arena.plain.initialize_xfer("READ", *descs, peer)
+            arena.plain.transfer(handle)
+            while arena.plain.check_xfer_state(handle) != "DONE":
+                pass
+            arena.plain.release_xfer_handle(handle)
+
+        def ours() -> None:
+            pull(mover, route, wanted, arena.dst)
+
+        checked = [_checked(arena, route, wanted, work) for work in (raw, ours)]
+        found = compare(ours, raw, pairs=21 if full else 11, budget_s=20 if full else 6)
+        yield compared(
+            ROW, f"{shape.name}, 8k tokens, fresh, beside raw NIXL with one descriptor per region", found, "0.95 of it", 0.95, cpu=False,
+            checked_bytes=checked[0], plain_copy_ms=time_plain_copy(checked[0]) * 1e3, gb_per_s=checked[0] / found.ours.wall_s / 1e9,
+            raw_gb_per_s=checked[0] / found.theirs.wall_s / 1e9,
+        )  # fmt: skip
+
+
+def _one_per_region(arena: Arena, first_page: int, num_pages: int) -> tuple[Any, Any]:
+    sides = []
+    for layout, rank, base in ((arena.dst, 0, arena.address), (arena.src, 0, arena.src_address(0))):
+        slabs = layout.rank_by_number[rank].slabs
+        rows = [[base + s.offset_bytes + first_page * s.page_stride_bytes, num_pages * s.page_bytes, 0] for s in slabs]
+        sides.append(np.array(rows, dtype=np.uint64))
+    return sides[0], sides[1]

@@ -1,0 +1,120 @@
+"""Which engines are compared, and which request moves between them?
+
+A `Shape` is a model and two engines as `kvreshard plan` writes them, with what the in-tree class must be told beside. Pages:
+16 tokens, and 1056 for the hybrid with states at TP 4, whose kernels see 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.intree import Pair
+from bench.tables import page_table
+from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.model import EngineLayout
+from kvreshard.model.tables import PageTable, Request
+
+# Random pages of a pool that is nearly full would be neighbours again.
+SPARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One pair of engines. `pair` None: the in-tree connector refuses it."""
+
+    name: str
+    model: str
+    src: str
+    dst: str
+    pair: Pair | None
+
+    def layouts(self, pool: int) -> tuple[EngineLayout, EngineLayout]:
+        """Both layouts, with pools of `pool` pages; addresses are made up."""
+        model = load(self.model)
+        return (
+            describe(model, parse_engine(self.src), "prefill", pool),
+            describe(model, parse_engine(self.dst), "decode", pool),
+        )
+
+
+def _mamba() -> Mapping[str, Any]:
+    """Nemotron-3-Nano-30B's states at TP 4, as vLLM's own spec has them (DS order of the convolution)."""
+    import torch
+
+    return {
+        "block_size": 1056, "shapes": ((1536, 3), (16, 64, 128)), "dtypes": (torch.bfloat16, torch.float32),
+    }  # fmt: skip
+
+
+def shapes() -> list[Shape]:
+    """The models of the comparison. Llama at equal and at halved TP, the others at the TP they are run at."""
+    found = [
+        Shape("Llama-3.1-70B TP 8 -> 8", "llama-3.1-70b", "tp=8,order=HND", "tp=8,order=HND", Pair(8, 8, 8, 16)),
+        Shape("Llama-3.1-70B TP 8 -> 4", "llama-3.1-70b", "tp=8,order=HND", "tp=4,order=HND", Pair(8, 8, 4, 16)),
+        Shape("DeepSeek-V3 TP 8 -> 8", "deepseek-v3", "tp=8", "tp=8", Pair(1, 8, 8, 16, is_mla=True)),
+        Shape("DeepSeek-V3 TP 8 -> 4", "deepseek-v3", "tp=8", "tp=4", Pair(1, 8, 4, 16, is_mla=True)),
+        Shape("Gemma-4-31B TP 4 -> 4", "gemma-4-31b", "tp=4,order=HND", "tp=4,order=HND", Pair(16, 4, 4, 16)),
+    ]
+    engine = "tp=4,conv=dim-first,order=HND,kernel=16"
+    try:
+        mamba = _mamba()
+    except ImportError:
+        return found
+    pair = Pair(2, 4, 4, 1056, src_kernel_blocks=66, dst_kernel_blocks=66, mamba=mamba)
+    return [*found, Shape("Nemotron-3-Nano-30B TP 4 -> 4", "nemotron-3-nano-30b-a3b", engine, engine, pair)]
+
+
+def pages_per_request(layout: EngineLayout, num_tokens: int) -> dict[str, tuple[int, int]]:
+    """Per group: the first logical page and how many pages a request of so many tokens has."""
+    found = {}
+    for group in layout.groups:
+        if group.tokens_per_page is None:
+            found[group.name] = (0, 1)
+            continue
+        first = max(0, num_tokens - (group.window_tokens or num_tokens)) // group.tokens_per_page
+        found[group.name] = (first, -(-num_tokens // group.tokens_per_page) - first)
+    return found
+
+
+def pool_for(shape: Shape, num_tokens: int) -> int:
+    """Pages that both pools need for one request of so many tokens, with some to spare."""
+    layouts = shape.layouts(2)
+    needed = max(sum(count for _, count in pages_per_request(layout, num_tokens).values()) for layout in layouts)
+    return int(needed * SPARE) + 2
+
+
+def request(src: EngineLayout, dst: EngineLayout, num_tokens: int, kind: str, seed: int = 0) -> Request:
+    """One request with pages of one kind of table on both sides."""
+    tables = []
+    for side, layout in enumerate((src, dst)):
+        counts = pages_per_request(layout, num_tokens)
+        total = sum(count for _, count in counts.values())
+        pages = page_table(kind, total, layout.groups[0].num_pages, seed + side)
+        found, used = {}, 0
+        for name, (first, count) in counts.items():
+            found[name] = PageTable(pages[used : used + count], num_tokens, first)
+            used += count
+        tables.append(found)
+    intervals = {}
+    for group in dst.groups:
+        first = 0
+        if group.tokens_per_page is not None and group.window_tokens is not None:
+            lows = [table[name].first_page * (layout.group_by_name[name].tokens_per_page or 0)
+                    for table, layout in zip(tables, (src, dst), strict=True) for name in (group.name,)]  # fmt: skip
+            first = max(lows)
+        intervals[group.name] = [(first, num_tokens)]
+    return Request(tables[0], tables[1], intervals, {})
+
+
+def total_bytes(layout: EngineLayout, rank: int) -> int:
+    """Memory of one rank."""
+    return max((region.size_bytes for region in layout.rank_by_number[rank].regions), default=0)
+
+
+def page_ids(tables: Mapping[str, PageTable]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """All page ids of a request's tables, sorted."""
+    return np.unique(np.concatenate([table.pages for table in tables.values()]))

@@ -1,0 +1,59 @@
+"""`kvreshard bench`: what does moving bytes cost on this machine, as the planner's cost model counts it?
+
+With `--calibrate` two rank processes are started, four constants are measured and kept in a file under this host's facts; without
+it, those in the file are shown. Commands and connectors use them only when they are told to (`cost_model`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvreshard.cli.terminal import write_json
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.constants import default_path, host_facts, load_constants, save_constants
+from kvreshard.testing.calibrate import MEMORY_BYTES, calibrate
+from kvreshard.testing.ranks import ProcessRanks
+
+
+def bench(
+    calibrate_now: Annotated[
+        bool, typer.Option("--calibrate", help="Measure the constants, some ten seconds, and keep them.")
+    ] = False,
+    constants: Annotated[
+        Path | None, typer.Option(help="File of constants, instead of the one in the user's cache.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Measure or show what copies cost on this machine."""
+    path = constants or default_path(os.environ)
+    host = host_facts()
+    model, source = load_constants(path, host), "measured"
+    if calibrate_now:
+        with ProcessRanks(2, MEMORY_BYTES) as ranks:
+            ranks.connect_all()
+            model = calibrate(ranks)
+        save_constants(path, host, model)
+    if model is None:
+        model, source = CostModel(), "default"
+    if as_json:
+        write_json({"host": host, "file": str(path), "source": source, "constants": asdict(model)})
+        return
+    sys.stdout.write(_told(model, source, path))
+
+
+def _told(model: CostModel, source: str, path: Path) -> str:
+    kept = f"kept in {path}" if source == "measured" else "not measured here: kvreshard bench --calibrate"
+    return (
+        f"constants ({source}; {kept})\n"
+        f"  a posted copy       {model.copy_s * 1e6:8.2f} us\n"
+        f"  reading             {model.read_bytes_per_s / 1e9:8.2f} GB/s\n"
+        f"  a locally moved run {model.move_run_s * 1e9:8.1f} ns\n"
+        f"  moving locally      {model.move_bytes_per_s / 1e9:8.2f} GB/s\n"
+        f"  gaps up to {model.max_gap_bytes} bytes are cheaper read than left out\n"
+    )

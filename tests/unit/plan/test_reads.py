@@ -1,0 +1,126 @@
+"""Does a request get the way that its block tables deserve, and do frames name the copies that a list names?"""
+
+import numpy as np
+import pytest
+
+from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.model import BindError, EngineLayout
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import CopyList, PageCopies, bind, bind_pages, compile_route
+from kvreshard.plan.cost import CostModel
+from kvreshard.plan.reads import plan_reads
+
+NUM_TOKENS = 2000
+STAGING_BYTES = 8 << 20
+# Copies are dear and moving is cheap, so that neighbours at the source are worth staging, single pages are not.
+COST = CostModel(copy_s=3e-6, read_bytes_per_s=7e9, move_run_s=3e-8, move_bytes_per_s=8e9)
+
+
+def pair(prefill: str, decode: str) -> tuple[EngineLayout, EngineLayout]:
+    model = load("llama-3.1-8b")
+    return (
+        describe(model, parse_engine(prefill), "prefill", 1000),
+        describe(model, parse_engine(decode), "decode", 1000),
+    )
+
+
+def make_request(src: EngineLayout, dst: EngineLayout, src_pages: np.ndarray, dst_pages: np.ndarray) -> Request:
+    (src_group,), (dst_group,) = src.groups, dst.groups
+    return Request(
+        {src_group.name: PageTable(src_pages, NUM_TOKENS)},
+        {dst_group.name: PageTable(dst_pages, NUM_TOKENS)},
+        {dst_group.name: [(0, NUM_TOKENS)]},
+        {},
+    )
+
+
+def scattered() -> np.ndarray:
+    return 2 * np.random.default_rng(0).permutation(np.arange(1, 400))[:125]
+
+
+def rows(lists: list[CopyList]) -> list[tuple[int, int, int]]:
+    found = [np.stack([one.src_address, one.dst_address, one.length], axis=1) for one in lists]
+    return sorted(map(tuple, np.concatenate(found).tolist()))
+
+
+def test_a_frame_names_the_copies_of_the_list() -> None:
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    route, request = compile_route(src, dst, 1), make_request(src, dst, scattered(), scattered())
+    framed = list(bind_pages(route, request))
+    assert any(isinstance(one, PageCopies) for one in framed)
+    listed = [one.flat() if isinstance(one, PageCopies) else one for one in framed]
+    assert rows(listed) == rows(list(bind(route, request)))
+    assert sum(one.num_copies for one in framed) == sum(one.num_copies for one in listed)
+    assert sum(one.num_bytes for one in framed) == sum(one.num_bytes for one in listed)
+
+
+def test_the_frame_of_a_lane_stays_the_same_object() -> None:
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    route = compile_route(src, dst, 0)
+    found = [
+        one.frame
+        for _ in range(2)
+        for one in bind_pages(route, make_request(src, dst, scattered(), scattered()))
+        if isinstance(one, PageCopies)
+    ]
+    assert len(found) == 2 * len(route.lanes)
+    assert found[0] is found[len(route.lanes)]
+
+
+def test_neighbouring_pages_are_joined_instead_of_framed() -> None:
+    src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
+    pages = np.arange(1, 126)
+    lists = list(bind_pages(compile_route(src, dst, 0), make_request(src, dst, pages, pages)))
+    assert all(isinstance(one, CopyList) for one in lists)
+    # One copy of all whole pages and one of the part of the last, per layer.
+    assert sum(one.num_copies for one in lists) <= 2 * 32
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_neighbours_at_the_source_are_staged(reverse: bool) -> None:
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    pages = np.arange(1, 126)[:: -1 if reverse else 1]
+    plan = plan_reads(compile_route(src, dst, 0, cost=COST), make_request(src, dst, pages, pages), STAGING_BYTES)
+    assert plan.batches
+    assert not plan.direct
+
+
+def test_scattered_pages_are_read_directly() -> None:
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    route = compile_route(src, dst, 0, cost=COST)
+    plan = plan_reads(route, make_request(src, dst, scattered(), scattered()), STAGING_BYTES)
+    assert plan.direct
+    assert not plan.batches
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_a_forced_way_is_kept(way: str) -> None:
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    for pages in (np.arange(1, 126), scattered()):
+        route = compile_route(src, dst, 0, way=way)  # type: ignore[arg-type]
+        plan = plan_reads(route, make_request(src, dst, pages, pages), STAGING_BYTES)
+        assert bool(plan.batches) == (way == "staged")
+        assert bool(plan.direct) == (way == "direct")
+
+
+def test_without_a_buffer_everything_is_direct() -> None:
+    src, dst = pair("tp=4,order=NHD", "tp=8,order=NHD")
+    route = compile_route(src, dst, 0)
+    plan = plan_reads(route, make_request(src, dst, scattered(), scattered()), 0)
+    assert plan.direct
+    assert not plan.batches
+
+
+def test_a_page_that_does_not_fit_is_refused_only_where_staging_is_forced() -> None:
+    src, dst = pair("tp=4,order=NHD", "tp=8,order=NHD")
+    request = make_request(src, dst, scattered(), scattered())
+    assert plan_reads(compile_route(src, dst, 0, way="direct"), request, 64).direct
+    with pytest.raises(BindError, match="one page needs"):
+        plan_reads(compile_route(src, dst, 0, way="staged"), request, 64)
+
+
+@pytest.mark.parametrize("constant", ["copy_s", "read_bytes_per_s", "move_run_s", "move_bytes_per_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_constants_must_be_positive(constant: str, value: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        CostModel(**{constant: value})

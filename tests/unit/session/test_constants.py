@@ -1,0 +1,54 @@
+"""Are measured constants kept per host, and refused where they are not what they should be?"""
+
+from pathlib import Path
+
+import pytest
+
+from kvreshard.model import KvReshardError
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.constants import default_path, host_facts, load_constants, save_constants
+
+MODEL = CostModel(1e-6, 2e9, 3e-8, 4e9)
+
+
+def test_constants_are_kept_per_host(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "constants.json"
+    assert load_constants(path, "here") is None
+    save_constants(path, "here", MODEL)
+    save_constants(path, "there", CostModel())
+    assert load_constants(path, "here") == MODEL
+    assert load_constants(path, "there") == CostModel()
+    assert load_constants(path, "elsewhere") is None
+
+
+def test_the_place_follows_the_environment() -> None:
+    assert default_path({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/kvreshard/constants.json")
+    assert default_path({"HOME": "/h"}) == Path("/h/.cache/kvreshard/constants.json")
+
+
+def test_the_key_names_the_host_the_same_way_each_time() -> None:
+    assert host_facts() == host_facts()
+    assert "cores" in host_facts()
+
+
+def test_another_version_is_as_good_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "constants.json"
+    save_constants(path, "here", MODEL)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    assert load_constants(path, "here") is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "\udcff", '{"form": "other", "version": 1, "hosts": {}}'])
+def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "constants.json"
+    path.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(KvReshardError, match=r"constants\.json"):
+        load_constants(path, "here")
+
+
+def test_constants_that_are_not_positive_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "constants.json"
+    save_constants(path, "here", MODEL)
+    path.write_text(path.read_text().replace("2000000000.0", "-2.0"))
+    with pytest.raises(KvReshardError, match="calibrate"):
+        load_constants(path, "here")

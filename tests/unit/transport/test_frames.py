@@ -1,0 +1,96 @@
+"""Do the slices of a framed post have all of its pieces, once each, within their budget?"""
+
+import numpy as np
+import pytest
+
+from kvreshard.transport.base import Frame, FramedCopies, MemoryRegion, TransportError
+from kvreshard.transport.frames import FrameCursor, FramePlace, place, strided_rows
+from kvreshard.transport.regions import RegionTable
+from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
+
+PLACE = FramePlace("cpu", "cpu", 0, 0)
+
+
+def make_frame(num_entries: int = 5, count: int = 50, length: int = 4096) -> Frame:
+    start = np.arange(num_entries) * 1_000_000
+    lengths = length + 8 * np.arange(num_entries)
+    return Frame.of(start + 4096, start + 100_000_000, lengths, 8192, 16_384, count, count)
+
+
+def listed(cursor: FrameCursor, budget_bytes: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    while not cursor.exhausted:
+        piece = cursor.take(budget_bytes)
+        assert len(piece) == len(piece.local_index) == len(piece.remote_index) > 0
+        assert piece.cost_bytes <= budget_bytes or len(piece) == 1
+        found += zip(piece.local_index.tolist(), piece.remote_index.tolist(), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("budget_copies", [0, 1, 3, 20, 21, 55, 10_000])
+def test_slices_have_every_piece_once(budget_copies: int) -> None:
+    frame, rng = make_frame(), np.random.default_rng(1)
+    local, remote = rng.permutation(50)[:20], rng.permutation(50)[:20]
+    cursor = FrameCursor(FramedCopies(frame, local, remote), PLACE)
+    found = listed(cursor, budget_copies * (4096 + 32 + DESCRIPTOR_COST_BYTES))
+    wanted = [
+        (entry * 50 + here, entry * 50 + there)
+        for entry in range(5)
+        for here, there in zip(local.tolist(), remote.tolist(), strict=True)
+    ]
+    assert sorted(found) == sorted(wanted)
+
+
+def test_a_dropped_cursor_and_an_empty_one_have_nothing() -> None:
+    frame, none = make_frame(), np.zeros(0, dtype=np.int64)
+    assert FrameCursor(FramedCopies(frame, none, none), PLACE).exhausted
+    cursor = FrameCursor(FramedCopies(frame, np.arange(9), np.arange(9)), PLACE)
+    cursor.take(1)
+    cursor.drop()
+    assert cursor.exhausted
+
+
+def test_flat_and_rows_say_the_same() -> None:
+    frame, pages = make_frame(), np.array([7, 3])
+    copies = FramedCopies(frame, pages, pages[::-1])
+    flat = copies.flat()
+    assert (len(flat), flat.num_bytes) == (len(copies), copies.num_bytes)
+    rows = strided_rows(frame, PLACE, local=True)
+    assert flat.local_address.tolist() == [int(row[0] + row[3] * page) for row in rows for page in (7, 3)]
+    assert rows[:, 4].tolist() == [50] * 5
+
+
+def tables(end: int = 1 << 40) -> tuple[RegionTable, RegionTable]:
+    return RegionTable([MemoryRegion(4096, end - 4096)]), RegionTable([MemoryRegion(100_000_000, 1 << 40, "cuda:1")])
+
+
+def test_a_frame_is_placed_with_all_of_its_pages() -> None:
+    frame = make_frame()
+    assert place(frame, *tables(), "remote") == FramePlace("cpu", "cuda", 0, 1)
+    last = 4096 + 4_000_000 + 49 * 8192 + 4096 + 32
+    assert place(frame, *tables(last), "remote") is not None
+    with pytest.raises(TransportError, match="not inside one registered region"):
+        place(frame, *tables(last - 1), "remote")
+
+
+def test_what_cannot_be_told_apart_by_index_is_posted_one_by_one() -> None:
+    assert place(make_frame(length=MAX_PIECE_BYTES + 1), *tables(), "remote") is None
+    assert place(Frame.of([4096], [100_000_000], [1], 1, 1, 1 << 31, 1), *tables(), "remote") is None
+    two_devices = RegionTable([MemoryRegion(0, 500_000), MemoryRegion(1_000_000, 1 << 40, "cuda:0")])
+    assert place(make_frame(), two_devices, tables()[1], "remote") is None
+
+
+@pytest.mark.parametrize("pages", [[-1], [50]])
+def test_a_page_outside_the_frame_is_refused(pages: list[int]) -> None:
+    with pytest.raises(TransportError, match=r"frame has \[0, 50\)"):
+        FramedCopies(make_frame(), np.array(pages), np.array([0]))
+
+
+def test_frames_that_make_no_sense_are_refused() -> None:
+    for numbers in ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)):
+        with pytest.raises(TransportError, match="sizes are positive"):
+            Frame.of([1], [1], [1], *numbers)
+    with pytest.raises(TransportError, match="leave the 64-bit address space"):
+        Frame.of([1 << 62], [1], [1], 1 << 62, 1, 5, 1)
+    with pytest.raises(TransportError, match="local pages for"):
+        FramedCopies(make_frame(), np.arange(2), np.arange(3))
