@@ -29,6 +29,7 @@ from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
+from kvreshard.vllm.tensor_memory import TensorMemory
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ class WorkerSide:
         endpoint = Endpoint(
             rank.rank,
             transport,
-            HostMemory(),
+            HostMemory() if on_host else TensorMemory(kv_caches.values()),
             self._options.endpoint,
             table=table,
             staging=staging if on_host else None,
