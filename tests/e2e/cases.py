@@ -99,7 +99,7 @@ CASES: list[Case] = [
     *rows("DeepSeek-V2 (MLA)", "deepseek-v2", every("1->2 2->1 2->4 4->2", EXACT)),
     *rows("DeepSeek-V3 (MLA)", "deepseek-v3", every("1->2 2->1 2->4 4->2", EXACT)),
     *rows("Nemotron-H (4 groups)", "nemotron-h", every("1->2 2->1 4->2", EXACT)),
-    *rows("Falcon-H1 (2 groups)", "falcon-h1", every("1->2 2->1 4->2", EXACT)),
+    *rows("Falcon-H1 (4 groups)", "falcon-h1", every("1->2 2->1 4->2", EXACT)),
     *rows("Granite hybrid (1 group)", "granite-hybrid", every("1->2 2->1", WRONG), ci=("1->2", "2->1")),
     *rows("Qwen3-Next (GDN, bf16)", "qwen3-next", every("1->2 2->1", EXACT)),
     Case("Llama, page size", "llama", Shape(page=64), Shape(page=128), WRONG, ci=True),

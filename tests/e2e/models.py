@@ -195,7 +195,7 @@ MODELS: dict[str, TinyModel] = {
                 "mamba_d_ssm": 512,
                 "mamba_n_heads": 8,
                 "mamba_d_head": 64,
-                "mamba_n_groups": 2,
+                "mamba_n_groups": 4,
                 "mamba_d_state": 32,
                 "mamba_chunk_size": 32,
                 "rope_parameters": ROPE,

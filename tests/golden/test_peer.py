@@ -53,8 +53,10 @@ def test_today_reads_what_version_1_wrote() -> None:
 
 
 def test_today_writes_what_version_1_reads() -> None:
-    """Byte by byte where all keys are in version 1 already; a hello has one more, which version 1 does not look at."""
-    assert encode_card(card(), 1) == golden("card")
+    """Byte by byte but for what version 1 does not look at: a further key of a hello, a rank's board of answers."""
+    written = msgspec.msgpack.decode(encode_card(card(), 1))
+    written["ranks"] = [rank[:4] for rank in written["ranks"]]
+    assert msgspec.msgpack.encode(written) == golden("card")
     assert write_note(Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)) == golden("report")
     assert [write_note(note) for note in heartbeats("d", (("r", 1), ("s", 2)), 1)] == [golden("heartbeat")]
 

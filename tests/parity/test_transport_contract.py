@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvreshard.testing.contract import MEMORY_BYTES, NUM_RANKS, TransportContract
+from kvreshard.testing.contract import NUM_RANKS, TransportContract
+from kvreshard.testing.pieces import MEMORY_BYTES
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, Ranks
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport

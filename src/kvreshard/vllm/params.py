@@ -14,6 +14,7 @@ that it believes the answer is a matter of keys (`session.keys`).
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,7 +183,8 @@ def _seal(prefill: RemotePrefill) -> str:
         (prefill.lease.request, prefill.lease.slot, prefill.lease.word),
         (prefill.num_tokens, prefill.groups, prefill.pages, prefill.prompt),
     )
-    return hashlib.blake2b(msgspec.msgpack.encode(referred), digest_size=8).hexdigest()
+    # Python's own JSON: a number from a stranger may have any size.
+    return hashlib.blake2b(json.dumps(msgspec.to_builtins(referred)).encode(), digest_size=8).hexdigest()
 
 
 def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> None:

@@ -159,7 +159,10 @@ def test_files_that_are_no_tables(run, tmp_path: Path, content: bytes, told: str
             lambda text: text.replace('"version": 1', '"version": 2'),
             "layout of version 2; this side reads versions 1 to 1",
         ),
-        (lambda text: text.replace("kvreshard.layout", "kvreshard.route"), "message is a 'kvreshard.route'"),
+        (
+            lambda text: text.replace("kvreshard.layout", "kvreshard.route"),
+            "this is 'kvreshard.route', not a 'kvreshard.layout'",
+        ),
         (lambda text: text.replace('"size_bytes": 120', '"size_bytes": 119'), "region 'kv' has 119 bytes"),
         (lambda text: text.replace('"element_bytes"', '"element_size"'), "element"),
         (lambda text: text.replace('"num_pages": 5', '"num_pages": 0'), "0 pages; a size must be positive"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import selectors
+import socket
+import socketserver
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvreshard.model import KvReshardError
 from kvreshard.session.card import EngineCard, RankCard, make_card
@@ -106,40 +110,34 @@ def test_a_peer_without_keys_stands_in_the_servers_log(
                 fetch_card(listener.address, "decode", 0, PATIENCE_S)
         fetch_card(listener.address, "decode", 0, PATIENCE_S, room)
     lines = [record.getMessage() for record in caplog.records if "did not get through the door" in record.getMessage()]
-    assert 1 <= len(lines) <= 3  # the first, the second, the fourth
+    assert (
+        len(set(lines)) == len(lines) >= 1
+    )  # the first, the second, the fourth and so on; ZeroMQ asks again by itself
 
 
 def test_a_reader_on_the_way_sees_nothing(listener: Listener, room: Keys) -> None:
     """All that the kernel carries between the two, read by a go-between."""
     seen = bytearray()
-    with zmq.Context() as context:
-        front, back = context.socket(zmq.STREAM), context.socket(zmq.STREAM)
-        port = front.bind_to_random_port("tcp://127.0.0.1")
-        back.connect(str(listener.address))
-        server = back.recv_multipart()[0]
-        poller = zmq.Poller()
-        poller.register(front, zmq.POLLIN)
-        poller.register(back, zmq.POLLIN)
-        import threading
 
-        found: list[EngineCard] = []
-        asker = threading.Thread(
-            target=lambda: found.append(fetch_card(Address("127.0.0.1", port), "d", 0, PATIENCE_S, room))
-        )
-        asker.start()
-        client = b""
-        while asker.is_alive():
-            for source, _ in poller.poll(50):
-                identity, payload = source.recv_multipart()
-                seen += payload
-                if source is front:
-                    client = identity
-                    back.send_multipart([server, payload]) if payload else None
-                elif payload:
-                    front.send_multipart([client, payload])
-        asker.join()
-        front.close(0)
-        back.close(0)
+    class GoBetween(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            target = (listener.address.host, listener.address.port)
+            with socket.create_connection(target) as back, selectors.DefaultSelector() as either:
+                for source, sink in ((self.request, back), (back, self.request)):
+                    either.register(source, selectors.EVENT_READ, sink)
+                with contextlib.suppress(OSError):
+                    while True:
+                        for key, _ in either.select():
+                            payload = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                            if not payload:
+                                return
+                            seen.extend(payload)
+                            key.data.sendall(payload)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), GoBetween) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = [fetch_card(Address("127.0.0.1", server.server_address[1]), "d", 0, PATIENCE_S, room)]
+        server.shutdown()
     assert found == [card()]
     assert len(seen) > 500
     assert b"recognisable" not in seen

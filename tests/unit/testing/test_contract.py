@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvreshard.testing.contract import MEMORY_BYTES, NUM_RANKS, Expectation, TransportContract, copies_of
+from kvreshard.testing.contract import NUM_RANKS, TransportContract
+from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of
 from kvreshard.testing.ranks import LocalRanks
 from kvreshard.transport.base import Direction, Transfer, TransportError
 from kvreshard.transport.memory import Fabric, Fault, MemoryTransport

@@ -1,0 +1,76 @@
+"""Which pieces does a transport's test copy, and what must all memory be afterwards?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.testing.ranks import Ranks
+from kvreshard.transport.base import Copies, Direction
+
+# Room for pieces above the 16 MiB at which NIXL's pieces are cut.
+MEMORY_BYTES = 40 * 1024 * 1024
+
+# 1, odd, powers of two and their neighbours, and 1 MiB: lengths at which copy loops change their ways.
+LENGTHS_BYTES = (1, 2, 3, 7, 8, 31, 64, 255, 256, 1000, 4095, 4096, 65537, 1024 * 1024)
+
+
+def random_pieces(
+    random: np.random.Generator, num_pieces: int, first_byte: int = 0, end_byte: int = MEMORY_BYTES
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """Local offsets, remote offsets and lengths of pieces that overlap on neither side.
+
+    Gaps of 0 to 40 bytes between pieces make addresses unaligned; each side has its own order and gaps. Offsets lie
+    in [first_byte, end_byte); fewer pieces come out when that is too small.
+    """
+    lengths = random.choice(LENGTHS_BYTES, size=num_pieces).astype(np.uint64)
+    room = np.cumsum(lengths + np.uint64(40)) <= end_byte - first_byte
+    lengths = lengths[room]
+    offsets = []
+    for _side in range(2):
+        order = random.permutation(len(lengths))
+        gaps = random.integers(0, 41, size=len(lengths)).astype(np.uint64)
+        ends = np.cumsum(lengths[order] + gaps)
+        side = np.empty(len(lengths), dtype=np.uint64)
+        side[order] = np.uint64(first_byte) + ends - lengths[order]
+        offsets.append(side)
+    return offsets[0], offsets[1], lengths
+
+
+def copies_of(
+    ranks: Ranks, local_rank: int, remote_rank: int, pieces: tuple[Sequence[int] | NDArray[np.uint64], ...]
+) -> Copies:
+    """Pieces given as offsets (local, remote, length), as addresses of two ranks."""
+    local, remote, length = (np.asarray(column, dtype=np.uint64) for column in pieces)
+    base = np.uint64(ranks.address(local_rank)), np.uint64(ranks.address(remote_rank))
+    return Copies(local + base[0], remote + base[1], length)
+
+
+class Expectation:
+    """What all memory must be after some transfers: the oracle. Made before they are posted."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._memory = [ranks.memory(rank).copy() for rank in range(ranks.num_ranks)]
+
+    def copied(self, rank: int, peer: int, direction: Direction, pieces: tuple[NDArray[np.uint64], ...]) -> None:
+        """One more transfer, posted by `rank`, of pieces given as offsets."""
+        local, remote = self._memory[rank], self._memory[peer]
+        for here, there, length in zip(*(column.tolist() for column in pieces), strict=True):
+            if direction is Direction.READ:
+                local[here : here + length] = remote[there : there + length]
+            else:
+                remote[there : there + length] = local[here : here + length]
+
+    def check(self, start: int = 0, stop: int | None = None) -> None:
+        """Compare every byte of every rank, between two offsets."""
+        for rank, whole in enumerate(self._memory):
+            expected, actual = whole[start:stop], self._ranks.memory(rank)[start:stop]
+            if not np.array_equal(actual, expected):
+                wrong = np.flatnonzero(actual != expected)
+                raise AssertionError(
+                    f"rank {rank}: {wrong.size} bytes differ, the first at offset {start + wrong[0]}: "
+                    f"{actual[wrong[0]]} instead of {expected[wrong[0]]}"
+                )
