@@ -1,4 +1,4 @@
-"""The commands, and the only room that prints: `verify`, `plan`, `describe`, `models`."""
+"""The commands, and the only room that prints: `verify`, `plan`, `describe`, `models`, `doctor`, `replay`."""
 
 from kvreshard.cli.app import app as _app
 
