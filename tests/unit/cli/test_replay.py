@@ -198,7 +198,7 @@ def test_the_record_of_the_first_version_is_still_read(run: Run, tmp_path: Path)
     (tmp_path / "v1").write_bytes(bytes.fromhex(golden.read_text(encoding="ascii")))
     found = json.loads(run("replay", tmp_path / "v1", "--json").stdout)
     assert (found["outcome"], found["copies"]["num_copies"], found["kvreshard"]) == ("not in the plan", 26, "0.1.0")
-    assert found["copies"]["digest"] == json.loads(run("replay", tmp_path / "v1", "--json").stdout)["copies"]["digest"]
+    assert found["copies"]["digest"] == "0583ce614f6d95d2b3e542c70048bce8"
 
 
 def test_no_single_flipped_byte_ends_in_a_traceback(run: Run, save: Save) -> None:
