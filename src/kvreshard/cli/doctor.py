@@ -30,6 +30,8 @@ from kvreshard.model import EngineLayout
 CHECK_S = 20.0
 SLOW_CHECK_S = 90.0
 EXIT_ERROR = 1
+# A mismatch names every field that differs; a terminal shows the first ones.
+MAX_CELL = 240
 
 
 def doctor(
@@ -125,7 +127,10 @@ def check_peers(peers: list[Peer], mine: EngineLayout | None, is_prefill: bool) 
 def show_lines(console: Console, lines: list[Line]) -> None:
     """A table, and the sum of it."""
     columns = (Column("check"), Column("status", whole=True), Column("what was found"), Column("what to do"))
-    rows = tuple((line.check, line.status, line.text, line.remedy) for line in lines)
+    rows = tuple(
+        (line.check, line.status, shorten(line.text) if console.is_terminal else line.text, line.remedy)
+        for line in lines
+    )
     show_sheet(console, Sheet("kvreshard doctor", columns, rows))
     counts = {status: sum(line.status == status for line in lines) for status in ("error", "warning")}
     if counts["error"]:
@@ -134,3 +139,12 @@ def show_lines(console: Console, lines: list[Line]) -> None:
         )
     else:
         show_line(console, f"right: no errors in {len(lines)} checks, {counts['warning']} warnings")
+
+
+def shorten(text: str) -> str:
+    """Text for a terminal's cell.
+
+    >>> shorten("as it is"), len(shorten("x" * 10_000)) < 300
+    ('as it is', True)
+    """
+    return text if len(text) <= MAX_CELL else f"{text[:MAX_CELL]} ... (all of it: --json)"
