@@ -1,4 +1,4 @@
-"""The commands, and the only room that prints: `verify`, `plan`, `describe`, `models`, `keys`."""
+"""The commands, and the only room that prints: see `app`."""
 
 from kvreshard.cli.app import app as _app
 

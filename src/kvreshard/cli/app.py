@@ -1,6 +1,6 @@
 """The command line: which commands there are, and how every failure is told.
 
-Exit codes: 0 done, 1 a verification found something wrong or a replay differs, 2 bad input or a refusal, 130 interrupted, 141 the reader of a
+Exit codes: 0 done, 1 a verification found something wrong or a replay differs, or the doctor an error, 2 bad input or a refusal, 130 interrupted, 141 the reader of a
 pipe went away. A failure is one line `error: ...` on stderr, never a traceback; with `--json`, stdout has
 `{"error": {"type": ..., "message": ...}}` as its one document. A bug in kvreshard itself still shows its traceback.
 """
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from kvreshard import __version__
 from kvreshard.cli.bench import bench
 from kvreshard.cli.describe import describe
+from kvreshard.cli.doctor import doctor
 from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
 from kvreshard.cli.plan import plan
@@ -104,6 +105,6 @@ def _options(
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(_options)
-for command in (verify, plan, describe, models, keys, bench):
+for command in (verify, plan, describe, models, doctor, keys, bench):
     app.command()(command)
 app.command("replay")(replay_file)

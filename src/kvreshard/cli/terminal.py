@@ -34,6 +34,10 @@ STYLES = {
     "reproduced:": "bold green",
     "different:": "bold red",
     "unconfirmed": "yellow",
+    "ok": "green",
+    "warning": "yellow",
+    "error": "bold red",
+    "skipped": "dim",
 }
 
 

@@ -50,6 +50,7 @@ class Job:
     _stopped: Failure | None = None
     _stopped_s: float = 0.0
     _now_s: float = 0.0
+    _is_compared: bool = False
 
     @property
     def is_settled(self) -> bool:
@@ -71,7 +72,8 @@ class Job:
             return
         self._now_s = now_s
         if self._stopped is None and now_s >= self.ordered_s + self.options.load_timeout_s:
-            where = "meeting its source" if self.peer is None else "reading"
+            where = "reading" if self.peer is not None else "meeting its source"
+            where = "being compared with its source" if self._is_compared else where
             text = f"not loaded within {self.options.load_timeout_s:g} s; it was {where}: is the source alive and reachable?"
             self.stop(Failure("timeout", text), now_s)
         try:
@@ -137,14 +139,20 @@ class Job:
         check = Check(
             self.load.lease, cards, memory, address, self.options.digest_timeout_s, self.wake, lambda: self._now_s
         )
+        self._is_compared = True
         self.events.add("checking", "comparing digests with the source")
         try:
-            num_bytes = yield from check_steps(check, peer.mover, peer.route, self.load.transfer, self._note)
+            num_bytes = yield from check_steps(check, peer.mover, peer.route, self.load.transfer, self._track)
         except DigestError as error:
             self.check = error.result
             raise
         self.check = "equal"
         self.events.add("checked", f"{num_bytes} bytes are equal")
+
+    def _track(self, transfer: Transfer) -> None:
+        """A read of the board: one of many, of which only the outcome is told."""
+        self._posted.append(transfer)
+        transfer.add_done_callback(lambda _: self.wake())
 
     def _note(self, transfer: Transfer) -> None:
         self._posted.append(transfer)

@@ -99,6 +99,14 @@ def load_nixl() -> Any:
     return api
 
 
+def list_plugins() -> list[str]:
+    """The plugins that NIXL finds, by name. Loads NIXL and starts an agent without a backend. Raises TransportError."""
+    api = load_nixl()
+    with _told_as("could not start an agent"):
+        agent = api.nixl_agent("kvreshard-plugins", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        return sorted(map(str, agent.get_plugin_list()))
+
+
 @contextlib.contextmanager
 def _told_as(fact: str, remedy: str = "NIXL_LOG_LEVEL=DEBUG tells more") -> Iterator[None]:
     """Turn NIXL's exceptions, which share no base class, into `TransportError`s."""

@@ -193,6 +193,14 @@ def test_a_file_that_is_no_record_is_one_line(run: Run, save: Save, tmp_path: Pa
     assert (result.exit_code, "not a layout" in result.stderr) == (2, True)
 
 
+def test_the_record_of_the_first_version_is_still_read(run: Run, tmp_path: Path) -> None:
+    golden = Path(__file__).parents[2] / "golden" / "flight" / "record-v1.msgpack.hex"
+    (tmp_path / "v1").write_bytes(bytes.fromhex(golden.read_text(encoding="ascii")))
+    found = json.loads(run("replay", tmp_path / "v1", "--json").stdout)
+    assert (found["outcome"], found["copies"]["num_copies"], found["kvreshard"]) == ("not in the plan", 26, "0.1.0")
+    assert found["copies"]["digest"] == "0583ce614f6d95d2b3e542c70048bce8"
+
+
 def test_no_single_flipped_byte_ends_in_a_traceback(run: Run, save: Save) -> None:
     path = save(flight())
     good = bytearray(path.read_bytes())

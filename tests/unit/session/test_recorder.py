@@ -18,9 +18,12 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.session import flight as form
 from kvreshard.session.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.session.flight import decode_flight, encode_flight, summarize
-from kvreshard.session.orders import Cancel, Load
+from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.orders import Cancel, Load, RemoteEngine
+from kvreshard.session.peers import Self, meet_engine
 from kvreshard.session.recorder import MIN_INTERVAL_S, SUFFIX, Recorder
 from kvreshard.testing.small import request
+from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
 
 
@@ -74,6 +77,18 @@ def test_a_record_holds_no_word_and_no_cached_byte(world: World, tmp_path: Path)
     assert b"\xa7" * 8 not in message
     assert msgspec.msgpack.encode(WORD) not in message
     assert b"lease" not in msgspec.json.encode(msgspec.structs.replace(decode_flight(message), events=[]))
+
+
+def test_the_card_of_a_pair_that_is_refused_is_kept_for_the_record(world: World) -> None:
+    card = msgspec.structs.replace(world.src.card(), facts={"model": "large"})
+    mine = msgspec.structs.replace(world.dst.card(), facts={"model": "small"})
+    listener = Listener(Address("127.0.0.1", 0), card)
+    remote = RemoteEngine("prefill", "life", listener.address)
+    me = Self(mine, world.dst.layout, 0, world.dst.transports[0], HostMemory(), None)
+    with pytest.raises(LayoutMismatch, match="model is 'large' there and 'small' here"):
+        meet_engine(me, remote, OPTIONS)
+    listener.close()
+    assert me.refused == {remote: card}
 
 
 def test_a_refused_pair_is_recorded_with_both_layouts(world: World, tmp_path: Path) -> None:

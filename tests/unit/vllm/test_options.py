@@ -33,6 +33,9 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
     [
         ({"load_timeout_s": "soon"}, "Expected `float`, got `str`.*load_timeout_s"),
         ({"load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
+        ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
+        ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),
         ({"staging_bytes": -1}, "must not be negative"),
         ({"allow_mismatch": "model"}, "allow_mismatch"),
         ({"curve_public_keys_dir": "keys"}, "curve_public_keys_dir without curve_secret_key_file"),

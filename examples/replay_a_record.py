@@ -1,0 +1,35 @@
+"""Write the record of a load that failed, read it back, and do the load again without its engines.
+
+An engine does the first part by itself (`flight_recorder_dir`); `kvreshard replay FILE` does the second.
+"""
+
+import time
+
+from kvreshard.model import wire
+from kvreshard.model.request_form import to_form
+from kvreshard.plan import bind, compile_route
+from kvreshard.session.flight import Flight, FlightFailure, FlightSide, decode_flight, encode_flight, summarize
+from kvreshard.testing.replay import replay
+from kvreshard.testing.small import engine, request
+
+prefill, decode = engine("prefill", tp=2, page=4), engine("decode", page=6)
+wanted = request(prefill, decode, num_tokens=13, new_pages=[2, 3, 4])
+
+record = Flight(
+    kvreshard="an example",
+    written_at_s=time.time(),
+    rank=0,
+    request="cmpl-1",
+    source_request="cmpl-0",
+    source_address="tcp://10.0.0.1:5600",
+    failure=FlightFailure("transfer", "the network was cut"),
+    src=FlightSide("prefill", "its life", {}, wire.encode(prefill)),
+    dst=FlightSide("decode", "its life", {}, wire.encode(decode)),
+    transfer=to_form(wanted),
+    copies=summarize(bind(compile_route(prefill, decode, 0), wanted)),
+)
+message = encode_flight(record)
+print(f"the record takes {len(message)} bytes, the copy list has {record.copies.num_copies} copies")
+
+outcome = replay(decode_flight(message))
+print(f"{outcome.outcome}: {outcome.reason}")

@@ -1,0 +1,330 @@
+"""Does every check of the doctor say ok, warning and error where it should, in bounded time and never with a traceback?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.unit.cli.conftest import Run
+
+from kvreshard.cli import doctor as command
+from kvreshard.cli import doctor_host, doctor_nixl, doctor_peer
+from kvreshard.cli.doctor_line import Line, bounded
+from kvreshard.model import EngineLayout, wire
+from kvreshard.session.card import RankCard, make_card
+from kvreshard.session.handshake import Address, Listener
+from kvreshard.testing.ranks import RankDiedError
+from kvreshard.testing.small import engine
+from kvreshard.transport.base import TransportError
+from kvreshard.transport.regions import RegionTable, encode_metadata
+
+Serve = Callable[..., str]
+
+
+def words(lines: Iterable[Line]) -> list[tuple[str, str]]:
+    return [(line.check, line.status) for line in lines]
+
+
+def only(lines: Iterable[Line]) -> Line:
+    (line,) = lines
+    return line
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands do not start NIXL here; its checks have tests of their own."""
+    monkeypatch.setattr(command, "check_nixl", lambda: [Line("nixl", "ok", "version 0")])
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start a listener with an engine's card; returns HOST:PORT."""
+    listeners: list[Listener] = []
+
+    def start(layout: EngineLayout, *, board: int = 16, metadata: bytes | None = None, **facts: str) -> str:
+        ranks = [
+            RankCard(
+                rank.rank,
+                metadata or encode_metadata("nixl", f"{layout.engine}{rank.rank}", RegionTable()),
+                4096, 64, 8192, board,
+            )
+            for rank in layout.ranks
+        ]  # fmt: skip
+        listeners.append(Listener(Address("127.0.0.1", 0), make_card(layout, "life", facts, ranks)))
+        return f"127.0.0.1:{listeners[-1].address.port}"
+
+    yield start
+    for listener in listeners:
+        listener.close()
+
+
+def test_a_machine_alone_is_checked_line_by_line(run: Run) -> None:
+    result = run("doctor", "--no-loopback")
+    assert result.exit_code == 0, result.output
+    checks = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    for name in ("python", "kvreshard", "locked memory", "shared memory", "file descriptors", "port", "clock", "nixl"):
+        assert name in checks
+    assert result.stdout.splitlines()[-1].startswith("right: no errors in ")
+
+
+def test_the_document_has_the_same_lines(run: Run) -> None:
+    found = json.loads(run("doctor", "--no-loopback", "--json").stdout)
+    assert found["healthy"]
+    assert {line["status"] for line in found["lines"]} <= {"ok", "warning", "skipped"}
+    assert set(found["lines"][0]) == {"check", "status", "text", "remedy"}
+
+
+def test_an_error_is_exit_code_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "check_nixl", lambda: [Line("nixl", "error", "gone", "install it")])
+    result = run("doctor", "--no-loopback")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].startswith("wrong: 1 of ")
+    assert not json.loads(run("doctor", "--no-loopback", "--json").stdout)["healthy"]
+
+
+def test_a_check_that_hangs_or_breaks_is_a_line() -> None:
+    never = threading.Event()
+
+    def hang() -> list[Line]:
+        never.wait()
+        return []
+
+    def fail() -> list[Line]:
+        raise RuntimeError("surprise")
+
+    assert only(bounded("x", hang, 0.01)).text == "not finished within 0.01 s"
+    never.set()
+    assert only(bounded("x", fail, 60.0)).text == "RuntimeError: surprise"
+
+
+@pytest.mark.parametrize(
+    ("limit", "devices", "status"),
+    [(resource.RLIM_INFINITY, ["mlx5_0"], "ok"), (8 << 20, [], "ok"), (8 << 20, ["mlx5_0"], "warning")],
+)
+def test_locked_memory_matters_where_there_is_rdma(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, devices: list[str], status: str
+) -> None:
+    for name in devices:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda which: (limit, limit))
+    line = only(doctor_host.check_memlock(tmp_path))
+    assert line.status == status
+    assert bool(line.remedy) == (status == "warning")
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [(resource.RLIM_INFINITY, "ok"), (65536, "ok"), (1024, "warning"), (64, "error")]
+)
+def test_file_descriptors(monkeypatch: pytest.MonkeyPatch, limit: int, status: str) -> None:
+    monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda which: (limit, 1 << 20))
+    assert only(doctor_host.check_files()).status == status
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    assert only(doctor_host.check_shm(tmp_path, 0)).status == "ok"
+    assert only(doctor_host.check_shm(tmp_path, 1 << 62)).status == "warning"
+    assert only(doctor_host.check_shm(tmp_path / "nowhere")).status == "warning"
+
+
+def test_ptrace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = tmp_path / "scope"
+    assert only(doctor_host.check_ptrace(setting)).status == "ok"
+    setting.write_text("1\n")
+    for user, status in ((0, "ok"), (1000, "warning")):
+        monkeypatch.setattr(doctor_host.os, "geteuid", lambda user=user: user)
+        assert only(doctor_host.check_ptrace(setting)).status == status
+
+
+def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        line = only(doctor_host.check_port(taken.getsockname()[1]))
+        assert (line.status, "cannot be bound" in line.text) == ("warning", True)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")
+    assert only(doctor_host.check_port()).status == "error"
+
+
+def test_clock_and_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(doctor_host.check_clock()).status == "ok"
+    monkeypatch.setattr(doctor_host.time, "time", lambda: 0.0)
+    assert only(doctor_host.check_clock()).status == "warning"
+    assert words(doctor_host.check_python())[0] == ("python", "ok")
+    monkeypatch.setattr(doctor_host, "PYTHONS", ((3, 4), (3, 5)))
+    assert words(doctor_host.check_python())[0] == ("python", "warning")
+    monkeypatch.setattr(doctor_host.sys, "platform", "plan9")
+    assert words(doctor_host.check_python())[0] == ("python", "error")
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "told"),
+    [
+        ((0, 'noise\n["POSIX", "UCX"]\n', ""), "ok", "POSIX, UCX"),
+        ((0, '["POSIX"]\n', ""), "error", "no UCX among POSIX"),
+        ((-11, "", "a\nSegmentation fault\n"), "error", "Segmentation fault"),
+        ((0, "nothing", ""), "error", "ended without a word"),
+        ((0, "", ""), "error", "ended without a word"),
+    ],
+)
+def test_plugins(monkeypatch: pytest.MonkeyPatch, found: object, status: str, told: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor_nixl, "ask", lambda asked: found)
+    line = list(doctor_nixl.check_nixl())[1]
+    assert (line.status, told in line.text) == (status, True)
+
+
+def test_without_nixl_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = only(doctor_nixl.check_nixl())
+    assert (line.status, "pip install kvreshard[nixl]" in line.remedy) == ("error", True)
+    assert only(doctor_nixl.check_loopback()).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status"),
+    [
+        ("UCX_TLS", "sm,self", "error"),
+        ("UCX_TLS", "cma,shm", "error"),
+        ("UCX_TLS", "sm,tcp", "ok"),
+        ("UCX_TLS", "^cma", "ok"),
+        ("UCX_TLS", "all", "ok"),
+        ("UCX_NET_DEVICES", "eth9", "error"),
+        ("UCX_NET_DEVICES", "mlx5_0:1,eth0", "ok"),
+        ("UCX_NET_DEVICES", "all", "ok"),
+    ],
+)
+def test_ucx_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, status: str) -> None:
+    for name in ("net/eth0", "net/lo", "rdma/mlx5_0"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.setenv(variable, value)
+    lines = {line.check: line for line in doctor_nixl.check_ucx(tmp_path / "net", tmp_path / "rdma")}
+    assert lines[variable].status == status
+    assert lines["devices"].status == "ok"
+
+
+UCX_INFO = "# Library version: 1.19.0\n#      Transport: tcp\n#         Device: eth0\n#      Transport: cma\n#         Device: memory\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "told"),
+    [((0, UCX_INFO, ""), "ok", "Library version: 1.19.0; tcp, cma"), ((1, "", "no library"), "warning", "no library")],
+)
+def test_the_tool_of_ucx(monkeypatch: pytest.MonkeyPatch, found: object, status: str, told: str) -> None:
+    monkeypatch.setattr(doctor_nixl.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor_nixl, "ask", lambda asked: found)
+    line = list(doctor_nixl.check_ucx())[-1]
+    assert (line.status, told in line.text) == (status, True)
+
+
+def test_programs_that_fail_or_hang_have_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_nixl.ask(["/nowhere/program"])[0] == -1
+    assert doctor_nixl.ask([sys.executable, "-c", "raise SystemExit(3)"])[0] == 3
+    monkeypatch.setattr(doctor_nixl, "ASK_S", 0.01)
+    assert doctor_nixl.ask([sys.executable, "-c", "import threading; threading.Event().wait()"])[0] == -1
+
+
+@pytest.mark.parametrize(
+    "error", [TransportError("UCX cannot start"), RankDiedError("rank 0 ended with exit code -11")]
+)
+def test_a_loopback_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def ranks(*sizes: int) -> object:
+        raise error
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor_nixl, "ProcessRanks", ranks)
+    line = only(doctor_nixl.check_loopback())
+    assert (line.status, line.text) == ("error", str(error))
+
+
+@pytest.mark.nixl
+def test_bytes_go_from_process_to_process() -> None:
+    assert words(doctor_nixl.check_loopback()) == [("loopback", "ok")]
+    assert words(doctor_nixl.check_nixl()) == [("nixl", "ok"), ("nixl plugins", "ok")]
+
+
+def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> None:
+    where = serve(engine("prefill", tp=2), model="small")
+    path = tmp_path / "mine.json"
+    path.write_bytes(wire.encode(engine("decode", page=6), "json"))
+    result = run("doctor", "--no-loopback", "--peer", where, "--layout", path)
+    assert result.exit_code == 0, result.output
+    assert "engine 'prefill', incarnation life: 2 ranks, 2 fields in 1 groups" in result.stdout
+    assert "route prefill -> decode" in result.stdout
+    assert "proved; 2 lanes" in result.stdout
+    assert "the handshake does not tell it" in result.stdout
+
+
+def test_a_peer_that_does_not_fit_says_what_differs(run: Run, serve: Serve) -> None:
+    where = serve(engine("prefill", tp=2))
+    for side in ("--decode", "--prefill"):
+        result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", side, "tp=1")
+        assert result.exit_code == 1
+        assert "field 'layers.0" in result.stdout
+
+
+def test_two_peers_are_compared_with_one_another(run: Run, serve: Serve) -> None:
+    first = serve(engine("prefill", tp=2), model="small", dtype="bfloat16")
+    good, other = serve(engine("decode"), model="small"), serve(engine("decode"), model="large")
+    found = json.loads(run("doctor", "--no-loopback", "--json", "--peer", first, "--peer", good).stdout)
+    lines = {line["check"]: line for line in found["lines"]}
+    assert (lines["facts"]["status"], lines["facts"]["text"]) == ("ok", "equal on both: model")
+    assert lines["route prefill -> decode"]["status"] == "ok"
+    result = run("doctor", "--no-loopback", "--peer", first, "--peer", other)
+    assert (result.exit_code, "model is 'small' there and 'large' here" in result.stdout) == (1, True)
+
+
+def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_peer, "find_version", lambda *names: "0.32.0")
+    early = run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), board=0, vllm_version="0.31.0+cpu"))
+    assert early.exit_code == 0
+    assert "1 answer no questions about digests" in early.stdout
+    assert "vLLM 0.31.0+cpu there, 0.32.0 here" in early.stdout
+    assert "nothing is known of this side" in early.stdout
+    assert run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), metadata=b"noise")).exit_code == 1
+
+
+def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_peer, "CARD_S", 0.05)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        result = run("doctor", "--no-loopback", "--peer", where, "--peer", where)
+        assert (result.exit_code, "cannot be reached" in result.stdout) == (1, True)
+        assert "not both engines were met" in result.stdout
+        silent.listen()
+        result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", "--decode", "tp=1")
+        assert (result.exit_code, "no kvreshard engine answers at" in result.stdout) == (1, True)
+        assert "the peer's layout is not known" in result.stdout
+    monkeypatch.setattr(doctor_peer, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    assert "pyzmq is not installed" in only(doctor_peer.check_peer(doctor_peer.parse_peer("127.0.0.1:1"))).text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--peer", "nowhere"),
+        ("--peer", "a:99999"),
+        ("--peer", "a:1", "--peer", "b:1", "--peer", "c:1"),
+        ("--layout", "x.json"),
+        ("--peer", "a:1", "--decode", "tp=1"),
+        ("--peer", "a:1", "--model", "llama-3.1-8b"),
+        ("--peer", "a:1", "--model", "llama-3.1-8b", "--decode", "tp=1", "--prefill", "tp=1"),
+        ("--port", "0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(run: Run, options: tuple[str, ...]) -> None:
+    result = run("doctor", "--no-loopback", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
