@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -26,6 +27,9 @@ from kvreshard.cli.doctor_peer import Peer, check_pair, check_peer, check_route,
 from kvreshard.cli.inputs import InputError, describe_engine, read_layout
 from kvreshard.cli.terminal import Column, Sheet, show_line, show_sheet, write_json
 from kvreshard.model import EngineLayout
+
+if TYPE_CHECKING:
+    from kvreshard.session.keys import Keys
 
 CHECK_S = 20.0
 SLOW_CHECK_S = 90.0
@@ -44,12 +48,15 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="This side's model: id of the catalog, or a config.json.")] = None,
     decode: Annotated[str | None, typer.Option(help="This side decodes, as in tp=8; the peer prefills.")] = None,
     prefill: Annotated[str | None, typer.Option(help="This side prefills, as in tp=4; the peer decodes.")] = None,
+    key: Annotated[Path | None, typer.Option(help="This side's .key_secret file, for engines that want keys.")] = None,
+    trusted: Annotated[Path | None, typer.Option(help="Directory of .key files to trust besides.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to be free here.")] = None,
     loopback: Annotated[bool, typer.Option(help="Move bytes between two processes.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Check this machine, NIXL on it, and whether it can work with an engine."""
-    peers = [parse_peer(text) for text in peer or ()]
+    keys = read_key_options(key, trusted)
+    peers = [replace(parse_peer(text), keys=keys) for text in peer or ()]
     mine = read_side(peers, layout, model, decode, prefill)
     lines = [*check_host(port, loopback), *check_peers(peers, mine, prefill is not None)]
     num_errors = sum(line.status == "error" for line in lines)
@@ -64,6 +71,17 @@ def doctor(
     if num_errors:
         sys.stdout.flush()
         raise typer.Exit(EXIT_ERROR)
+
+
+def read_key_options(key: Path | None, trusted: Path | None) -> Keys | None:
+    """The keys to knock with, None without. Raises InputError, or KvReshardError for files that are no keys."""
+    if key is None:
+        if trusted is not None:
+            raise InputError("--trusted goes with --key: this side needs a key of its own")
+        return None
+    from kvreshard.session.keys import read_keys
+
+    return read_keys(key, trusted)
 
 
 def read_side(

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvreshard.cli.doctor_host import find_version
 from kvreshard.cli.doctor_line import Line
@@ -21,6 +22,9 @@ from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
+
+if TYPE_CHECKING:
+    from kvreshard.session.keys import Keys
 
 CONNECT_S = 5.0
 CARD_S = 20.0
@@ -34,6 +38,7 @@ class Peer:
     port: int
     card: EngineCard | None = None
     layout: EngineLayout | None = None
+    keys: Keys | None = None
 
     @property
     def name(self) -> str:
@@ -70,7 +75,7 @@ def check_peer(peer: Peer) -> Iterator[Line]:
     from kvreshard.session.handshake import Address, fetch_card
 
     try:
-        peer.card = fetch_card(Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, CARD_S)
+        peer.card = fetch_card(Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, CARD_S, peer.keys)
         peer.layout = peer.card.decode_layout()
     except KvReshardError as error:
         yield Line(peer.name, "error", str(error), "both sides need versions of kvreshard that know each other")

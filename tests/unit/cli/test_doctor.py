@@ -21,6 +21,7 @@ from kvreshard.cli.doctor_line import Line, bounded
 from kvreshard.model import EngineLayout, wire
 from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.keys import read_keys, write_keys
 from kvreshard.testing.ranks import RankDiedError
 from kvreshard.testing.small import engine
 from kvreshard.transport.base import TransportError
@@ -274,6 +275,22 @@ def test_a_peer_that_does_not_fit_says_what_differs(run: Run, serve: Serve) -> N
         assert "field 'layers.0" in result.stdout
 
 
+def test_a_peer_that_wants_keys_is_asked_with_one(run: Run, tmp_path: Path) -> None:
+    secret = write_keys(tmp_path, "room")[1]
+    layout = engine("prefill")
+    card = make_card(
+        layout, "life", {}, [RankCard(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)]
+    )
+    listener = Listener(Address("127.0.0.1", 0), card, keys=read_keys(secret))
+    try:
+        where = f"127.0.0.1:{listener.address.port}"
+        assert run("doctor", "--no-loopback", "--peer", where, "--key", secret).exit_code == 0
+        stranger = run("doctor", "--no-loopback", "--peer", where)
+        assert (stranger.exit_code, "wants a key and this one has none" in stranger.stdout) == (1, True)
+    finally:
+        listener.close()
+
+
 def test_two_peers_are_compared_with_one_another(run: Run, serve: Serve) -> None:
     first = serve(engine("prefill", tp=2), model="small", dtype="bfloat16")
     good, other = serve(engine("decode"), model="small"), serve(engine("decode"), model="large")
@@ -296,7 +313,7 @@ def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.M
 
 
 def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_peer, "CARD_S", 0.05)
+    monkeypatch.setattr(doctor_peer, "CARD_S", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -305,7 +322,7 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         assert "not both engines were met" in result.stdout
         silent.listen()
         result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", "--decode", "tp=1")
-        assert (result.exit_code, "no kvreshard engine answers at" in result.stdout) == (1, True)
+        assert (result.exit_code, "does not speak ZeroMQ" in result.stdout) == (1, True)
         assert "the peer's layout is not known" in result.stdout
     monkeypatch.setattr(doctor_peer, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
     assert "pyzmq is not installed" in only(doctor_peer.check_peer(doctor_peer.parse_peer("127.0.0.1:1"))).text
@@ -322,6 +339,8 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         ("--peer", "a:1", "--model", "llama-3.1-8b"),
         ("--peer", "a:1", "--model", "llama-3.1-8b", "--decode", "tp=1", "--prefill", "tp=1"),
         ("--port", "0"),
+        ("--peer", "a:1", "--trusted", "."),
+        ("--peer", "a:1", "--key", "nowhere.key_secret"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line(run: Run, options: tuple[str, ...]) -> None:
