@@ -70,7 +70,7 @@ class PageCopies:
         frame = self.frame
         if not (frame.length == frame.src_stride_bytes).all() or frame.src_stride_bytes != frame.dst_stride_bytes:
             return self.num_copies
-        joined = np.count_nonzero((np.diff(self.src_page) == 1) & (np.diff(self.dst_page) == 1))
+        joined = int(np.count_nonzero((np.diff(self.src_page) == 1) & (np.diff(self.dst_page) == 1)))
         return len(frame.length) * (len(self.src_page) - joined)
 
     @property
