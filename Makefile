@@ -55,6 +55,7 @@ format: ## rewrite the sources the way `make check` wants them
 bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), raw NIXL and a plain copy; BENCH=full for all of it
 	@scripts/venv bench
 	@OMP_NUM_THREADS=1 $(BENCH_PY) -m bench $(ARGS)
+	@$(PY) -m bench.page
 	@$(PY) -m bench.plots
 	@if [ "$$BENCH" = full ]; then for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done; fi
 

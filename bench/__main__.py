@@ -52,6 +52,7 @@ def main() -> None:
         try:
             for result in ROWS[row](full):
                 results.append(result)
+                save(results, about, HERE / "results.json")  # a run that is cut off has measured something
                 console.print(
                     f"{result.row}: {result.name}: {result.ratio if result.ratio is None else round(result.ratio, 2)}"
                 )

@@ -29,7 +29,8 @@ from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.nixl import NixlOptions, NixlTransport, load_nixl
+from kvreshard.transport.nixl import NixlTransport
+from kvreshard.transport.nixl_agent import NixlOptions, load_nixl
 from kvreshard.transport.regions import decode_metadata
 
 STAGING_BYTES = 64 << 20

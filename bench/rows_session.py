@@ -30,7 +30,8 @@ from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import EndpointOptions, Load, RemoteEngine, RemoteLease
 from kvreshard.session.pull import pull_steps
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.nixl import NixlOptions, NixlTransport, load_nixl
+from kvreshard.transport.nixl import NixlTransport
+from kvreshard.transport.nixl_agent import NixlOptions, load_nixl
 
 ROW = "d session"
 IDLE_S = 10.0

@@ -28,7 +28,7 @@ LOOPBACK_BYTES = 8 << 20
 NETWORKS = Path("/sys/class/net")
 # UCX's transports within a host; at least one that is not among them must be allowed.
 WITHIN_HOST = frozenset({"self", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem"})
-LIST_PLUGINS = "import json; from kvreshard.transport.nixl import list_plugins; print(json.dumps(list_plugins()))"
+LIST_PLUGINS = "import json; from kvreshard.transport.nixl_agent import list_plugins; print(json.dumps(list_plugins()))"
 
 
 def check_nixl() -> Iterator[Line]:

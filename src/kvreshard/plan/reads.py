@@ -14,7 +14,8 @@ Refused with BindError, before anything moves: what `bind` refuses, and a page t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,9 @@ from kvreshard.plan.cost import find_boxes
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, stage_pieces
+
+# Longer lists stay apart, so that their arrays are not copied once more.
+MAX_GATHERED = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,20 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0) -> ReadPl
                 direct += copies
                 continue
         batches += stage_pieces(cut, staging_bytes)
-    return ReadPlan(tuple(direct), tuple(batches))
+    return ReadPlan(tuple(_gathered(direct)), tuple(batches))
+
+
+def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | PageCopies]:
+    """The same copies with the short lists of one source rank as one: a post costs as much as a hundred copies."""
+    lists: defaultdict[tuple[int, int], list[CopyList]] = defaultdict(list)
+    for copies in direct:
+        if isinstance(copies, PageCopies) or copies.num_copies > MAX_GATHERED:
+            yield copies
+        else:
+            lists[copies.src_rank, copies.dst_rank].append(copies)
+    for (src_rank, dst_rank), found in lists.items():
+        columns = [(one.src_address, one.dst_address, one.length) for one in found]
+        yield CopyList(src_rank, dst_rank, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList | PageCopies], staging_bytes: int) -> bool:

@@ -5,7 +5,7 @@ neighbouring pages of a fresh table become one large read. A batch is as many sl
 
 1. Cut and look up pieces as `bind` does; sort them by source page.
 2. Per group of pieces with one pattern, take the boxes that are read as one piece (`cost.find_boxes`).
-3. Reads: every box of every piece and field, merged where both sides continue.
+3. Reads: every box of every piece, merged where both sides continue, and that for every field.
 4. Moves: per run of the pattern, a strided copy from slots to destination pages, as loops, not as a list.
 
 Staging addresses are offsets from the start of the buffer; whoever owns the buffer adds its address.
@@ -100,9 +100,14 @@ def _batches(
     fields_each = max(1, buffer_bytes // (boxes.slot_bytes * pieces_each))
     for first in range(0, len(order), pieces_each):
         part = slice(first, first + pieces_each)
+        # Fields differ by their bases only: what is read of one is found once.
+        at_slot = np.arange(len(src_pages[part]), dtype=np.int64)[:, None] * boxes.slot_bytes + boxes.slot_offsets
+        at_source = src_pages[part] + boxes.src_offsets
+        lengths = np.broadcast_to(boxes.lengths, at_source.shape)
+        reads = _join(at_source.reshape(-1), at_slot.reshape(-1), lengths.reshape(-1))
         for field in range(0, len(pattern.bases.src), fields_each):
             fields = slice(field, field + fields_each)
-            yield _batch(lane, pattern, boxes, steps, fields, src_pages[part], dst_pages[part])
+            yield _batch(lane, pattern, boxes, steps, fields, reads, dst_pages[part])
 
 
 def _batch(
@@ -111,36 +116,39 @@ def _batch(
     boxes: Boxes,
     steps: list[tuple[int, int, Strip]],
     fields: slice,
-    src_pages: Int64s,
+    reads: tuple[Int64s, Int64s, Int64s],
     dst_pages: Int64s,
 ) -> Batch:
     src_bases, dst_bases = pattern.bases.src[fields], pattern.bases.dst[fields]
-    num_pieces, slot_bytes = len(src_pages), boxes.slot_bytes
-    slots = np.arange(len(src_bases) * num_pieces, dtype=np.int64).reshape(len(src_bases), num_pieces, 1) * slot_bytes
-    at_source = src_bases[:, None, None] + (src_pages + boxes.src_offsets)[None]
-    at_slot = slots + boxes.slot_offsets
-    lengths = np.broadcast_to(boxes.lengths, at_source.shape)
-    reads = _merge(lane, at_source.reshape(-1), at_slot.reshape(-1), lengths.reshape(-1))
+    (source, slot, length), num_pieces = reads, len(dst_pages)
+    slots = np.arange(len(src_bases), dtype=np.int64) * (num_pieces * boxes.slot_bytes)
+    copies = CopyList(
+        lane.src_rank,
+        lane.dst_rank,
+        (src_bases[:, None] + source).reshape(-1),
+        (slots[:, None] + slot).reshape(-1),
+        np.tile(length, len(src_bases)),
+    )
     moves = tuple(
         Move(
-            length,
+            run_bytes,
             strip.loops,
             strip.src_byte,
             strip.dst_byte,
-            slot_bytes,
+            boxes.slot_bytes,
             dst_bases,
             dst_pages[:, column if dst_pages.shape[1] > 1 else 0],
         )
-        for length, column, strip in steps
+        for run_bytes, column, strip in steps
     )
-    return Batch(reads, moves, slots.size * int(pattern.lengths.sum()))
+    return Batch(copies, moves, len(src_bases) * num_pieces * int(pattern.lengths.sum()))
 
 
-def _merge(lane: Lane, src: Int64s, dst: Int64s, lengths: Int64s) -> CopyList:
+def _join(src: Int64s, dst: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Join neighbouring copies that continue on both sides."""
     apart = (src[1:] != src[:-1] + lengths[:-1]) | (dst[1:] != dst[:-1] + lengths[:-1])
     starts = np.flatnonzero(np.concatenate([[True], apart]))
-    return CopyList(lane.src_rank, lane.dst_rank, src[starts], dst[starts], np.add.reduceat(lengths, starts))
+    return src[starts], dst[starts], np.add.reduceat(lengths, starts)
 
 
 def _steps(pattern: Pattern, boxes: Boxes) -> list[tuple[int, int, Strip]]:

@@ -23,7 +23,8 @@ from kvreshard.session.mover import Staging
 from kvreshard.session.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.nixl import NixlOptions, NixlTransport
+from kvreshard.transport.nixl import NixlTransport
+from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options

@@ -72,7 +72,7 @@ def test_version_and_help(run) -> None:
     assert run("--version").stdout == f"kvreshard {kvreshard.__version__}\n"
     assert run("--help").exit_code == 0
     assert "verify" in run().stdout
-    for command in ("verify", "plan", "describe", "models", "keys"):
+    for command in ("verify", "plan", "describe", "models", "doctor", "replay", "keys", "bench"):
         assert run(command, "--help").exit_code == 0
 
 

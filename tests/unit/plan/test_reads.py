@@ -124,3 +124,23 @@ def test_a_page_that_does_not_fit_is_refused_only_where_staging_is_forced() -> N
 def test_constants_must_be_positive(constant: str, value: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         CostModel(**{constant: value})
+
+
+def test_short_lists_of_a_source_are_posted_as_one() -> None:
+    model = load("gemma-4-26b-a4b")
+    src, dst = (describe(model, parse_engine("tp=2,order=HND"), name, 500) for name in ("prefill", "decode"))
+    num_tokens, tables = 600, []
+    for layout in (src, dst):
+        pages, found = np.arange(1, 500), {}
+        for group in layout.groups:
+            count = -(-num_tokens // (group.tokens_per_page or num_tokens))
+            found[group.name], pages = PageTable(pages[:count], num_tokens), pages[count:]
+        tables.append(found)
+    request = Request(*tables, {group.name: [(0, num_tokens)] for group in dst.groups}, {})
+    route = compile_route(src, dst, 0)
+    plan = plan_reads(route, request)
+    assert len(route.lanes) > 1
+    assert len(plan.direct) == len(route.src_ranks)
+    assert rows([one.flat() if isinstance(one, PageCopies) else one for one in plan.direct]) == rows(
+        list(bind(route, request))
+    )

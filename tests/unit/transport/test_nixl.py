@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
-from kvreshard.transport.nixl import NixlOptions, NixlTransport
+from kvreshard.transport.nixl import NixlTransport
+from kvreshard.transport.nixl_agent import NixlOptions
 
 
 def region(memory: NDArray[np.uint8]) -> MemoryRegion:

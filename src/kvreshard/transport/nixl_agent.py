@@ -1,0 +1,220 @@
+"""NIXL's Python API behind the narrow protocol that `owner.Owner` needs; the only module that imports nixl.
+
+It is imported when the first agent is made. What NIXL and UCX need from their surroundings is told in `transport.nixl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvreshard.transport.base import (
+    Direction,
+    Frame,
+    MemoryRegion,
+    TransportError,
+)
+from kvreshard.transport.frames import FramePlace, FrameSlice, strided_rows
+from kvreshard.transport.owner import Pace
+from kvreshard.transport.slices import Slice
+
+# A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.
+MAX_PREPARED = 256
+
+_SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlOptions:
+    """How to set up the agent.
+
+    Attributes:
+        backend: NIXL's plugin.
+        backend_params: the plugin's parameters. For UCX, `engine_config` takes "NET_DEVICES=lo,LOG_LEVEL=error": UCX
+            settings without their prefix, for this agent only; the environment wins over it, and a value cannot hold a
+            comma.
+        progress_thread: NIXL's own polling thread; spins a core.
+        pace: how the owner thread spends its time.
+    """
+
+    backend: str = "UCX"
+    backend_params: Mapping[str, str] = field(default_factory=dict)
+    progress_thread: bool = False
+    pace: Pace = field(default_factory=Pace)
+
+
+def load_nixl() -> Any:
+    """NIXL's Python API module.
+
+    Raises:
+        TransportError: it is not installed.
+    """
+    try:
+        api = importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise TransportError(f"NIXL cannot be imported ({error}); pip install kvreshard[nixl]") from error
+    log = logging.getLogger("nixl")
+    if log.level == logging.INFO and "NIXL_LOG_LEVEL" not in os.environ:
+        log.setLevel(logging.WARNING)
+    return api
+
+
+def list_plugins() -> list[str]:
+    """The plugins that NIXL finds, by name. Loads NIXL and starts an agent without a backend. Raises TransportError."""
+    api = load_nixl()
+    with _told_as("could not start an agent"):
+        agent = api.nixl_agent("kvreshard-plugins", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        return sorted(map(str, agent.get_plugin_list()))
+
+
+@contextlib.contextmanager
+def _told_as(fact: str, remedy: str = "NIXL_LOG_LEVEL=DEBUG tells more") -> Iterator[None]:
+    """Turn NIXL's exceptions, which share no base class, into `TransportError`s."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__} {error}".strip()
+        raise TransportError(f"NIXL {fact}: {reason}; {remedy}") from error
+
+
+class NixlAgent:
+    """`owner.Agent` over `nixl_agent`, for one thread only. A handle is NIXL's transfer request."""
+
+    def __init__(self, name: str, options: NixlOptions) -> None:
+        api = load_nixl()
+        config = api.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[])
+        with _told_as("could not start an agent"):
+            self._agent: Any = api.nixl_agent(name, config)
+        plugins = self._agent.get_plugin_list()
+        if options.backend not in plugins:
+            raise TransportError(f"NIXL has no plugin {options.backend!r}; it has: {', '.join(sorted(plugins))}")
+        surroundings = [f"{key}={os.environ.get(key)!r}" for key in ("UCX_TLS", "UCX_NET_DEVICES")]
+        with _told_as(
+            f"could not start backend {options.backend} with {dict(options.backend_params)}",
+            f"check {' and '.join(surroundings)}: among them must be a network transport",
+        ):
+            self._agent.create_backend(options.backend, dict(options.backend_params))
+        self._registered: dict[MemoryRegion, Any] = {}
+        self._peers: set[str] = set()
+        # Held here, not by the frames: a list must be given back on this thread.
+        self._prepared: dict[str, dict[Frame, tuple[Any, Any]]] = {}
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        for index, region in enumerate(regions):
+            kind, _, number = region.device.partition(":")
+            row = np.array([[region.address, region.size_bytes, int(number or 0)]], dtype=np.uint64)
+            try:
+                with _told_as(f"could not register {region}", "is it mapped, and does UCX know the device?"):
+                    self._registered[region] = self._agent.register_memory(row, _SEGMENTS[kind])
+            except TransportError:
+                self.deregister(regions[:index])
+                raise
+
+    def deregister(self, regions: Sequence[MemoryRegion]) -> None:
+        for peer in list(self._prepared):
+            self._release_prepared(peer)
+        for region in regions:
+            with _told_as(f"could not deregister {region}"):
+                self._agent.deregister_memory(self._registered.pop(region))
+
+    def metadata(self) -> bytes:
+        with _told_as("could not give the agent's metadata"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, name: str, native: bytes) -> None:
+        with _told_as(f"could not load the metadata of {name}", "are NIXL's version and backend the same there?"):
+            loaded = self._agent.add_remote_agent(native)
+            found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
+            if found != name:
+                self._agent.remove_remote_agent(found)
+                raise TransportError(
+                    f"peer metadata says {name!r} outside, {found!r} inside; pass what metadata() gave"
+                )
+        self._peers.add(name)
+
+    def remove_peer(self, name: str) -> None:
+        self._peers.discard(name)
+        self._release_prepared(name)
+        with _told_as(f"could not disconnect {name}"):
+            self._agent.remove_remote_agent(name)
+
+    def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
+        agent = self._agent
+        with _told_as(f"could not post {len(piece)} pieces"):
+            if isinstance(piece, FrameSlice):
+                local, remote = self._prepared_lists(peer, piece.frame, piece.place)
+                request = agent.make_prepped_xfer(direction.name, local, piece.local_index, remote, piece.remote_index)
+            else:
+                local = agent.get_xfer_descs(piece.local, _SEGMENTS[piece.local_kind])
+                remote = agent.get_xfer_descs(piece.remote, _SEGMENTS[piece.remote_kind])
+                request = agent.initialize_xfer(direction.name, local, remote, peer)
+            state = "ERR"
+            try:
+                state = agent.transfer(request)
+            finally:
+                if state != "PROC":
+                    agent.release_xfer_handle(request)
+            if state == "ERR":
+                raise TransportError("NIXL answered 'ERR' to a post")
+        return request if state == "PROC" else None
+
+    def _prepared_lists(self, peer: str, frame: Frame, place: FramePlace) -> tuple[Any, Any]:
+        """NIXL's strided lists of both sides of a frame, made once per peer."""
+        lists = self._prepared.setdefault(peer, {})
+        found = lists.get(frame)
+        if found is None:
+            if len(lists) >= MAX_PREPARED:
+                self._release_lists(lists.pop(next(iter(lists))))
+            local, remote = strided_rows(frame, place, local=True), strided_rows(frame, place, local=False)
+            found = (
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, _SEGMENTS[place.local_kind]),
+                self._agent.prep_xfer_dlist(peer, remote, _SEGMENTS[place.remote_kind]),
+            )
+            lists[frame] = found
+        return found
+
+    def _release_prepared(self, peer: str) -> None:
+        for lists in self._prepared.pop(peer, {}).values():
+            self._release_lists(lists)
+
+    def _release_lists(self, lists: tuple[Any, Any]) -> None:
+        for prepared in lists:
+            with _told_as("could not release a prepared list"):
+                self._agent.release_dlist_handle(prepared)
+
+    def is_done(self, handle: object) -> bool:
+        with _told_as("reports the failure of a posted slice"):
+            state = self._agent.check_xfer_state(handle)
+        if state not in ("PROC", "DONE"):
+            raise TransportError(f"NIXL answered {state!r} when asked for a posted slice")
+        return bool(state == "DONE")
+
+    def release(self, handle: object) -> None:
+        with _told_as("could not release a transfer"):
+            self._agent.release_xfer_handle(handle)
+
+    def send(self, peer: str, payload: bytes) -> None:
+        with _told_as(f"could not send a notification to {peer}"):
+            self._agent.send_notif(peer, payload)
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        with _told_as("could not read its notifications"):
+            fresh = self._agent.get_new_notifs()
+        return [(peer, bytes(payload)) for peer, payloads in fresh.items() for payload in payloads]
+
+    def close(self) -> None:
+        try:
+            for peer in list(self._peers):
+                self.remove_peer(peer)
+            self.deregister(list(self._registered))
+        finally:
+            self._agent = None  # its end frees whatever could not be given back one by one
