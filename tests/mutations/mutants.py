@@ -87,14 +87,14 @@ MODEL = [
     Mutant(
         "cells outside their slab are let through",
         "model/layout_check.py",
-        "bool((found >= 0).all() and (stops <= table[found, 1]).all())",
-        "bool((found >= 0).all())",
+        "((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)",
+        "(place < 0).any(axis=1)",
     ),
     Mutant(
         "a later version is read",
-        "model/wire.py",
-        "if not 1 <= header.version <= VERSION:",
-        "if not 1 <= header.version:",
+        "model/form.py",
+        "if not 1 <= version <= self.version:",
+        "if not 1 <= version:",
     ),
     Mutant(
         "an interval may be empty",
@@ -296,8 +296,8 @@ PLAN = [
     Mutant(
         "pages are cut on the source's side only",
         "plan/bind.py",
-        "for size in {src_size, dst_size}",
-        "for size in {src_size}",
+        "sizes = {src_size, dst_size}",
+        "sizes = {src_size}",
     ),
     Mutant(
         "an index that two intervals touch is moved twice",
@@ -414,7 +414,7 @@ PLAN = [
     Mutant(
         "out of bounds is let through",
         "plan/check.py",
-        "if base < region.address or end > region.address + region.size_bytes:",
+        "if base < region.address or base + reach > region.address + region.size_bytes:",
         "if base < region.address:",
     ),
     Mutant(
@@ -438,7 +438,7 @@ PLAN = [
         "(pages < 0) | (pages >= group.num_pages)",
         "(pages < 0)",
     ),
-    Mutant("a page is written twice", "plan/request_check.py", "    if (counts > 1).any():\n", "    if False:\n"),
+    Mutant("a page is written twice", "plan/request_check.py", "    if again.any():\n", "    if False:\n"),
     Mutant(
         "a state of another moment is moved",
         "plan/request_check.py",
