@@ -63,6 +63,7 @@ class Life:
     reading: str = "idle"  # loading, loaded, idle, quarantined
     freed_ranks: set[int] = field(default_factory=set)
     ended_ranks: dict[int, Failure | None] = field(default_factory=dict)
+    kept_ranks: set[int] = field(default_factory=set)
     expected: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
     lease: RemoteLease | None = None
     load_id: str = ""
@@ -296,10 +297,19 @@ class Sessions(RuleBasedStateMachine):
                 life = next(life for life in self.lives.values() if life.load_id == request)
                 assert life.reading == "loading", f"ended while {life.reading}"
                 assert rank not in life.ended_ranks, "ended twice"
-                life.ended_ranks[rank] = results.failed.get(request)
+                life.ended_ranks[rank] = failure = results.failed.get(request)
+                if failure is not None and failure.is_quarantined:
+                    life.kept_ranks.add(rank)
+            for request in results.settled:
+                life = next(life for life in self.lives.values() if life.load_id == request)
+                assert rank in life.kept_ranks, "settled without having been given up"
+                life.kept_ranks.discard(rank)
         for life in self.lives.values():
             if life.reading == "loading" and set(life.ended_ranks) == set(self.world.dst.endpoints):
                 self._end(life)
+            if life.reading == "quarantined" and not life.kept_ranks:
+                life.reading = "idle"
+                self._give_back(life.name)
 
     def _end(self, life: Life) -> None:
         """All ranks have said how it ended; vLLM serves it only if all went well."""

@@ -301,6 +301,8 @@ class Endpoint:
             self._given_up.remove(job)
             job.close()
             self._free_scratch(job)
+            with self._lock:
+                self._results.settled.add(job.load.request)
 
     def _fail(self, request: str, failure: Failure) -> None:
         logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)

@@ -119,16 +119,20 @@ class Failure:
 
 @dataclass(slots=True)
 class Results:
-    """What has ended since the last call. A request that failed is not in `received`."""
+    """What has ended since the last call. A request that failed is not in `received`.
+
+    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all.
+    """
 
     freed: dict[str, Cause] = field(default_factory=dict)
     received: dict[str, Moved] = field(default_factory=dict)
     failed: dict[str, Failure] = field(default_factory=dict)
     checks: dict[str, CheckResult] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.freed or self.received or self.failed or self.checks)
+        return not (self.freed or self.received or self.failed or self.checks or self.settled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ series carry vLLM's labels.
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
-| `kvreshard_quarantined_total` | counter | requests whose blocks are kept back for good |
+| `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good |
 """
 
 from __future__ import annotations

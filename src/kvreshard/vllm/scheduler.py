@@ -21,11 +21,11 @@ from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
+from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import Reception
 from kvreshard.vllm.requests import count_backoff, read_sizes
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -43,14 +43,18 @@ class ReshardMetadata(KVConnectorMetadata):
 
 @dataclass
 class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks tell the scheduler beside their results: requests whose pages may still be written."""
+    """What ranks tell the scheduler beside their results, as (request, rank): whose pages a read of that rank may still
+    write, and whose it no longer can.
+    """
 
-    quarantined: set[str] = field(default_factory=set)
+    quarantined: set[tuple[str, int]] = field(default_factory=set)
+    settled: set[tuple[str, int]] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
         """Of all ranks together."""
-        mine = other.quarantined if isinstance(other, ReshardWorkerMetadata) else set()
-        return ReshardWorkerMetadata(self.quarantined | mine)
+        if not isinstance(other, ReshardWorkerMetadata):
+            return self
+        return ReshardWorkerMetadata(self.quarantined | other.quarantined, self.settled | other.settled)
 
 
 class SchedulerSide:
@@ -74,7 +78,7 @@ class SchedulerSide:
         self.stats = ReshardStats()
         self._consumer = Consumer(groups, backoff, lambda cause: self.stats.count("fallbacks", cause))
         self._metadata = ReshardMetadata()
-        self._pool: BlockPool | None = None
+        self._quarantine = Quarantine()
         self._manager: KVCacheManager | None = None
 
     def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
@@ -124,7 +128,8 @@ class SchedulerSide:
         """What the ranks have done."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
-            self._quarantine(meta.quarantined)
+            self._quarantine.keep(meta.quarantined)
+            self._quarantine.give_back(meta.settled)
         for request_id in output.finished_recving or ():
             self._consumer.ended(request_id)
         for request_id in output.finished_sending or ():
@@ -132,7 +137,8 @@ class SchedulerSide:
 
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's cache manager."""
-        self._manager, self._pool = manager, manager.block_pool
+        self._manager = manager
+        self._quarantine.manager = manager
 
     def close(self) -> None:
         """Stop listening."""
@@ -152,12 +158,3 @@ class SchedulerSide:
         for group, num_blocks in self._consumer.incomplete_blocks(request.request_id, blocks):
             cached = managers[group.index].num_cached_block
             cached[request.request_id] = max(cached.get(request.request_id, 0), num_blocks)
-
-    def _quarantine(self, request_ids: Iterable[str]) -> None:
-        """Take one more reference on the blocks of these requests, for good: a read may still write them."""
-        for request_id in request_ids:
-            if self._manager is None or self._pool is None:
-                return
-            for group in self._manager.get_blocks(request_id).blocks:
-                self._pool.touch([block for block in group if not block.is_null])
-            logger.error("kvreshard: the blocks of request %s are quarantined until the engine restarts", request_id)

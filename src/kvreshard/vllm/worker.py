@@ -47,7 +47,8 @@ class WorkerSide:
         self._endpoint: Endpoint | None = None
         self._transport: NixlTransport | None = None
         self._staging_memory: mmap.mmap | None = None
-        self._quarantined: set[str] = set()
+        self._rank = 0
+        self._metadata = ReshardWorkerMetadata()
         self.card: tuple[bytes, RankCard] | None = None
         self.stats = ReshardStats()
 
@@ -62,6 +63,7 @@ class WorkerSide:
             place=place,
         )
         rank = part.ranks[0]
+        self._rank = rank.rank
         options = NixlOptions(backend=self._options.backend, backend_params=self._options.backend_params)
         transport = NixlTransport(f"kvreshard-{self._engine[:40]}-{rank.rank}", options)
         table, staging = LeaseTable(self._options.lease_slots), self._make_staging()
@@ -117,7 +119,9 @@ class WorkerSide:
         for request, cause in results.freed.items():
             if cause == "expired":
                 logger.warning("kvreshard: the lease of request %s ran out before it was read", request)
-        self._quarantined |= {request for request, failure in results.failed.items() if failure.is_quarantined}
+        kept = {request for request, failure in results.failed.items() if failure.is_quarantined}
+        self._metadata.quarantined.update((request, self._rank) for request in kept)
+        self._metadata.settled.update((request, self._rank) for request in results.settled)
         return KVConnectorTransferResults(
             finished_sending=set(results.freed),
             finished_recving={*results.received, *results.failed},
@@ -126,9 +130,9 @@ class WorkerSide:
 
     def take_metadata(self) -> ReshardWorkerMetadata | None:
         """What the scheduler must know beside the results."""
-        if not self._quarantined:
+        if not self._metadata.quarantined and not self._metadata.settled:
             return None
-        metadata, self._quarantined = ReshardWorkerMetadata(self._quarantined), set()
+        metadata, self._metadata = self._metadata, ReshardWorkerMetadata()
         return metadata
 
     def close(self) -> None:

@@ -105,6 +105,24 @@ def test_a_load_that_never_settles_is_quarantined_after_both_bounds(world: World
     assert all(endpoint.num_quarantined == 1 for endpoint in world.dst.endpoints.values())
 
 
+def test_what_was_quarantined_is_told_when_it_has_settled_after_all(world: World) -> None:
+    world.grant_and_offer(ttl_s=1e6)
+    world.faults[-1] = Fault(delay_steps=1)
+    order_load(world)
+    world.turn()
+    meet(world)
+    world.turn()
+    for seconds in (OPTIONS.load_timeout_s, OPTIONS.settle_timeout_s):
+        world.clock.now_s += seconds
+        world.turn()
+    results = [endpoint.collect() for endpoint in world.dst.endpoints.values()]
+    assert all(result.failed["d"].is_quarantined and not result.settled for result in results)
+    world.fabric.step()
+    world.turn()
+    assert [endpoint.collect().settled for endpoint in world.dst.endpoints.values()] == [{"d"}] * len(results)
+    assert all(endpoint.num_quarantined == 0 for endpoint in world.dst.endpoints.values())
+
+
 def test_a_failed_read_fails_the_request_and_the_source_hears_of_it(world: World) -> None:
     world.grant_and_offer()
     world.faults[0] = Fault(fail_after_pieces=1)
