@@ -24,6 +24,13 @@ from tests.e2e.test_life import PREFILL, RECOMPUTES, check_all_free, check_hones
 pytestmark = [pytest.mark.timeout(900), pytest.mark.e2e_ci]
 
 
+@pytest.fixture(autouse=True)
+def only_llamas(nursery: Nursery) -> None:
+    """Before any engine of a test is started."""
+    if {spec.model for spec in nursery.engines} - {"llama"}:
+        nursery.stop_all()
+
+
 @pytest.fixture
 def port() -> int:
     """Where the prefill engine listens, in all of its lives."""
@@ -31,14 +38,12 @@ def port() -> int:
 
 
 @pytest.fixture
-def decode(nursery: Nursery) -> Engine:
-    if {spec.model for spec in nursery.engines} - {"llama"}:
-        nursery.stop_all()
+def decode(nursery: Nursery, only_llamas: None) -> Engine:
     return nursery.engine(RECOMPUTES)
 
 
 @pytest.fixture
-def prefill(nursery: Nursery, port: int) -> Iterator[Engine]:
+def prefill(nursery: Nursery, port: int, only_llamas: None) -> Iterator[Engine]:
     """An engine of this test's own."""
     spec = replace(PREFILL, environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", port),))
     yield nursery.engine(spec)

@@ -30,6 +30,7 @@ from kvreshard.session.orders import (
     Offer,
     Release,
     RemoteLease,
+    Results,
     Revoke,
     Watch,
 )
@@ -278,9 +279,19 @@ class Sessions(RuleBasedStateMachine):
     # The schedulers
 
     def _collect(self) -> None:
+        if self.is_source_there:
+            self._collect_from_source()
+        for rank, endpoint in self.world.dst.endpoints.items():
+            self._collect_from_reader(rank, endpoint.collect())
+        for life in self.lives.values():
+            if life.reading == "loading" and set(life.ended_ranks) == set(self.world.dst.endpoints):
+                self._end(life)
+            if life.reading == "quarantined" and not life.kept_ranks:
+                life.reading = "idle"
+                self._give_back(life.name)
+
+    def _collect_from_source(self) -> None:
         for rank, endpoint in self.world.src.endpoints.items():
-            if not self.is_source_there:
-                break
             for request in endpoint.collect().freed:
                 life = next(life for life in self.lives.values() if life.source_id == request)
                 assert life.source == "offered", f"freed while {life.source}"
@@ -290,26 +301,20 @@ class Sessions(RuleBasedStateMachine):
             if life.source == "offered" and life.freed_ranks == set(self.world.src.endpoints):
                 life.source = "absent"
                 self._scribble(self.world.src, SRC_PAGES[name])
-        for rank, endpoint in self.world.dst.endpoints.items():
-            results = endpoint.collect()
-            assert not set(results.received) & set(results.failed)
-            for request in [*results.received, *results.failed]:
-                life = next(life for life in self.lives.values() if life.load_id == request)
-                assert life.reading == "loading", f"ended while {life.reading}"
-                assert rank not in life.ended_ranks, "ended twice"
-                life.ended_ranks[rank] = failure = results.failed.get(request)
-                if failure is not None and failure.is_quarantined:
-                    life.kept_ranks.add(rank)
-            for request in results.settled:
-                life = next(life for life in self.lives.values() if life.load_id == request)
-                assert rank in life.kept_ranks, "settled without having been given up"
-                life.kept_ranks.discard(rank)
-        for life in self.lives.values():
-            if life.reading == "loading" and set(life.ended_ranks) == set(self.world.dst.endpoints):
-                self._end(life)
-            if life.reading == "quarantined" and not life.kept_ranks:
-                life.reading = "idle"
-                self._give_back(life.name)
+
+    def _collect_from_reader(self, rank: int, results: Results) -> None:
+        assert not set(results.received) & set(results.failed)
+        loads = {life.load_id: life for life in self.lives.values()}
+        for request in [*results.received, *results.failed]:
+            life = loads[request]
+            assert life.reading == "loading", f"ended while {life.reading}"
+            assert rank not in life.ended_ranks, "ended twice"
+            life.ended_ranks[rank] = failure = results.failed.get(request)
+            if failure is not None and failure.is_quarantined:
+                life.kept_ranks.add(rank)
+        for request in results.settled:
+            assert rank in loads[request].kept_ranks, "settled without having been given up"
+            loads[request].kept_ranks.discard(rank)
 
     def _end(self, life: Life) -> None:
         """All ranks have said how it ended; vLLM serves it only if all went well."""

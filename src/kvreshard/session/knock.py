@@ -5,7 +5,8 @@
 2. ZeroMQ says nothing when it cannot connect; its monitor does. From what it saw follows why there is no answer: nobody there
    (`absent`), something that is not ZeroMQ (`mute`), keys on one side only (`mixed`), a key that the other side does not
    trust (`refused`), another key over there than those trusted here (`foreign`), or an engine that is busy (`silent`).
-3. `mixed` and `refused` will not change by waiting and are told at once. With keys, each trusted key is tried as the listener's.
+3. `mixed` and `refused` will not change by waiting and are told at once. With keys, each trusted key is tried as the listener's;
+   if none is, one look without keys tells a listener that has none from one that has another.
 
 Raises HandshakeError naming the address, the reason and the remedy.
 """
@@ -26,6 +27,8 @@ from kvreshard.session.keys import Keys
 ASK_AGAIN_S = 5.0
 # A listener that ends connections is being flooded or restarted: come back, but not at once.
 PAUSE_S = 0.1
+LOOK_S = 5.0
+MAX_LINE_BYTES = 1 << 20
 KEY_REFUSED = 400
 
 Miss = Literal["absent", "mute", "mixed", "refused", "foreign", "lost", "silent"]
@@ -54,8 +57,10 @@ def knock(address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys
             if isinstance(found, bytes):
                 return found
             misses.append(found)
-            # Each key twice: on a busy machine ZeroMQ sometimes cannot say that the other side has no keys at all.
-            if found in ("mixed", "refused") or misses[-2 * num_keys :] == ["foreign"] * 2 * num_keys:
+            if found in ("mixed", "refused"):
+                break
+            if misses[-num_keys:] == ["foreign"] * num_keys:
+                misses.append(_look_without_keys(context, address, deadline_s))
                 break
             if found == "silent":
                 patience_s *= 2  # a card may take longer than that: do not begin it again and again
@@ -64,6 +69,13 @@ def knock(address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys
             elif found == "lost":
                 time.sleep(min(PAUSE_S, max(0.0, deadline_s - time.monotonic())))
     raise HandshakeError(_why(address, misses, timeout_s, keys))
+
+
+def _look_without_keys(context: zmq.Context[Any], address: Address, deadline_s: float) -> Miss:
+    """Which of two it is when ZeroMQ cannot say why it was turned away: a listener without keys lets an empty message in."""
+    left_s = min(LOOK_S, deadline_s - time.monotonic())
+    found = _ask_once(context, address, b"", left_s, MAX_LINE_BYTES, None, None) if left_s > 0 else "foreign"
+    return "mixed" if isinstance(found, bytes) or found in ("silent", "lost") else "foreign"
 
 
 def _ask_once(
