@@ -24,7 +24,7 @@ BEGIN, END = "<!-- table of pairs -->", "<!-- end of the table of pairs -->"
 
 
 def shape(case: Case) -> str:
-    return f"{case.prefill} -> {case.decode}".replace("-", " ").replace(" > ", " -> ")
+    return " -> ".join(str(side).replace("-", " ") for side in (case.prefill, case.decode))
 
 
 def cell(found: Found, case: Case, connector: str) -> str:
@@ -35,7 +35,9 @@ def cell(found: Found, case: Case, connector: str) -> str:
     if result["outcome"] == "exact":
         return "exact"
     reasons = [detail for detail in result["details"] if "Error" in detail] or result["details"]
-    reason = reasons[0].split(": ", 1)[-1] if result["outcome"] == "refused" else "; ".join(reasons[:2])
+    reason = "; ".join(reasons[:2])
+    if result["outcome"] == "refused":  # the innermost exception says why
+        reason = [line for line in reasons[0].splitlines() if "Error" in line or line][-1].split("Connector: ", 1)[-1]
     reason = reason.replace("|", "/").replace("\n", " ")
     return f"**{result['outcome']}**: {reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + '…'}"
 
