@@ -45,7 +45,7 @@ class Form:
     def check(self, name: str, version: int) -> None:
         """Raises WireError for another form, or a version that this side cannot read, naming both."""
         if name != self.name:
-            raise WireError(f"this is '{plain(name, 80)}', not a '{self.name}'")
+            raise WireError(f"message is a '{plain(name, 80)}', not a '{self.name}'")
         if not 1 <= version <= self.version:
             raise WireError(
                 f"{self.name.rpartition('.')[2]} of version {version}; this side reads versions 1 to {self.version}: "

@@ -4,15 +4,16 @@
    a log, and it may have been lost with its connection.
 2. ZeroMQ says nothing when it cannot connect; its monitor does. From what it saw follows why there is no answer: nobody there
    (`absent`), something that is not ZeroMQ (`mute`), keys on one side only (`mixed`), a key that the other side does not
-   trust (`refused`), another key over there than those trusted here (`foreign`), or an engine that is busy (`silent`).
-3. `mixed` and `refused` will not change by waiting and are told at once. With keys, each trusted key is tried as the listener's;
-   if none is, one look without keys tells a listener that has none from one that has another.
+   trust (`refused`), another key over there than those trusted here (`foreign`), or an engine that is busy (`silent`). If the
+   other side only hung up, its greeting tells whether it wants keys.
+3. `mixed` and `refused` will not change by waiting and are told at once. With keys, each trusted key is tried as the listener's.
 
 Raises HandshakeError naming the address, the reason and the remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvreshard.session.greeting import read_mechanism
 from kvreshard.session.hello import Address, HandshakeError
 from kvreshard.session.keys import Keys
 
@@ -27,8 +29,6 @@ from kvreshard.session.keys import Keys
 ASK_AGAIN_S = 5.0
 # A listener that ends connections is being flooded or restarted: come back, but not at once.
 PAUSE_S = 0.1
-LOOK_S = 5.0
-MAX_LINE_BYTES = 1 << 20
 KEY_REFUSED = 400
 
 Miss = Literal["absent", "mute", "mixed", "refused", "foreign", "lost", "silent"]
@@ -57,25 +57,15 @@ def knock(address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys
             if isinstance(found, bytes):
                 return found
             misses.append(found)
-            if found in ("mixed", "refused"):
-                break
-            if misses[-num_keys:] == ["foreign"] * num_keys:
-                misses.append(_look_without_keys(context, address, deadline_s))
+            if found in ("mixed", "refused") or misses[-num_keys:] == ["foreign"] * num_keys:
                 break
             if found == "silent":
                 patience_s *= 2  # a card may take longer than that: do not begin it again and again
             if found == "foreign":
                 server_key = next(server_keys)
-            elif found == "lost":
+            elif found in ("lost", "mute"):
                 time.sleep(min(PAUSE_S, max(0.0, deadline_s - time.monotonic())))
     raise HandshakeError(_why(address, misses, timeout_s, keys))
-
-
-def _look_without_keys(context: zmq.Context[Any], address: Address, deadline_s: float) -> Miss:
-    """Which of two it is when ZeroMQ cannot say why it was turned away: a listener without keys lets an empty message in."""
-    left_s = min(LOOK_S, deadline_s - time.monotonic())
-    found = _ask_once(context, address, b"", left_s, MAX_LINE_BYTES, None, None) if left_s > 0 else "foreign"
-    return "mixed" if isinstance(found, bytes) or found in ("silent", "lost") else "foreign"
 
 
 def _ask_once(
@@ -98,11 +88,14 @@ def _ask_once(
                 keys.secret,
             )
         try:
-            monitor = dealer.get_monitor_socket(_WATCHED)
-            dealer.connect(str(address))
-            dealer.send_multipart([b"", hello])
-            with monitor:
-                miss = _await(dealer, monitor, timeout_s, has_keys=keys is not None)
+            with dealer.get_monitor_socket(_WATCHED) as monitor:
+                dealer.connect(str(address))
+                # A connection that was refused at once is gone by now, and nothing else would ever take the message.
+                with contextlib.suppress(zmq.Again):
+                    dealer.send_multipart([b"", hello], zmq.NOBLOCK)
+                miss = _await(dealer, monitor, timeout_s)
+            if miss == "hung up":
+                return _who_hung_up(address, timeout_s, has_keys=keys is not None)
             return miss or _last_frame(dealer)
         except zmq.ZMQError as error:
             raise HandshakeError(f"the engine at {address} cannot be asked: {error}") from error
@@ -110,7 +103,7 @@ def _ask_once(
             dealer.disable_monitor()
 
 
-def _await(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], timeout_s: float, *, has_keys: bool) -> Miss | None:
+def _await(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], timeout_s: float) -> Miss | Literal["hung up"] | None:
     """Wait for an answer: None if it is there, else why it is not."""
     deadline_s = time.monotonic() + timeout_s
     poller = zmq.Poller()
@@ -133,16 +126,27 @@ def _await(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], timeout_s: float, 
                 return "refused"
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
                 return "mixed"
-            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if has_keys:
-                return "foreign"
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                return "hung up"
             case zmq.EVENT_DISCONNECTED if miss == "silent":
                 # What it was asked is lost with the connection.
                 return "lost"
     return miss
 
 
+def _who_hung_up(address: Address, timeout_s: float, *, has_keys: bool) -> Miss:
+    """What it means that a connection was closed before its handshake was over."""
+    match read_mechanism(address, timeout_s):
+        case "CURVE":
+            return "foreign" if has_keys else "mixed"
+        case "NULL":
+            return "mixed" if has_keys else "lost"
+        case _:
+            return "mute"
+
+
 def _last_frame(dealer: zmq.Socket[Any]) -> bytes:
-    frames: list[bytes] = dealer.recv_multipart()
+    frames: list[bytes] = dealer.recv_multipart(zmq.NOBLOCK)
     return frames[-1]
 
 

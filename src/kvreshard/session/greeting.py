@@ -1,0 +1,38 @@
+"""Does whoever listens at an address want keys?
+
+When one side of a ZeroMQ connection uses keys and the other does not, both notice, and whoever is first hangs up; the other sees
+only that (libzmq 4.3.5: about every second time). But each says in the first 64 bytes which mechanism it wants, so it is asked:
+
+1. Send the signature and the version of ZMTP 3.0, and no more.
+2. Read the listener's greeting. Bytes 12 to 32 name its mechanism (ZMTP 3.0, RFC 23).
+
+Nothing raises: whoever does not answer so, or not in time, has no mechanism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from kvreshard.session.hello import Address
+
+GREETING_BYTES = 64
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_VERSION = b"\x03\x00"
+
+
+def read_mechanism(address: Address, timeout_s: float) -> str | None:
+    """'NULL' (no keys), 'CURVE' (keys) or another; None if ZMTP is not what is spoken there."""
+    greeting, deadline_s = b"", time.monotonic() + timeout_s
+    with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout_s) as plain:
+        plain.sendall(_SIGNATURE + _VERSION)
+        while len(greeting) < GREETING_BYTES and (left_s := deadline_s - time.monotonic()) > 0:
+            plain.settimeout(left_s)
+            more = plain.recv(GREETING_BYTES - len(greeting))
+            if not more:
+                break
+            greeting += more
+    if len(greeting) < GREETING_BYTES or greeting[:1] != _SIGNATURE[:1] or greeting[9:10] != _SIGNATURE[9:]:
+        return None
+    return greeting[12:32].rstrip(b"\0").decode("ascii", "replace")

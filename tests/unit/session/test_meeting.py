@@ -1,0 +1,107 @@
+"""Does a rank meet an engine through the door, with keys, and is a card that lies refused in words?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.session.test_endpoint import KIND, Clock, Side, make_side
+
+from kvreshard.model import KvReshardError, WireError
+from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
+from kvreshard.session.handshake import Address, Hello, Listener
+from kvreshard.session.keys import Keys, read_keys, write_keys
+from kvreshard.session.orders import EndpointOptions, RemoteEngine
+from kvreshard.session.peers import Self, meet_engine
+from kvreshard.testing.small import engine
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.memory import Fabric
+
+LOCAL = Address("127.0.0.1", 0)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return read_keys(write_keys(tmp_path, "room")[1])
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    fabric = Fabric()
+    found = [
+        make_side(Clock(), fabric, engine(name, tp=tp, kind=KIND), lambda rank: None, {})
+        for name, tp in (("prefill", 2), ("decode", 1))
+    ]
+    yield found[0], found[1]
+    for side in found:
+        for transport in side.transports.values():
+            transport.close()
+
+
+def meet(dst: Side, listener: Listener, keys: Keys | None) -> object:
+    me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
+    options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
+    return meet_engine(me, RemoteEngine("prefill", "life", listener.address), options).route.src_ranks
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_rank_meets_an_engine_and_says_how_it_went(sides: tuple[Side, Side], keys: Keys, has_keys: bool) -> None:
+    heard: list[Hello] = []
+    used = keys if has_keys else None
+    listener = Listener(LOCAL, sides[0].card(), heard.append, keys=used)
+    try:
+        assert meet(sides[1], listener, used) == (0, 1)
+    finally:
+        listener.close()
+    assert [(hello.engine, hello.rank, hello.is_good) for hello in heard] == [("decode", 0, True)]
+
+
+def other_layout(card: EngineCard, **changes: object) -> EngineCard:
+    tree = msgspec.msgpack.decode(card.layout)
+    return msgspec.structs.replace(card, layout=msgspec.msgpack.encode({**tree, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda card: msgspec.structs.replace(card, ranks=card.ranks[:1]),
+            r"ranks \[0, 1\] are described and \[0\] can be",
+        ),
+        (lambda card: msgspec.structs.replace(card, ranks=(*card.ranks, card.ranks[0])), "every rank needs both, once"),
+        (lambda card: other_layout(card, engine="decode"), "carries the layout of engine 'decode'"),
+        (lambda card: other_layout(card, engine="a\nb"), r"at `\$\.engine`"),
+        (lambda card: msgspec.structs.replace(card, layout=b"\xff" * 99), "not a layout"),
+    ],
+)
+def test_a_card_that_lies_is_refused_and_told(
+    sides: tuple[Side, Side], change: Callable[[EngineCard], EngineCard], told: str
+) -> None:
+    heard: list[Hello] = []
+    listener = Listener(LOCAL, change(sides[0].card()), heard.append)
+    try:
+        with pytest.raises(KvReshardError, match=told) as caught:
+            meet(sides[1], listener, None)
+    finally:
+        listener.close()
+    assert str(caught.value).isprintable()
+    assert [hello.is_good for hello in heard] == [False]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rank: msgspec.structs.replace(rank, lease_address=-8),
+        lambda rank: msgspec.structs.replace(rank, lease_address=2**63 - 8),
+        lambda rank: msgspec.structs.replace(rank, lease_slots=1 << 40),
+    ],
+)
+def test_a_lease_table_outside_the_address_space_is_refused(
+    sides: tuple[Side, Side], change: Callable[[RankCard], RankCard]
+) -> None:
+    card = sides[0].card()
+    lying = encode_card(msgspec.structs.replace(card, ranks=(change(card.ranks[0]), *card.ranks[1:])))
+    with pytest.raises(WireError, match=r"ranks|lease table"):
+        decode_card(lying)
