@@ -30,7 +30,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, Frame, FramedCopies, TransportError
+from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, TransportError
+from kvreshard.transport.framed import Frame, FramedCopies
 
 NUM_RANKS = 3
 

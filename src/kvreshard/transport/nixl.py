@@ -44,14 +44,13 @@ import numpy as np
 from kvreshard.transport.base import (
     Copies,
     Direction,
-    Frame,
-    FramedCopies,
     MemoryRegion,
     Notification,
     Transfer,
     TransportError,
     check_payload,
 )
+from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, FramePlace, FrameSlice, place, strided_rows
 from kvreshard.transport.owner import Job, Owner, Pace
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
