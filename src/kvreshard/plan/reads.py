@@ -28,6 +28,8 @@ from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, stage_pieces
 
+# Batches take turns, which the model does not count: where it finds both ways alike, reading directly was 14 to 18 % faster.
+STAGING_MARGIN = 0.85
 # Longer lists stay apart, so that their arrays are not copied once more.
 MAX_GATHERED = 1 << 12
 
@@ -104,4 +106,5 @@ def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList | PageCopies], st
         num_runs += num_fields * pieces * len(pattern.lengths)
     if longest > staging_bytes:
         return False
-    return model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes) < model.direct_s(num_copies, num_bytes)
+    staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes)
+    return staged_s < STAGING_MARGIN * model.direct_s(num_copies, num_bytes)

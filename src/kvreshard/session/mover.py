@@ -12,7 +12,8 @@ from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
 from kvreshard.plan.fill import find_unwritten
-from kvreshard.transport.base import Copies, Direction, Frame, FramedCopies, Transfer, Transport
+from kvreshard.transport.base import Copies, Direction, Transfer, Transport
+from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.local import LocalMemory
 
 # What is read is permuted while it is still in the last-level cache: 2 x 16 MiB took 148 ms, 2 x 32 MiB 170 ms (671 MB, 32 MiB

@@ -28,7 +28,8 @@ import pytest
 
 from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of, random_pieces
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, Frame, FramedCopies, TransportError
+from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, TransportError
+from kvreshard.transport.framed import Frame, FramedCopies
 
 NUM_RANKS = 3
 

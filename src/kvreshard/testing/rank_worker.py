@@ -35,14 +35,13 @@ from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
 from kvreshard.transport.base import (
     Copies,
     Direction,
-    Frame,
-    FramedCopies,
     MemoryRegion,
     Transfer,
     TransferState,
     Transport,
     TransportError,
 )
+from kvreshard.transport.framed import Frame, FramedCopies
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -35,7 +35,8 @@ from numpy.typing import NDArray
 import kvreshard
 from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
-from kvreshard.transport.base import Copies, Direction, FramedCopies, Transport, TransportError
+from kvreshard.transport.base import Copies, Direction, Transport, TransportError
+from kvreshard.transport.framed import FramedCopies
 
 # Starting NIXL takes 0.5 s alone and some seconds on a busy machine; nothing else takes longer than its own timeout.
 ANSWER_TIMEOUT_S = 60.0

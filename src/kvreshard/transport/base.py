@@ -23,35 +23,24 @@ import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kvreshard.transport.pieces import (
-    ADDRESS_SPACE_BYTES,
-    Addresses,
-    Copies,
-    Frame,
-    FramedCopies,
-    TransportError,
-)
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "MAX_NOTIFICATION_BYTES",
-    "Addresses",
-    "Copies",
-    "Direction",
-    "Frame",
-    "FramedCopies",
-    "MemoryRegion",
-    "Notification",
-    "Transfer",
-    "TransferState",
-    "Transport",
-    "TransportError",
-    "check_payload",
-]
+if TYPE_CHECKING:
+    from kvreshard.transport.framed import FramedCopies
+
+Addresses = NDArray[np.uint64]
 
 # A notification is a word about a transfer, never the data: 64 KiB holds a set of 1,000 reporters with room to spare.
 MAX_NOTIFICATION_BYTES = 64 * 1024
+
+_ADDRESS_SPACE_BYTES = 2**64
+
+
+class TransportError(Exception):
+    """A transport refused or could not finish something; the message names the fact, both sides and the remedy."""
 
 
 class Direction(enum.Enum):
@@ -77,7 +66,7 @@ class MemoryRegion:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > ADDRESS_SPACE_BYTES:
+        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > _ADDRESS_SPACE_BYTES:
             raise TransportError(
                 f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the 64-bit address space; "
                 "give a positive size and the address of its first byte"
@@ -93,6 +82,76 @@ class MemoryRegion:
 
     def __str__(self) -> str:
         return f"[{self.address:#x}, {self.end:#x}) on {self.device}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
+
+    The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here.
+
+    Raises:
+        TransportError: if the arrays differ in length, are not whole numbers of one dimension, hold a negative number
+            or a zero length, or a piece wraps around the end of the address space.
+    """
+
+    local_address: Addresses
+    remote_address: Addresses
+    length_bytes: Addresses
+
+    def __post_init__(self) -> None:
+        for name in ("local_address", "remote_address", "length_bytes"):
+            object.__setattr__(self, name, _as_uint64(name, getattr(self, name)))
+        sizes = (self.local_address.size, self.remote_address.size, self.length_bytes.size)
+        if len(set(sizes)) != 1:
+            raise TransportError(
+                f"a copy list needs one local address, one remote address and one length per piece; got {sizes}"
+            )
+        if self.length_bytes.size and not self.length_bytes.all():
+            row = int(np.flatnonzero(self.length_bytes == 0)[0])
+            raise TransportError(f"piece {row} of {sizes[0]} has length 0; leave empty pieces out of the list")
+        for name, address in (("local", self.local_address), ("remote", self.remote_address)):
+            # The end address may be exactly 2^64, which is 0 here: compare the last byte instead.
+            wraps = np.flatnonzero(address + (self.length_bytes - np.uint64(1)) < address)
+            if wraps.size:
+                row = int(wraps[0])
+                raise TransportError(
+                    f"piece {row}: {int(self.length_bytes[row])} bytes at {name} address {int(address[row]):#x} wrap "
+                    "around the end of the address space; check how the address was computed"
+                )
+
+    @staticmethod
+    def of(local_address: ArrayLike, remote_address: ArrayLike, length_bytes: ArrayLike) -> Copies:
+        """Build from anything that NumPy reads as three rows of whole numbers; a scalar length serves all pieces."""
+        local = _as_uint64("local_address", local_address)
+        length = _as_uint64("length_bytes", np.broadcast_to(np.asarray(length_bytes), local.shape))
+        return Copies(local, _as_uint64("remote_address", remote_address), length)
+
+    def __len__(self) -> int:
+        return int(self.length_bytes.size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces together."""
+        return int(self.length_bytes.sum(dtype=np.uint64))
+
+
+def _as_uint64(name: str, values: ArrayLike) -> Addresses:
+    """A read-only uint64 array; copies only when the input is not one already. Empty lists count as whole numbers."""
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.uint64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TransportError(
+            f"{name} has {array.ndim} dimension(s) of {array.dtype}; give one dimension of whole numbers (uint64)"
+        )
+    if array.dtype.kind == "i" and (array < 0).any():
+        raise TransportError(f"{name} holds {int(array.min())}; addresses and lengths are not negative")
+    # No number is negative here: eight bytes mean the same in both kinds, and need no copy.
+    whole = array.view(np.uint64) if array.dtype == np.int64 else array
+    view = np.ascontiguousarray(whole, dtype=np.uint64).view()
+    view.flags.writeable = False
+    return view
 
 
 class TransferState(enum.Enum):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.transport.base import Frame, FramedCopies
+from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
 

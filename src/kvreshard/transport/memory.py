@@ -26,13 +26,13 @@ import numpy as np
 from kvreshard.transport.base import (
     Copies,
     Direction,
-    FramedCopies,
     MemoryRegion,
     Notification,
     Transfer,
     TransportError,
     check_payload,
 )
+from kvreshard.transport.framed import FramedCopies
 from kvreshard.transport.frames import place
 from kvreshard.transport.refusals import check_new_peer, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata

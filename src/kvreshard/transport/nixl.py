@@ -38,14 +38,13 @@ from weakref import WeakKeyDictionary
 from kvreshard.transport.base import (
     Copies,
     Direction,
-    Frame,
-    FramedCopies,
     MemoryRegion,
     Notification,
     Transfer,
     TransportError,
     check_payload,
 )
+from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, FramePlace, place
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Job, Owner

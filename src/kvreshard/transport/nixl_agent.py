@@ -15,12 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvreshard.transport.base import (
-    Direction,
-    Frame,
-    MemoryRegion,
-    TransportError,
-)
+from kvreshard.transport.base import Direction, MemoryRegion, TransportError
+from kvreshard.transport.framed import Frame
 from kvreshard.transport.frames import FramePlace, FrameSlice, strided_rows
 from kvreshard.transport.owner import Pace
 from kvreshard.transport.slices import Slice

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from kvreshard.transport.base import Frame, FramedCopies, MemoryRegion, TransportError
+from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, FramePlace, place, strided_rows
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES

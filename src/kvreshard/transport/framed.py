@@ -1,7 +1,9 @@
-"""What is copied, in the terms of a transport: addresses on both sides and lengths, checked once when they are made.
+"""What is copied when many posts name pages of the same places? The noun beside `base.Copies`.
 
-`Copies` lists every piece. `Frame` and `FramedCopies` say the same of whole pages, which are alike: the pieces of page 0, and
-which pages.
+A `Frame` says where the entries of any page lie, on both sides; `FramedCopies` are all its entries for some pairs of pages. A
+transport checks a frame once, with all of its pages, and may keep what it has prepared for it.
+
+Refused, with a `TransportError`: frames that leave the address space, pages that a frame does not have.
 """
 
 from __future__ import annotations
@@ -11,65 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Addresses = NDArray[np.uint64]
+from kvreshard.transport.base import Addresses, Copies, TransportError
 
-ADDRESS_SPACE_BYTES = 2**64
-
-
-class TransportError(Exception):
-    """A transport refused or could not finish something; the message names the fact, both sides and the remedy."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
-
-    The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here.
-
-    Raises:
-        TransportError: if the arrays differ in length, are not whole numbers of one dimension, hold a negative number
-            or a zero length, or a piece wraps around the end of the address space.
-    """
-
-    local_address: Addresses
-    remote_address: Addresses
-    length_bytes: Addresses
-
-    def __post_init__(self) -> None:
-        for name in ("local_address", "remote_address", "length_bytes"):
-            object.__setattr__(self, name, _as_uint64(name, getattr(self, name)))
-        sizes = (self.local_address.size, self.remote_address.size, self.length_bytes.size)
-        if len(set(sizes)) != 1:
-            raise TransportError(
-                f"a copy list needs one local address, one remote address and one length per piece; got {sizes}"
-            )
-        if self.length_bytes.size and not self.length_bytes.all():
-            row = int(np.flatnonzero(self.length_bytes == 0)[0])
-            raise TransportError(f"piece {row} of {sizes[0]} has length 0; leave empty pieces out of the list")
-        for name, address in (("local", self.local_address), ("remote", self.remote_address)):
-            # The end address may be exactly 2^64, which is 0 here: compare the last byte instead.
-            wraps = np.flatnonzero(address + (self.length_bytes - np.uint64(1)) < address)
-            if wraps.size:
-                row = int(wraps[0])
-                raise TransportError(
-                    f"piece {row}: {int(self.length_bytes[row])} bytes at {name} address {int(address[row]):#x} wrap "
-                    "around the end of the address space; check how the address was computed"
-                )
-
-    @staticmethod
-    def of(local_address: ArrayLike, remote_address: ArrayLike, length_bytes: ArrayLike) -> Copies:
-        """Build from anything that NumPy reads as three rows of whole numbers; a scalar length serves all pieces."""
-        local = _as_uint64("local_address", local_address)
-        length = _as_uint64("length_bytes", np.broadcast_to(np.asarray(length_bytes), local.shape))
-        return Copies(local, _as_uint64("remote_address", remote_address), length)
-
-    def __len__(self) -> int:
-        return int(self.length_bytes.size)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all pieces together."""
-        return int(self.length_bytes.sum(dtype=np.uint64))
+_ADDRESS_SPACE_BYTES = 2**64
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -106,7 +52,7 @@ class Frame:
             ("local", first.local_address, self.local_span_bytes),
             ("remote", first.remote_address, self.remote_span_bytes),
         ):
-            if int(address.max()) + span > ADDRESS_SPACE_BYTES:
+            if int(address.max()) + span > _ADDRESS_SPACE_BYTES:
                 raise TransportError(f"the {name} pages of a frame leave the 64-bit address space")
 
     @staticmethod
@@ -185,21 +131,3 @@ class FramedCopies:
             (frame.remote_address[:, None] + remote).reshape(-1),
             np.repeat(frame.length_bytes, len(local)),
         )
-
-
-def _as_uint64(name: str, values: ArrayLike) -> Addresses:
-    """A read-only uint64 array; copies only when the input is not one already. Empty lists count as whole numbers."""
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.uint64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TransportError(
-            f"{name} has {array.ndim} dimension(s) of {array.dtype}; give one dimension of whole numbers (uint64)"
-        )
-    if array.dtype.kind == "i" and (array < 0).any():
-        raise TransportError(f"{name} holds {int(array.min())}; addresses and lengths are not negative")
-    # No number is negative here: eight bytes mean the same in both kinds, and need no copy.
-    whole = array.view(np.uint64) if array.dtype == np.int64 else array
-    view = np.ascontiguousarray(whole, dtype=np.uint64).view()
-    view.flags.writeable = False
-    return view
