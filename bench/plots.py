@@ -52,7 +52,7 @@ def draw_ratios(results: list[dict[str, Any]], name: str, title: str) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(results)), [result["name"] for result in reversed(results)], fontsize=7)
     axes.set_xscale("log")
-    axes.set_xlabel("theirs / ours, with 95 % interval (above 1 ours is faster); green: bar met")
+    axes.set_xlabel("theirs / ours, 95 % interval; green: bar met")
     axes.set_title(title)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(IMAGES / name, dpi=110)

@@ -87,11 +87,11 @@ def machine() -> dict[str, Any]:
 
 
 def save(results: Sequence[Result], about: dict[str, Any], path: Path) -> None:
-    """Write them all. Rows of an earlier run that this one did not touch are kept, so that rows can be run one by one."""
+    """Write them all. Rows (by their letter) of an earlier run that this one did not touch are kept, so that rows can be run one by one."""
     kept = []
     if path.exists():
-        touched = {result.row for result in results}
-        kept = [entry for entry in json.loads(path.read_text())["results"] if entry["row"] not in touched]
+        touched = {result.row[0] for result in results}
+        kept = [entry for entry in json.loads(path.read_text())["results"] if entry["row"][0] not in touched]
     body = {"machine": about, "results": [*kept, *(asdict(result) for result in results)]}
     body["results"].sort(key=lambda entry: entry["row"])
     path.write_text(json.dumps(body, indent=1, default=float) + "\n")
