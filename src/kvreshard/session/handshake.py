@@ -48,6 +48,7 @@ from kvreshard.session.hello import (
 )
 from kvreshard.session.keys import Keys
 from kvreshard.session.knock import knock
+from kvreshard.session.monitor import close_monitor, open_monitor
 from kvreshard.session.pace import Pace
 from kvreshard.session.visitors import Bounds, Visitors
 
@@ -119,7 +120,8 @@ class Listener:
         self._context = zmq.Context()
         self._authenticator = _authenticate(self._context, keys, self._complain) if keys else None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._monitor = _set_up(self._socket, address, keys)
+        _set_up(self._socket, address, keys)
+        self._monitor = open_monitor(self._context, self._socket, _WATCHED)
         try:
             self._socket.bind(str(address))
         except zmq.ZMQError as error:
@@ -229,6 +231,7 @@ class Listener:
     def _destroy(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
+        close_monitor(self._socket, self._monitor)
         self._context.destroy(linger=0)
 
 
@@ -239,8 +242,8 @@ def _authenticate(context: zmq.Context[Any], keys: Keys, complain: Callable[[str
     return authenticator
 
 
-def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> zmq.Socket[Any]:
-    """The bounds that ZeroMQ itself keeps; returns the router's monitor."""
+def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> None:
+    """The bounds that ZeroMQ itself keeps."""
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
     # An answer that cannot be queued is an error, and costs nothing of what all may ask for per second.
@@ -253,7 +256,6 @@ def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> zmq
     if keys is not None:
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
         router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
-    return router.get_monitor_socket(_WATCHED)
 
 
 def _answer(text: str) -> zmq.Frame:

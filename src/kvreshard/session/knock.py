@@ -24,6 +24,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvreshard.session.greeting import read_mechanism
 from kvreshard.session.hello import Address, HandshakeError
 from kvreshard.session.keys import Keys
+from kvreshard.session.monitor import monitored
 
 # An answer of megabytes from a busy engine mostly takes less than this; each further wait is twice as long.
 ASK_AGAIN_S = 5.0
@@ -88,7 +89,7 @@ def _ask_once(
                 keys.secret,
             )
         try:
-            with dealer.get_monitor_socket(_WATCHED) as monitor:
+            with monitored(context, dealer, _WATCHED) as monitor:
                 dealer.connect(str(address))
                 # A connection that was refused at once is gone by now, and nothing else would ever take the message.
                 with contextlib.suppress(zmq.Again):
@@ -99,8 +100,6 @@ def _ask_once(
             return miss or _last_frame(dealer)
         except zmq.ZMQError as error:
             raise HandshakeError(f"the engine at {address} cannot be asked: {error}") from error
-        finally:
-            dealer.disable_monitor()
 
 
 def _await(dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], timeout_s: float) -> Miss | Literal["hung up"] | None:

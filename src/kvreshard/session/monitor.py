@@ -1,0 +1,52 @@
+"""How does one hear what happens to the connections of a ZeroMQ socket, and never wait for it?
+
+ZeroMQ's monitor writes events to a queue inside the process. The thread that writes them is the one that moves all bytes, it
+waits for room in the queue, and it holds a lock that whoever ends the monitor needs, with Python's own lock in hand (pyzmq 27,
+libzmq 4.3.5). A peer that takes and drops connections as fast as it can would stop the whole process. So:
+
+1. the queue has no bound: there is always room;
+2. the monitor is ended before the reading end is closed: there is always a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+_numbers = itertools.count()
+
+
+def open_monitor(context: zmq.Context[Any], watched: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """The reading end of a monitor of `watched`; end it with `close_monitor`. Raises zmq.ZMQError."""
+    address = f"inproc://kvreshard-monitor-{next(_numbers)}"
+    monitor: zmq.Socket[Any] = context.socket(zmq.PAIR)
+    try:
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.setsockopt(zmq.RCVHWM, 0)  # no bound, whatever the writing end says
+        watched.monitor(address, events)
+        monitor.connect(address)
+    except zmq.ZMQError:
+        monitor.close()
+        raise
+    return monitor
+
+
+def close_monitor(watched: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
+    """First the writing end, then the reading one."""
+    with contextlib.suppress(zmq.ZMQError):
+        watched.monitor(None, 0)
+    monitor.close()
+
+
+@contextlib.contextmanager
+def monitored(context: zmq.Context[Any], watched: zmq.Socket[Any], events: int) -> Iterator[zmq.Socket[Any]]:
+    """A monitor for the time of a `with` statement. Raises zmq.ZMQError."""
+    monitor = open_monitor(context, watched, events)
+    try:
+        yield monitor
+    finally:
+        close_monitor(watched, monitor)
