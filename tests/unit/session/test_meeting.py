@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.session.test_endpoint import KIND, Clock, Side, make_side
+from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model import KvReshardError, WireError
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
@@ -17,7 +17,7 @@ from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.session.peers import Self, meet_engine
 from kvreshard.testing.small import engine
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric
+from kvreshard.transport.memory import Fabric, no_fault
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -31,7 +31,7 @@ def keys(tmp_path: Path) -> Keys:
 def sides() -> Iterator[tuple[Side, Side]]:
     fabric = Fabric()
     found = [
-        make_side(Clock(), fabric, engine(name, tp=tp, kind=KIND), lambda rank: None, {})
+        make_side(Clock(), fabric, engine(name, tp=tp, kind=KIND), lambda rank: None, no_fault, OPTIONS)
         for name, tp in (("prefill", 2), ("decode", 1))
     ]
     yield found[0], found[1]
