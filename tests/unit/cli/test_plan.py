@@ -161,7 +161,7 @@ def test_files_that_are_no_tables(run, tmp_path: Path, content: bytes, told: str
         ),
         (
             lambda text: text.replace("kvreshard.layout", "kvreshard.route"),
-            "this is 'kvreshard.route', not a 'kvreshard.layout'",
+            "message is a 'kvreshard.route'",
         ),
         (lambda text: text.replace('"size_bytes": 120', '"size_bytes": 119'), "region 'kv' has 119 bytes"),
         (lambda text: text.replace('"element_bytes"', '"element_size"'), "element"),
