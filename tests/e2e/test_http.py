@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ from tests.e2e.http_engine import HttpEngine
 from tests.e2e.prompts import ladder
 from tests.e2e.router import route
 from tests.e2e.verdicts import LEAST_FLOOR
+
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=[OURS, IN_TREE])
@@ -43,3 +46,30 @@ def test_two_servers(pair: tuple[HttpEngine, HttpEngine], nursery: Nursery) -> N
         assert not found.wrong_tokens, str(found)
         assert found.logprob_gap <= 3 * max(floor.logprob_gap, LEAST_FLOOR), str(found)
     assert "vllm:" in decode.get("/metrics")
+    if prefill.spec.connector == OURS:
+        check_metrics(prefill, decode, len(prompts))
+
+
+def check_metrics(prefill: HttpEngine, decode: HttpEngine, num_prompts: int) -> None:
+    """All prompts of the first round were loaded by both ranks, nothing failed, and every lease ended as it should."""
+    assert await_total(decode, "kvreshard_load_seconds_count", 2 * num_prompts) >= 2 * num_prompts
+    assert await_total(prefill, 'kvreshard_leases_total{end="reported"', 2 * num_prompts) == 2 * num_prompts
+    for engine in (prefill, decode):
+        for name in ("kvreshard_failures_total", "kvreshard_fallbacks_total", 'kvreshard_leases_total{end="expired"'):
+            assert total(engine, name) == 0, name
+    assert total(decode, "kvreshard_bytes_total") > 0
+
+
+def total(engine: HttpEngine, series: str) -> float:
+    """The sum of a series over its labels; a label given in `series` must be among a line's."""
+    name, _, label = series.partition("{")
+    lines = [line for line in engine.get("/metrics").splitlines() if line.startswith((name + "{", name + " "))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
+
+
+def await_total(engine: HttpEngine, series: str, least: float) -> float:
+    """The same, once it is that much; an engine reports what it has counted with its next step."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := total(engine, series)) < least and time.monotonic() < deadline:
+        engine.generate([[5, 6, 7]], 1)
+    return found
