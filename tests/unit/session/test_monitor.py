@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import socketserver
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.session.handshake import Address, HandshakeError, fetch_card
-from kvreshard.session.monitor import close_monitor, monitored, open_monitor
 
 PATIENCE_S = 60.0
-MORE_THAN_A_QUEUE_HOLDS = 1500
 
 
 class Rude(socketserver.BaseRequestHandler):
@@ -48,22 +45,36 @@ def test_asking_somebody_who_hangs_up_always_comes_to_an_end(rude: Address) -> N
         assert not thread.is_alive()
 
 
-@pytest.mark.timeout(120)
-def test_events_that_nobody_reads_stop_nothing(rude: Address) -> None:
-    """More of them than ZeroMQ's own queues hold, while the monitor is ended."""
+UNREAD = """
+import socketserver, threading, time, zmq
+from kvreshard.session.monitor import close_monitor, open_monitor
+
+count = 0
+
+class Rude(socketserver.BaseRequestHandler):
+    def handle(self):
+        global count
+        count += 1
+
+with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Rude) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RECONNECT_IVL, 1)
         monitor = open_monitor(context, dealer, zmq.EVENT_ALL)
-        for _ in range(20):
-            dealer.connect(str(rude))
-        seen, deadline_s = 0, time.monotonic() + PATIENCE_S
-        with context.socket(zmq.DEALER) as other, monitored(context, other, zmq.EVENT_ALL) as watched:
-            other.setsockopt(zmq.LINGER, 0)
-            other.setsockopt(zmq.RECONNECT_IVL, 1)
-            other.connect(str(rude))
-            while seen < MORE_THAN_A_QUEUE_HOLDS and time.monotonic() < deadline_s:
-                if watched.poll(100):
-                    assert parse_monitor_message(watched.recv_multipart())["event"]
-                    seen += 1
+        for _ in range(10):
+            dealer.connect("tcp://127.0.0.1:%d" % server.server_address[1])
+        while count < 1500:
+            time.sleep(0.01)
         close_monitor(dealer, monitor)
+    server.shutdown()
+print("over")
+"""
+
+
+def test_events_that_nobody_reads_stop_nothing() -> None:
+    """Some thousands, more than ZeroMQ's own queues hold. In a process of its own: one that is stopped could not even say so."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNREAD], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.stdout == "over\n", done.stderr
