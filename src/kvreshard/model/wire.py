@@ -44,22 +44,26 @@ MAX_AXES = 16
 Encoding = Literal["msgpack", "json"]
 
 
+# Both encodings take the same numbers: JSON knows larger ones, which could be read and not be written again.
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Header(msgspec.Struct):
     form: str
     version: int
 
 
 class _Owned(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    start: int
-    stop: int | None = None
-    run: int | None = None
-    step: int | None = None
+    start: Whole
+    stop: Whole | None = None
+    run: Whole | None = None
+    step: Whole | None = None
 
 
 class _Digit(msgspec.Struct, forbid_unknown_fields=True):
-    extent: int | None
-    page_step: int
-    byte_step: int
+    extent: Whole | None
+    page_step: Whole
+    byte_step: Whole
 
 
 class _AxisMap(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,21 +74,21 @@ class _AxisMap(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Geometry(msgspec.Struct, forbid_unknown_fields=True):
     group: Name
-    page_stride_bytes: int
+    page_stride_bytes: Whole
     axes: Annotated[list[_AxisMap], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Axis(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     name: Name
-    extent: int | None
-    tokens_per_index: int = 1
+    extent: Whole | None
+    tokens_per_index: Whole = 1
     keep_partial: bool = False
 
 
 class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     name: Name
     axes: Annotated[list[_Axis], msgspec.Meta(max_length=MAX_AXES)]
-    element_bytes: int
+    element_bytes: Whole
     encoding: Name
     optional: bool = False
 
@@ -92,37 +96,37 @@ class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 class _Group(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     name: Name
     pool: Name
-    num_pages: int
-    tokens_per_page: int | None
-    null_page: int | None = None
-    window_tokens: int | None = None
+    num_pages: Whole
+    tokens_per_page: Whole | None
+    null_page: Whole | None = None
+    window_tokens: Whole | None = None
 
 
 class _Region(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     name: Name
-    address: int
-    size_bytes: int
+    address: Whole
+    size_bytes: Whole
     device: Name = "cpu"
 
 
 class _Slab(msgspec.Struct, forbid_unknown_fields=True):
     pool: Name
     region: Name
-    offset_bytes: int
-    page_stride_bytes: int
-    page_bytes: int
+    offset_bytes: Whole
+    page_stride_bytes: Whole
+    page_bytes: Whole
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True):
     field: Name
     region: Name
-    offset_bytes: int
+    offset_bytes: Whole
     geometry: Name
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
-    rank: int
-    place: Annotated[dict[Name, int], msgspec.Meta(max_length=MAX_AXES)]
+    rank: Whole
+    place: Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
     regions: Annotated[list[_Region], msgspec.Meta(max_length=MAX_PER_RANK)]
     slabs: Annotated[list[_Slab], msgspec.Meta(max_length=MAX_PER_RANK)]
     shards: Annotated[list[_Shard], msgspec.Meta(max_length=MAX_PER_RANK)]
