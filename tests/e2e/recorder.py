@@ -44,7 +44,7 @@ class Recording:
     """Comes before a connector class among the bases of `recorded(cls)`."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        super().__init__(vllm_config, role, kv_cache_config)
         self._config, self._cache = vllm_config, kv_cache_config
         self._noted = Noted(None)
         self._loading: dict[str, Held] = {}
@@ -55,44 +55,44 @@ class Recording:
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._cached[request.request_id] = num_computed_tokens
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc, no-any-return]
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
         cached = self._cached.pop(request.request_id, 0)
         if num_external_tokens > 0:
             tokens = cached + num_external_tokens
             self._noted.loading.append(_held(request, blocks.get_block_ids(), tokens, num_external_tokens))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        delayed, parameters = super().request_finished_all_groups(request, block_ids)  # type: ignore[misc]
+        delayed, parameters = super().request_finished_all_groups(request, block_ids)
         if delayed:
             self._noted.finished.append(_held(request, block_ids, request.num_computed_tokens, 0))
         return delayed, parameters
 
     def build_connector_meta(self, scheduler_output: Any) -> Noted:
         noted, self._noted = self._noted, Noted(None)
-        noted.inner = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        noted.inner = super().build_connector_meta(scheduler_output)
         return noted
 
     # The workers' side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)  # type: ignore[misc]
+        super().register_kv_caches(kv_caches)
         self._kv_caches = kv_caches
         write_layout(Path(os.environ[FOLDER]), self._config, self._cache, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: Noted) -> None:
-        super().handle_preemptions(kv_connector_metadata.inner)  # type: ignore[misc]
+        super().handle_preemptions(kv_connector_metadata.inner)
 
     def bind_connector_metadata(self, connector_metadata: Noted) -> None:
-        super().bind_connector_metadata(connector_metadata.inner)  # type: ignore[misc]
+        super().bind_connector_metadata(connector_metadata.inner)
         self._loading.update((held.request_id, held) for held in connector_metadata.loading)
         for held in connector_metadata.finished:
             self._write("finished", held)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results: KVConnectorTransferResults = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
+        results: KVConnectorTransferResults = super().get_transfer_results(finished_req_ids)
         for request_id in results.finished_recving or ():
             held = self._loading.pop(request_id, None)
             if held is not None and request_id not in (results.failed_recving or ()):
@@ -119,14 +119,14 @@ def install(folder: str) -> None:
     """In this process and its forks, every connector class that vLLM looks up is recorded."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     os.environ[FOLDER] = folder
-    looked_up = KVConnectorFactory.get_connector_class.__func__  # type: ignore[attr-defined]
+    looked_up = KVConnectorFactory.get_connector_class.__func__
     known: dict[type, type] = {}
 
     def look_up(factory: Any, kv_transfer_config: Any) -> type:
         cls = looked_up(factory, kv_transfer_config)
         return known.setdefault(cls, recorded(cls)) if cls not in known.values() else cls
 
-    KVConnectorFactory.get_connector_class = classmethod(look_up)  # type: ignore[method-assign]
+    KVConnectorFactory.get_connector_class = classmethod(look_up)
 
 
 class RecordConnector(KVConnectorBase_V1, SupportsHMA):

@@ -73,7 +73,7 @@ def test_a_byte_that_changes_after_it_was_read_is_found(world: World, monkeypatc
     def change(*args: object) -> object:
         for content in world.src.memory.values():
             content[:] += 1
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args)
 
     monkeypatch.setattr(check, "make_questions", change)
     start(world)

@@ -356,7 +356,7 @@ class Sessions(RuleBasedStateMachine):
     @staticmethod
     def _tell(side: Side, order: object) -> None:
         for endpoint in side.endpoints.values():
-            endpoint.submit(order)  # type: ignore[arg-type]
+            endpoint.submit(order)
 
 
 def _spans(layout: EngineLayout, pages: list[int]) -> Spans:

@@ -47,7 +47,7 @@ def test_geometry_in_one_line() -> None:
 )
 def test_bytes_per_token_agree_with_what_was_published(model: str, expected: int) -> None:
     kinds = [layer.kind for layer in load(model).layers if layer.family in ("full", "window")]
-    assert sum(kind.num_kv_heads * kind.head_size * 2 * 2 for kind in kinds) == expected  # type: ignore[attr-defined]
+    assert sum(kind.num_kv_heads * kind.head_size * 2 * 2 for kind in kinds) == expected
 
 
 def test_a_path_is_read_like_an_id(tmp_path: Path) -> None:

@@ -86,4 +86,4 @@ def test_a_typo_is_answered(text: str, message: str) -> None:
 )
 def test_a_spec_made_by_hand_is_checked_too(fields: dict[str, object], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        EngineSpec(**fields)  # type: ignore[arg-type]
+        EngineSpec(**fields)

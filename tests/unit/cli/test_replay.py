@@ -36,7 +36,7 @@ ENGINES = {"model": "small"}
 
 
 def side(layout: object, **facts: str) -> FlightSide:
-    return FlightSide(layout.engine, "life", {**ENGINES, **facts}, wire.encode(layout))  # type: ignore[attr-defined, arg-type]
+    return FlightSide(layout.engine, "life", {**ENGINES, **facts}, wire.encode(layout))
 
 
 def flight(kind: str = "transfer", text: str = "it broke", **changes: object) -> Flight:

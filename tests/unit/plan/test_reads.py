@@ -97,7 +97,7 @@ def test_scattered_pages_are_read_directly() -> None:
 def test_a_forced_way_is_kept(way: str) -> None:
     src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
     for pages in (np.arange(1, 126), scattered()):
-        route = compile_route(src, dst, 0, way=way)  # type: ignore[arg-type]
+        route = compile_route(src, dst, 0, way=way)
         plan = plan_reads(route, make_request(src, dst, pages, pages), STAGING_BYTES)
         assert bool(plan.batches) == (way == "staged")
         assert bool(plan.direct) == (way == "direct")

@@ -58,7 +58,7 @@ def before_the_check(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) 
         if not done:
             done.append(1)
             what()
-        return real(*args, **more)  # type: ignore[arg-type]
+        return real(*args, **more)
 
     monkeypatch.setattr(check, "make_questions", made)
 

@@ -190,7 +190,7 @@ def make_world(src_tp: int, dst_tp: int, options: EndpointOptions = OPTIONS, rec
     """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another."""
     clock, fabric = Clock(), Fabric()
     faults: dict[int, Fault] = {}
-    made = World(clock, fabric, None, None, [], faults, [])  # type: ignore[arg-type]
+    made = World(clock, fabric, None, None, [], faults, [])
 
     def fault(index: int, transfer: Transfer) -> Fault:
         return faults.get(index, faults.get(-1, Fault()))

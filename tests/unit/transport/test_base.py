@@ -42,7 +42,7 @@ def test_the_last_byte_of_the_address_space_can_be_copied() -> None:
 )
 def test_a_wrong_copy_list_is_refused(local: object, remote: object, length: object, message: str) -> None:
     with pytest.raises(TransportError, match=message):
-        Copies(local, remote, length)  # type: ignore[arg-type]  # what a caller may get wrong
+        Copies(local, remote, length)  # what a caller may get wrong
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_slices_in_flight_are_bounded(owner: Owner, agent: FakeAgent) -> None:
     job = make_job(10)
     owner.post(job)
     for number in range(10):
-        until(lambda number=number: agent.num_posted > number)  # type: ignore[misc]
+        until(lambda number=number: agent.num_posted > number)
         turns(owner)
         assert agent.num_posted <= number + PACE.max_in_flight
         agent.settle(number)
