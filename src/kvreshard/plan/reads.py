@@ -36,10 +36,17 @@ MAX_GATHERED = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Copies to post directly, and batches for the staging buffer, in order."""
+    """Copies to post directly, and batches for the staging buffer, in order. `staged`: the lanes of the batches."""
 
     direct: tuple[CopyList | PageCopies, ...]
     batches: tuple[Batch, ...]
+    staged: tuple[CutLane, ...] = ()
+
+    def written(self) -> Iterator[CopyList | PageCopies]:
+        """All copies of the request, those that go through staging as if they did not."""
+        yield from self.direct
+        for cut in self.staged:
+            yield from bind_lane_pages(cut)
 
 
 def plan_reads(route: Route, request: Request, staging_bytes: int = 0) -> ReadPlan:
@@ -50,6 +57,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0) -> ReadPl
     check_request(route, request)
     direct: list[CopyList | PageCopies] = []
     batches: list[Batch] = []
+    staged: list[CutLane] = []
     for cut in cut_lanes(route, request):
         wanted = cut.lane.choice.way if staging_bytes and cut.lane.choice is not None else "direct"
         can_change = bool(staging_bytes) and cut.lane.choice is not None and not cut.lane.choice.forced
@@ -59,7 +67,8 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0) -> ReadPl
                 direct += copies
                 continue
         batches += stage_pieces(cut, staging_bytes)
-    return ReadPlan(tuple(_gathered(direct)), tuple(batches))
+        staged.append(cut)
+    return ReadPlan(tuple(_gathered(direct)), tuple(batches), tuple(staged))
 
 
 def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | PageCopies]:

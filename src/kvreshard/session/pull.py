@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import bind
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
@@ -96,7 +95,7 @@ def pull_steps(
             note(posted[-1])
         post_s = mover.clock() - started_s - bind_s
         if request.dst_new_pages:
-            zeroed = mover.fill(dst, route.dst_rank, request, bind(route, request))
+            zeroed = mover.fill(dst, route.dst_rank, request, plan.written())
             tell("zeroed", f"{zeroed} bytes")
         yield from _run_batches(mover, batches, note)
     except (TransportError, TimeoutError) as failed:

@@ -8,7 +8,7 @@ Refused, with TransportError: addresses outside the tensors, and moving (loads a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,17 +46,7 @@ class TensorMemory:
             storage[first : first + high - low].zero_()
         self._settle()
 
-    def move(
-        self,
-        slots_address: int,
-        slot_bytes: int,
-        dst_bases: Int64s,
-        dst_pages: Int64s,
-        length: int,
-        loops: Sequence[tuple[int, int, int]],
-        slot_offset: int,
-        dst_offset: int,
-    ) -> None:
+    def move(self, *arguments: object, **named: object) -> None:
         """Refused: a device's loads have no staging buffer."""
         raise TransportError("loads are not staged on devices")
 
