@@ -1,11 +1,13 @@
 """From two layouts to addresses: compile once per pair, bind once per request. Pure; no I/O and no model vocabulary."""
 
-from kvreshard.plan.bind import bind, bind_pages
+from kvreshard.plan.bind import bind
 from kvreshard.plan.copies import ByteRanges, CopyList, PageCopies, PageFrame
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.fill import find_unwritten
+from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import match_fields
-from kvreshard.plan.route import Lane, Route, compile_route
+from kvreshard.plan.reads import ReadPlan, plan_reads
+from kvreshard.plan.route import Route, compile_route
 
 __all__ = [
     "ByteRanges",
@@ -14,11 +16,12 @@ __all__ = [
     "Lane",
     "PageCopies",
     "PageFrame",
+    "ReadPlan",
     "Route",
     "bind",
-    "bind_pages",
     "compile_route",
     "elect",
     "find_unwritten",
     "match_fields",
+    "plan_reads",
 ]

@@ -15,26 +15,24 @@ Refused with BindError, before anything is moved: see `tables`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.copies import CopyList, PageCopies
+from kvreshard.plan.copies import CopyList
+from kvreshard.plan.lane import Lane, Span
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.request_check import check_request, entries
-from kvreshard.plan.route import Lane, Route, Span
+from kvreshard.plan.route import Route
+from kvreshard.plan.stream import Stream
 
 Int64s = NDArray[np.int64]
 # 2**17 copies are 3 MB of arrays: large enough to amortise a call, small enough to start moving early.
 MAX_COPIES_PER_LIST = 1 << 17
 # Three numbers below this one fit an int64 side by side.
 MAX_CODED = 1 << 21
-# A frame costs a transport some calls of its own, worth it from a few dozen pages on.
-MIN_FRAMED_PAGES = 32
-# Listing a joined copy costs about three times a page of a frame; NIXL joins neighbouring pages of a frame by itself.
-MAX_JOINED = 0.67
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,76 +65,24 @@ def bind(route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST) 
     return _bind_flat(route, request, max_copies)
 
 
-def bind_pages(
-    route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST, min_pages: int = MIN_FRAMED_PAGES
-) -> Iterator[CopyList | PageCopies]:
-    """The copies of `bind`, with whole pages that have no neighbours left together as `PageCopies`, from `min_pages` on.
-
-    Listing a copy costs three numbers of eight bytes and a look at each; a page of a frame costs two, whatever the number
-    of fields. Raises BindError.
-    """
-    check_request(route, request)
-    return (copies for cut in cut_lanes(route, request) for copies in bind_lane_pages(cut, max_copies, min_pages))
-
-
 def _bind_flat(route: Route, request: Request, max_copies: int) -> Iterator[CopyList]:
     for cut in cut_lanes(route, request):
-        yield from _bind_lane(cut, max_copies)
-
-
-def bind_lane_pages(
-    cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST, min_pages: int = MIN_FRAMED_PAGES
-) -> Iterator[CopyList | PageCopies]:
-    """`bind_pages` of one lane of a checked request."""
-    whole, rest = _take_frame(cut, min_pages)
-    if whole is not None:
-        yield whole
-    yield from _bind_lane(replace(cut, pieces=rest), max_copies)
+        yield from bind_lane(cut, max_copies)
 
 
 def cut_lanes(route: Route, request: Request) -> Iterator[CutLane]:
     """Every lane that moves something, for a checked request."""
-    known: dict[object, Pieces] = {}
-    for lane in route.lanes:
-        intervals = request.intervals[lane.dst_group.name]
-        if not intervals:
-            continue
-        key = (
-            lane.dst_group.name,
-            lane.src_span,
-            lane.dst_span,
-            lane.tokens_per_index,
-            lane.keep_partial,
-            lane.is_state,
-        )
-        if key not in known:
-            known[key] = cut_pieces(lane, intervals)
-        src = entries(request.src_tables[lane.src_group.name], lane.src_span)
-        dst = entries(request.dst_tables[lane.dst_group.name], lane.dst_span)
-        yield CutLane(lane, known[key], src, dst)
+    for stream in route.streams:
+        if request.intervals[stream.dst_group.name]:
+            yield from cut_stream(stream, request)
 
 
-def _take_frame(cut: CutLane, min_pages: int) -> tuple[PageCopies | None, Pieces]:
-    """The pieces that are a whole page on both sides as page copies, unless joining pages leaves far fewer; and the rest."""
-    lane, pieces, src, dst = cut.lane, cut.pieces, cut.src, cut.dst
-    size = lane.src_span.indices
-    if len(pieces.length) < min_pages or size != lane.dst_span.indices:
-        return None, pieces
-    frame, is_whole = lane.frame((0, 0, size)), pieces.length == size
-    if frame is None or np.count_nonzero(is_whole) < min_pages:
-        return None, pieces
-    whole = pieces if is_whole.all() else select(pieces, is_whole)
-    same = np.zeros(1, dtype=np.int64)
-    src_page = page_ids(src, lane.src_span, whole.src_span, [same], same)[:, 0]
-    dst_page = page_ids(dst, lane.dst_span, whole.dst_span, [same], same)[:, 0]
-    if (src_page[1:] < src_page[:-1]).any():
-        order = np.argsort(src_page, kind="stable")
-        src_page, dst_page = src_page[order], dst_page[order]
-    if frame.length[0] == frame.src_stride_bytes == frame.dst_stride_bytes:
-        joined = np.count_nonzero((np.diff(src_page) == 1) & (np.diff(dst_page) == 1))
-        if joined > MAX_JOINED * len(src_page):
-            return None, pieces
-    return PageCopies(lane.src_rank, lane.dst_rank, frame, src_page, dst_page), select(pieces, ~is_whole)
+def cut_stream(stream: Stream, request: Request, lanes: Iterable[Lane] | None = None) -> Iterator[CutLane]:
+    """The lanes of one stream, or some of them, for a checked request that moves something of it."""
+    pieces = cut_pieces(stream, request.intervals[stream.dst_group.name])
+    src = entries(request.src_tables[stream.src_group.name], stream.src_span)
+    dst = entries(request.dst_tables[stream.dst_group.name], stream.dst_span)
+    return (CutLane(lane, pieces, src, dst) for lane in (stream.lanes if lanes is None else lanes))
 
 
 def select(pieces: Pieces, chosen: NDArray[np.bool_] | Int64s) -> Pieces:
@@ -150,15 +96,15 @@ def select(pieces: Pieces, chosen: NDArray[np.bool_] | Int64s) -> Pieces:
     )
 
 
-def cut_pieces(lane: Lane, intervals: Iterable[Tokens]) -> Pieces:
+def cut_pieces(stream: Stream, intervals: Iterable[Tokens]) -> Pieces:
     """Cut intervals of tokens at the edges of both sides' spans. A state is one piece."""
-    if lane.is_state:
+    if stream.along is None:
         count = 1 if list(intervals) else 0
         zero = np.zeros(count, dtype=np.int64)
         return Pieces(zero, zero, zero, zero, zero + 1)
-    src_size, dst_size = lane.src_span.indices, lane.dst_span.indices
+    src_size, dst_size = stream.src_span.indices, stream.dst_span.indices
     lows, highs = [], []
-    for start, stop in _index_ranges(lane, intervals):
+    for start, stop in index_ranges(stream, intervals):
         sizes = {src_size, dst_size}
         inner = [np.arange(start // size + 1, -(-stop // size), dtype=np.int64) * size for size in sizes]
         ends = [np.array([start]), *inner, np.array([stop])]
@@ -172,18 +118,19 @@ def cut_pieces(lane: Lane, intervals: Iterable[Tokens]) -> Pieces:
     return Pieces(src_span, dst_span, src_low, dst_low, high - low)
 
 
-def _index_ranges(lane: Lane, intervals: Iterable[Tokens]) -> Iterator[tuple[int, int]]:
+def index_ranges(stream: Stream, intervals: Iterable[Tokens]) -> Iterator[tuple[int, int]]:
     """Ranges of indices, without repeats: two intervals may touch the same compressed index."""
     end = 0
     for start_token, stop_token in intervals:
-        stop_token += lane.tokens_per_index - 1 if lane.keep_partial else 0
-        start, stop = max(end, start_token // lane.tokens_per_index), stop_token // lane.tokens_per_index
+        stop_token += stream.tokens_per_index - 1 if stream.keep_partial else 0
+        start, stop = max(end, start_token // stream.tokens_per_index), stop_token // stream.tokens_per_index
         if stop > start:
             yield start, stop
             end = stop
 
 
-def _bind_lane(cut: CutLane, max_copies: int) -> Iterator[CopyList]:
+def bind_lane(cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList]:
+    """`bind` of one lane of a checked request."""
     lane, pieces, src, dst = cut.lane, cut.pieces, cut.src, cut.dst
     overlaps, which = distinct_overlaps(pieces)
     patterns = [lane.pattern(overlap) for overlap in overlaps]

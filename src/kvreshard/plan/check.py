@@ -22,8 +22,9 @@ from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout, Rank, Shard
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import common_period, count_common
+from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import SHOWN, differences
-from kvreshard.plan.route import Lane, Route
+from kvreshard.plan.route import Route
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:

@@ -65,15 +65,6 @@ class PageCopies:
         return len(self.frame.length) * len(self.src_page)
 
     @property
-    def num_joined_copies(self) -> int:
-        """Copies that are left when neighbouring pages are joined, as NIXL does by itself where pages are dense."""
-        frame = self.frame
-        if not (frame.length == frame.src_stride_bytes).all() or frame.src_stride_bytes != frame.dst_stride_bytes:
-            return self.num_copies
-        joined = int(np.count_nonzero((np.diff(self.src_page) == 1) & (np.diff(self.dst_page) == 1)))
-        return len(frame.length) * (len(self.src_page) - joined)
-
-    @property
     def num_bytes(self) -> int:
         return int(self.frame.length.sum()) * len(self.src_page)
 

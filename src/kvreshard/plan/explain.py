@@ -22,7 +22,8 @@ from math import prod
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import common_period, count_common
-from kvreshard.plan.route import Lane, LaneAxis, Route
+from kvreshard.plan.lane import Lane, LaneAxis
+from kvreshard.plan.route import Route
 
 
 @dataclass(frozen=True, slots=True)

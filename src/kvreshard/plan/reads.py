@@ -2,9 +2,10 @@
 
 A lane's choice (`cost`) is made for a page that has no neighbours. A request knows its tables: pages that lie side by side at
 the source are one read of a staging batch, whatever the destination looks like, while a direct copy needs neighbours on both
-sides. So a lane that may choose is looked at once more:
+sides. So the choice is looked at once more:
 
-1. Check the request; bind each lane directly, which costs microseconds per lane while pages stay together.
+1. Check the request. Where both sides' pages are of one size, cut it to pairs of pages (`whole`), all lanes of a stream at
+   once; elsewhere bind each lane directly (`bind`), which costs microseconds while pages stay together.
 2. Count the copies that are left, and the reads that staging would need: runs of neighbouring source pages where a slot
    is a whole page, else boxes of every page.
 3. Take what the cost model finds cheaper. Forced lanes and lanes without a model keep their choice.
@@ -16,18 +17,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import CutLane, bind_lane_pages, cut_lanes, distinct_overlaps, page_ids
-from kvreshard.plan.copies import CopyList, PageCopies
-from kvreshard.plan.cost import find_boxes
+from kvreshard.plan.bind import CutLane, bind_lane, cut_stream, distinct_overlaps, page_ids
+from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
+from kvreshard.plan.cost import Choice, find_boxes
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, stage_pieces
+from kvreshard.plan.stream import Sheaf, Stream
+from kvreshard.plan.whole import MIN_FRAMED_COPIES, PagePairs, WholePages, direct_copies, pair_pages, part_copies
 
+Int64s = NDArray[np.int64]
 # Batches take turns, which the model does not count: where it finds both ways alike, reading directly was 14 to 18 % faster.
 STAGING_MARGIN = 0.85
 # Longer lists stay apart, so that their arrays are not copied once more.
@@ -46,29 +51,100 @@ class ReadPlan:
         """All copies of the request, those that go through staging as if they did not."""
         yield from self.direct
         for cut in self.staged:
-            yield from bind_lane_pages(cut)
+            yield from bind_lane(cut)
 
 
-def plan_reads(route: Route, request: Request, staging_bytes: int = 0) -> ReadPlan:
+@dataclass(slots=True)
+class _Framed:
+    """Whole pages of one frame, from every stream that has some."""
+
+    sheaf: Sheaf
+    src: list[Int64s] = field(default_factory=list)
+    dst: list[Int64s] = field(default_factory=list)
+    members: list[tuple[Stream, Sheaf, PagePairs]] = field(default_factory=list)
+
+
+def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_framed: int = MIN_FRAMED_COPIES) -> ReadPlan:
     """Everything that the route's destination rank reads for a request. `staging_bytes`: of one batch, 0 without a buffer.
+
+    Whole pages without neighbours stay together as `PageCopies` from `min_framed` copies on.
 
     Raises BindError.
     """
     check_request(route, request)
-    direct: list[CopyList | PageCopies] = []
-    batches: list[Batch] = []
-    staged: list[CutLane] = []
-    for cut in cut_lanes(route, request):
-        wanted = cut.lane.choice.way if staging_bytes and cut.lane.choice is not None else "direct"
-        can_change = bool(staging_bytes) and cut.lane.choice is not None and not cut.lane.choice.forced
+    plan = _Plan(request, staging_bytes, min_framed)
+    framed: dict[PageFrame, _Framed] = {}
+    for stream in route.streams:
+        if not request.intervals[stream.dst_group.name]:
+            continue
+        size = stream.page_indices
+        pairs = None if size is None else pair_pages(stream, size, request)
+        if pairs is None or not pairs.src:
+            for cut in cut_stream(stream, request):
+                plan.add_lane(cut)
+            continue
+        for sheaf in stream.sheaves:
+            found = framed.get(sheaf.frame)
+            if found is None:
+                found = framed[sheaf.frame] = _Framed(sheaf)
+            found.src += pairs.src
+            found.dst += pairs.dst
+            found.members.append((stream, sheaf, pairs))
+    for found in framed.values():
+        plan.add_pages(found)
+    return ReadPlan(tuple(_gathered(plan.direct)), tuple(plan.batches), tuple(plan.staged))
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A plan on its way."""
+
+    request: Request
+    staging_bytes: int
+    min_framed: int
+    direct: list[CopyList | PageCopies] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    staged: list[CutLane] = field(default_factory=list)
+
+    def add_lane(self, cut: CutLane) -> None:
+        """A lane whose pages are not pairs."""
+        choice = cut.lane.choice
+        wanted, can_change = _wanted(choice, self.staging_bytes)
         if wanted == "direct" or can_change:
-            copies = list(bind_lane_pages(cut))
-            if not can_change or not is_staging_cheaper(cut, copies, staging_bytes):
-                direct += copies
-                continue
-        batches += stage_pieces(cut, staging_bytes)
-        staged.append(cut)
-    return ReadPlan(tuple(_gathered(direct)), tuple(batches), tuple(staged))
+            copies = list(bind_lane(cut))
+            if not can_change or not is_staging_cheaper(cut, copies, self.staging_bytes):
+                self.direct += copies
+                return
+        self.stage(cut)
+
+    def add_pages(self, framed: _Framed) -> None:
+        """Whole pages of one frame, and the parts of pages of the same lanes."""
+        sheaf = framed.sheaf
+        pages = WholePages.of(framed.src, framed.dst)
+        wanted, can_change = _wanted(sheaf.lanes[0].choice, self.staging_bytes)
+        if can_change:
+            wanted = "staged" if are_pages_cheaper_staged(sheaf, pages, self.staging_bytes) else "direct"
+        if wanted == "direct":
+            self.direct += direct_copies(sheaf, pages, self.min_framed)
+            for _, member, pairs in framed.members:
+                for part in pairs.parts:
+                    self.direct += [part_copies(lane, *part) for lane in member.lanes]
+            return
+        for stream, member, _ in framed.members:
+            for cut in cut_stream(stream, self.request, member.lanes):
+                self.stage(cut)
+
+    def stage(self, cut: CutLane) -> None:
+        """A lane that goes through the buffer."""
+        self.batches += stage_pieces(cut, self.staging_bytes)
+        self.staged.append(cut)
+
+
+def _wanted(choice: Choice | None, staging_bytes: int) -> tuple[str, bool]:
+    """The way that was chosen for a lane, and whether this request may change it."""
+    if choice is None or not staging_bytes:
+        return "direct", False
+    return choice.way, not choice.forced
 
 
 def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | PageCopies]:
@@ -84,12 +160,30 @@ def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | Pa
         yield CopyList(src_rank, dst_rank, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList | PageCopies], staging_bytes: int) -> bool:
+def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int) -> bool:
+    """Whether the cost model prefers staging for these whole pages."""
+    choice, num_pages = sheaf.lanes[0].choice, len(pages.src_page)
+    if choice is None or sheaf.slot_bytes > staging_bytes:
+        return False
+    model, num_bytes = choice.model, sheaf.page_bytes * num_pages
+    num_copies = sheaf.num_runs * (num_pages - pages.joined if sheaf.joins else num_pages)
+    if num_copies * model.copy_s <= num_bytes / model.move_bytes_per_s:
+        return False  # moving the bytes once more costs all that staging could save
+    groups = num_pages
+    if sheaf.joins_boxes:
+        groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // staging_bytes
+    staged_s = model.staged_s(
+        sheaf.num_boxes * groups, sheaf.box_bytes * num_pages, sheaf.num_runs * num_pages, num_bytes
+    )
+    return staged_s < STAGING_MARGIN * model.direct_s(num_copies, num_bytes)
+
+
+def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: int) -> bool:
     """Whether the lane's cost model prefers staging to these copies, for this request."""
     lane, model = cut.lane, cut.lane.choice.model if cut.lane.choice is not None else None
     if model is None:
         return False
-    num_copies = sum(one.num_joined_copies if isinstance(one, PageCopies) else one.num_copies for one in copies)
+    num_copies = sum(one.num_copies for one in copies)
     num_bytes = sum(one.num_bytes for one in copies)
     if num_copies * model.copy_s <= num_bytes / model.move_bytes_per_s:
         return False  # moving the bytes once more costs all that staging could save

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,36 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import BindError
 from kvreshard.model.layout import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.route import Lane, Route, Span
+from kvreshard.plan.lane import Span
+from kvreshard.plan.route import Route
+from kvreshard.plan.stream import Stream
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Touched:
+    """Entries `[start, stop)` of one group's block table `pages`, or those that `chosen` says where that is no stretch."""
+
+    group: Group
+    pages: Int64s
+    start: int
+    stop: int
+    chosen: NDArray[np.bool_] | None = None
+
+    @property
+    def ids(self) -> Int64s:
+        """The page ids."""
+        return self.pages[self.start : self.stop] if self.chosen is None else self.pages[self.chosen]
+
+    def union(self, other: Touched) -> Touched:
+        """The entries of both, each once; both of the same table."""
+        if (self.start, self.stop) == (other.start, other.stop) and self.chosen is other.chosen is None:
+            return self
+        chosen = np.zeros(len(self.pages), dtype=bool)
+        for one in (self, other):
+            chosen[slice(one.start, one.stop) if one.chosen is None else one.chosen] = True
+        return Touched(self.group, self.pages, 0, len(chosen), chosen)
 
 
 def entries(table: PageTable, span: Span) -> PageTable:
@@ -35,34 +65,34 @@ def entries(table: PageTable, span: Span) -> PageTable:
 def check_request(route: Route, request: Request) -> None:
     """Raises BindError unless every lane of the route can be bound."""
     _check_group_names(route, request)
-    used: dict[str, NDArray[np.bool_]] = {}
-    seen: set[object] = set()
-    for lane in route.lanes:
-        name = lane.dst_group.name
+    touched: dict[str, list[Touched]] = {"source": [], "destination": []}
+    for stream in route.streams:
+        name = stream.dst_group.name
         if name not in request.intervals:
             raise BindError(f"group '{name}': no token intervals; give an empty list to move nothing")
         intervals = request.intervals[name]
         if not intervals:
             continue
-        src = _table(request.src_tables, lane.src_group, "source")
-        dst = _table(request.dst_tables, lane.dst_group, "destination")
-        mask = used.setdefault(name, np.zeros(len(dst.pages), dtype=bool))
-        along = next((axis for axis in lane.axes if axis.extent is None), None)
-        key = (lane.src_group.name, name, along, lane.tokens_per_index, lane.keep_partial)
-        if key in seen:
-            continue
-        seen.add(key)
+        src = _table(request.src_tables, stream.src_group, "source")
+        dst = _table(request.dst_tables, stream.dst_group, "destination")
+        along = stream.along
         if along is None:
-            _check_state(lane, src, dst)
-            mask[0] = True
+            _check_state(stream, src, dst)
+            touched["source"].append(Touched(stream.src_group, src.pages, 0, 1))
+            touched["destination"].append(Touched(stream.dst_group, dst.pages, 0, 1))
             continue
-        _check_tokens(lane.src_group, "source", src, intervals)
-        _check_tokens(lane.dst_group, "destination", dst, intervals)
+        _check_tokens(stream.src_group, "source", src, intervals)
+        _check_tokens(stream.dst_group, "destination", dst, intervals)
         for interval in intervals:
-            _pages(lane, lane.src_group, "source", src, along.src, lane.src_span, interval)
-            touched = _pages(lane, lane.dst_group, "destination", dst, along.dst, lane.dst_span, interval)
-            mask[touched] = True
-    _check_used_once(route, used, request)
+            touched["source"].append(
+                _pages(stream, stream.src_group, "source", src, along.src, stream.src_span, interval)
+            )
+            touched["destination"].append(
+                _pages(stream, stream.dst_group, "destination", dst, along.dst, stream.dst_span, interval)
+            )
+    for side, found in touched.items():
+        _check_ids(side, found)
+    _check_used_once(route, touched["destination"], request)
 
 
 def _check_group_names(route: Route, request: Request) -> None:
@@ -82,17 +112,16 @@ def _table(tables: Mapping[str, PageTable], group: Group, side: str) -> PageTabl
     return table
 
 
-def _check_state(lane: Lane, src: PageTable, dst: PageTable) -> None:
-    for group, table, side in ((lane.src_group, src, "source"), (lane.dst_group, dst, "destination")):
+def _check_state(stream: Stream, src: PageTable, dst: PageTable) -> None:
+    for group, table, side in ((stream.src_group, src, "source"), (stream.dst_group, dst, "destination")):
         if len(table.pages) != 1:
             raise BindError(
                 f"group '{group.name}': the {side} gives {len(table.pages)} pages for a state; give the one page of the "
                 "running state"
             )
-        _check_ids(group, table.pages, side)
     if src.num_tokens != dst.num_tokens:
         raise BindError(
-            f"group '{lane.dst_group.name}': the source's state has absorbed {src.num_tokens} tokens, the destination "
+            f"group '{stream.dst_group.name}': the source's state has absorbed {src.num_tokens} tokens, the destination "
             f"resumes at {dst.num_tokens}: both must agree, stop the prefill at the token where the decode resumes"
         )
 
@@ -106,42 +135,53 @@ def _check_tokens(group: Group, side: str, table: PageTable, intervals: Sequence
 
 
 def _pages(
-    lane: Lane, group: Group, side: str, table: PageTable, mapped: AxisMap, span: Span, interval: Tokens
-) -> NDArray[np.int64]:
-    """Positions in the table of the pages that an interval touches on one side, checked."""
+    stream: Stream, group: Group, side: str, table: PageTable, mapped: AxisMap, span: Span, interval: Tokens
+) -> Touched:
+    """The pages of the table that an interval touches on one side; whether they are in the pool is not checked yet."""
     start_token, stop_token = interval
-    stop_token += lane.tokens_per_index - 1 if lane.keep_partial else 0
-    start, stop = start_token // lane.tokens_per_index, stop_token // lane.tokens_per_index
+    per_index = stream.tokens_per_index
+    partial = per_index - 1 if stream.keep_partial else 0
+    start, stop = start_token // per_index, (stop_token + partial) // per_index
     first, last = mapped.owned.count_below(start), mapped.owned.count_below(stop) - 1
     if last < first:
-        return np.zeros(0, dtype=np.int64)
+        return Touched(group, table.pages, 0, 0)
     if span.ring_pages is not None and span.capacity is not None:
-        partial = lane.tokens_per_index - 1 if lane.keep_partial else 0
-        absorbed = (table.num_tokens + partial) // lane.tokens_per_index
+        absorbed = (table.num_tokens + partial) // per_index
         if absorbed - start > span.capacity:
             raise BindError(
                 f"group '{group.name}': tokens from {start_token} of {table.num_tokens} are to be moved, but the {side}'s "
-                f"ring keeps only the last {span.capacity * lane.tokens_per_index}; move a shorter tail"
+                f"ring keeps only the last {span.capacity * per_index}; move a shorter tail"
             )
         if len(table.pages) < span.ring_pages:
             raise BindError(
                 f"group '{group.name}': the {side} gives {len(table.pages)} pages for a ring of {span.ring_pages}"
             )
-        positions = np.arange(min(span.ring_pages, len(table.pages)), dtype=np.int64)
-        _check_ids(group, table.pages[positions], side)
-        return positions
+        return Touched(group, table.pages, 0, span.ring_pages)
     low, high = first // mapped.indices_per_page, last // mapped.indices_per_page + 1
     if low < table.first_page or high > table.first_page + len(table.pages):
         raise BindError(
             f"group '{group.name}': tokens [{interval[0]}, {interval[1]}) need the {side}'s pages [{low}, {high}), but "
             f"its block table has pages [{table.first_page}, {table.first_page + len(table.pages)})"
         )
-    positions = np.arange(low - table.first_page, high - table.first_page, dtype=np.int64)
-    _check_ids(group, table.pages[positions], side)
-    return positions
+    return Touched(group, table.pages, low - table.first_page, high - table.first_page)
 
 
-def _check_ids(group: Group, pages: NDArray[np.int64], side: str) -> None:
+def _check_ids(side: str, touched: Sequence[Touched]) -> None:
+    """Every id inside its pool, and none the null page. All groups of one pool size at once, which is the usual case."""
+    by_size: defaultdict[tuple[int, int | None], list[Touched]] = defaultdict(list)
+    for one in touched:
+        if one.stop > one.start:
+            by_size[one.group.num_pages, one.group.null_page].append(one)
+    for (num_pages, null_page), found in by_size.items():
+        pages = _joined([one.ids for one in found])
+        low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
+        if low >= 0 and high < num_pages and (null_page is None or not low <= null_page <= high):
+            continue
+        for one in found:
+            _check_each_id(one.group, one.ids, side)
+
+
+def _check_each_id(group: Group, pages: Int64s, side: str) -> None:
     outside = (pages < 0) | (pages >= group.num_pages)
     if outside.any():
         raise BindError(
@@ -155,25 +195,33 @@ def _check_ids(group: Group, pages: NDArray[np.int64], side: str) -> None:
         )
 
 
-def _check_used_once(route: Route, used: dict[str, NDArray[np.bool_]], request: Request) -> None:
+def _joined(arrays: Sequence[Int64s]) -> Int64s:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _check_used_once(route: Route, touched: Sequence[Touched], request: Request) -> None:
     """No page of a pool is written or called new by two groups, or twice by one."""
-    by_pool: defaultdict[str, dict[str, NDArray[np.int64]]] = defaultdict(dict)
+    written: dict[str, Touched] = {}
+    for one in touched:
+        known = written.get(one.group.name)
+        written[one.group.name] = one if known is None else known.union(one)
+    by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)
     for group in route.dst_groups:
-        mask, new = used.get(group.name), _new_pages(group, request)
-        if mask is None and not len(new):
-            continue
-        written = request.dst_tables[group.name].pages[mask] if mask is not None else new[:0]
-        _once(group.pool, {group.name: written})
-        by_pool[group.pool][group.name] = np.union1d(written, new) if len(new) else written
-    for pool, pages in by_pool.items():
-        if len(pages) > 1:
-            _once(pool, pages)
+        new, found = _new_pages(group, request), written.get(group.name)
+        pages = found.ids if found is not None else new[:0]
+        if len(new):
+            _once(group.pool, {group.name: pages})
+            pages = np.union1d(pages, new)
+        if len(pages):
+            by_pool[group.pool][group.name] = pages
+    for pool, pages_of in by_pool.items():
+        _once(pool, pages_of)
 
 
-def _once(pool: str, pages_of: Mapping[str, NDArray[np.int64]]) -> None:
-    values = np.sort(np.concatenate(list(pages_of.values())))
+def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
+    values = np.sort(_joined(list(pages_of.values())))
     again = values[1:] == values[:-1]
-    if again.any():
+    if np.logical_or.reduce(again):
         page = int(values[1:][again][0])
         owners = [name for name, pages in pages_of.items() if page in pages]
         raise BindError(
@@ -182,7 +230,7 @@ def _once(pool: str, pages_of: Mapping[str, NDArray[np.int64]]) -> None:
         )
 
 
-def _new_pages(group: Group, request: Request) -> NDArray[np.int64]:
+def _new_pages(group: Group, request: Request) -> Int64s:
     """The pages that a group calls new, checked: they will be zeroed, so a wrong one destroys what it holds."""
     new_pages = np.asarray(request.dst_new_pages.get(group.name, ()), dtype=np.int64)
     if not len(new_pages):
@@ -193,5 +241,5 @@ def _new_pages(group: Group, request: Request) -> NDArray[np.int64]:
         raise BindError(
             f"group '{group.name}': page {int(stray[0])} is called new, but is not in the destination's block table"
         )
-    _check_ids(group, new_pages, "destination")
+    _check_each_id(group, new_pages, "destination")
     return new_pages

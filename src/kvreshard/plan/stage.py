@@ -20,14 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
-from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan.bind import CutLane, Pieces, cut_pieces, distinct_overlaps, page_ids, select
+from kvreshard.model.tables import PageTable
+from kvreshard.plan.bind import CutLane, Pieces, distinct_overlaps, page_ids, select
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import Boxes, find_boxes
+from kvreshard.plan.lane import Lane
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.refine import Loop, Strip, fold
-from kvreshard.plan.request_check import entries
-from kvreshard.plan.route import Lane
 
 Int64s = NDArray[np.int64]
 
@@ -59,18 +58,8 @@ class Batch:
     num_bytes: int
 
 
-def stage(lane: Lane, request: Request, buffer_bytes: int) -> Iterator[Batch]:
-    """Batches of a checked request (see `request_check`). Raises BindError if one slot does not fit the buffer."""
-    pieces = cut_pieces(lane, request.intervals[lane.dst_group.name])
-    if not len(pieces.length):
-        return
-    src = entries(request.src_tables[lane.src_group.name], lane.src_span)
-    dst = entries(request.dst_tables[lane.dst_group.name], lane.dst_span)
-    yield from stage_pieces(CutLane(lane, pieces, src, dst), buffer_bytes)
-
-
 def stage_pieces(cut: CutLane, buffer_bytes: int) -> Iterator[Batch]:
-    """`stage` of what a lane moves. Raises BindError."""
+    """Batches of what a lane of a checked request moves. Raises BindError if one slot does not fit the buffer."""
     lane, pieces = cut.lane, cut.pieces
     overlaps, which = distinct_overlaps(pieces)
     for index, overlap in enumerate(overlaps):

@@ -27,8 +27,8 @@ from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.cover import count_common
+from kvreshard.plan.lane import Lane
 from kvreshard.plan.request_check import entries
-from kvreshard.plan.route import Lane
 from kvreshard.session.notes import VERSION, Owned, Question
 from kvreshard.session.orders import RemoteLease
 from kvreshard.verify import Digest, Memory, digest_cells

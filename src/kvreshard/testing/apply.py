@@ -21,13 +21,14 @@ from kvreshard.plan import (
     PageCopies,
     Route,
     bind,
-    bind_pages,
     compile_route,
     elect,
     find_unwritten,
     match_fields,
+    plan_reads,
 )
-from kvreshard.plan.stage import Batch, Move, stage
+from kvreshard.plan.bind import cut_lanes
+from kvreshard.plan.stage import Batch, Move, stage_pieces
 from kvreshard.testing.oracle import Bytes, Memory, differing_bytes, oracle_transfer, write_values
 
 Int64s = NDArray[np.int64]
@@ -78,7 +79,9 @@ def run_transfer(
     after = {place: content.copy() for place, content in dst_memory.items()}
     for route in routes:
         # Every other rank takes whole pages by frame, so that both ways of binding are held to the oracle.
-        bound = bind(route, request, max_copies) if route.dst_rank % 2 else bind_pages(route, request, max_copies, 1)
+        bound = (
+            bind(route, request, max_copies) if route.dst_rank % 2 else plan_reads(route, request, min_framed=1).direct
+        )
         lists = [copies.flat() if isinstance(copies, PageCopies) else copies for copies in bound]
         rank = dst.rank_by_number[route.dst_rank]
         written = {region.name: np.zeros(region.size_bytes, dtype=np.int64) for region in rank.regions}
@@ -114,11 +117,12 @@ def _run_staged(
     staging_bytes: int,
 ) -> None:
     """Every lane through a buffer of `staging_bytes`, or of one slot where that is larger. The buffer starts poisoned."""
-    for lane in route.lanes:
+    for cut in cut_lanes(route, request):
+        lane = cut.lane
         batches: list[Batch] | None = None
         while batches is None:
             try:
-                batches = list(stage(lane, request, staging_bytes))
+                batches = list(stage_pieces(cut, staging_bytes))
             except BindError:  # one slot does not fit
                 staging_bytes *= 2
         for batch in batches:

@@ -24,7 +24,7 @@ from kvreshard.model.field import Axis
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Shard
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import atoms, count_common
-from kvreshard.plan.route import Lane
+from kvreshard.plan.lane import Lane
 
 Int64s = NDArray[np.int64]
 Side = Literal["src", "dst"]

@@ -25,7 +25,7 @@ from itertools import product
 from kvreshard.model.errors import BindError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request, Tokens
-from kvreshard.plan.route import Lane
+from kvreshard.plan.lane import Lane
 from kvreshard.verify.cells import Cells, Side, of_lane, of_rank
 from kvreshard.verify.interior import ordinary_pieces, packed_pieces
 from kvreshard.verify.memory import Memory

@@ -6,7 +6,7 @@ import pytest
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import CopyList, PageCopies, bind, bind_pages, compile_route
+from kvreshard.plan import CopyList, PageCopies, bind, compile_route
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.reads import plan_reads
 
@@ -39,14 +39,24 @@ def scattered() -> np.ndarray:
 
 
 def rows(lists: list[CopyList]) -> list[tuple[int, int, int]]:
-    found = [np.stack([one.src_address, one.dst_address, one.length], axis=1) for one in lists]
-    return sorted(map(tuple, np.concatenate(found).tolist()))
+    """All copies, sorted by source; those that continue one another on both sides as one."""
+    found: list[tuple[int, int, int]] = []
+    for one in lists:
+        found += zip(one.src_address.tolist(), one.dst_address.tolist(), one.length.tolist(), strict=True)
+    joined: list[tuple[int, int, int]] = []
+    for src, dst, length in sorted(found):
+        last = joined[-1] if joined else (0, 0, 0)
+        if (src, dst) == (last[0] + last[2], last[1] + last[2]):
+            joined[-1] = (*last[:2], last[2] + length)
+        else:
+            joined.append((src, dst, length))
+    return joined
 
 
 def test_a_frame_names_the_copies_of_the_list() -> None:
     src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
     route, request = compile_route(src, dst, 1), make_request(src, dst, scattered(), scattered())
-    framed = list(bind_pages(route, request))
+    framed = list(plan_reads(route, request, min_framed=1).direct)
     assert any(isinstance(one, PageCopies) for one in framed)
     listed = [one.flat() if isinstance(one, PageCopies) else one for one in framed]
     assert rows(listed) == rows(list(bind(route, request)))
@@ -60,7 +70,7 @@ def test_the_frame_of_a_lane_stays_the_same_object() -> None:
     found = [
         one.frame
         for _ in range(2)
-        for one in bind_pages(route, make_request(src, dst, scattered(), scattered()))
+        for one in plan_reads(route, make_request(src, dst, scattered(), scattered())).direct
         if isinstance(one, PageCopies)
     ]
     assert len(found) == 2 * len(route.lanes)
@@ -70,7 +80,7 @@ def test_the_frame_of_a_lane_stays_the_same_object() -> None:
 def test_neighbouring_pages_are_joined_instead_of_framed() -> None:
     src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
     pages = np.arange(1, 126)
-    lists = list(bind_pages(compile_route(src, dst, 0), make_request(src, dst, pages, pages)))
+    lists = plan_reads(compile_route(src, dst, 0), make_request(src, dst, pages, pages)).direct
     assert all(isinstance(one, CopyList) for one in lists)
     # One copy of all whole pages and one of the part of the last, per layer.
     assert sum(one.num_copies for one in lists) <= 2 * 32

@@ -1,0 +1,122 @@
+"""What does one destination rank read from one source rank, as one box, and how do its pages overlap?
+
+A `Lane` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
+tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvreshard.model.address import AxisMap
+from kvreshard.model.layout import Group
+from kvreshard.model.ownership import Ownership
+from kvreshard.plan.cost import Choice
+from kvreshard.plan.pattern import Bases, Pattern, build_pattern
+from kvreshard.plan.refine import Strip, refine
+
+# Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
+MAX_KEPT_PATTERNS = 4096
+# Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
+LAPS_LOOKED_AT = 8
+# Where one side's pages are much smaller than the other's, that many overlaps, evenly spread, tell as much as all.
+OVERLAPS_LOOKED_AT = 32
+MAX_CUTS = 1 << 14
+
+Overlap = tuple[int, int, int]
+"""Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How one side's pages cut the sequence: `indices` coordinates lie in `pages` consecutive pages.
+
+    `ring_pages`: in how many pages a ring wraps, None without a ring; a state wraps in its one page. `capacity`: coordinates
+    that a ring holds.
+    """
+
+    indices: int
+    pages: int
+    ring_pages: int | None
+    capacity: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAxis:
+    """One axis of a lane: both sides' maps and the elected part."""
+
+    name: str
+    extent: int | None
+    src: AxisMap
+    dst: AxisMap
+    chosen: Ownership
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Congruent fields that `dst_rank` reads from `src_rank`. Bases have shape (len(fields),), addresses in bytes.
+
+    For the sequence axis, if there is one: `tokens_per_index`, `keep_partial`, and both sides' spans.
+    """
+
+    src_rank: int
+    dst_rank: int
+    src_group: Group
+    dst_group: Group
+    fields: tuple[str, ...]
+    bases: Bases
+    element_bytes: int
+    src_page_stride_bytes: int
+    dst_page_stride_bytes: int
+    axes: tuple[LaneAxis, ...]
+    tokens_per_index: int
+    keep_partial: bool
+    src_span: Span
+    dst_span: Span
+    choice: Choice | None = None
+    _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def along(self) -> LaneAxis | None:
+        """The sequence axis, None for a state."""
+        return next((axis for axis in self.axes if axis.extent is None), None)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a page holds a whole state, without a sequence axis."""
+        return all(axis.extent is not None for axis in self.axes)
+
+    def pattern(self, overlap: Overlap) -> Pattern:
+        """The runs where a source page and a destination page overlap; computed once per overlap."""
+        found = self._patterns.get(overlap)
+        if found is None:
+            if len(self._patterns) >= MAX_KEPT_PATTERNS:
+                self._patterns.clear()
+            found = build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
+            self._patterns[overlap] = found
+        return found
+
+    def _strips(self, axis: LaneAxis, overlap: Overlap) -> list[Strip]:
+        if axis.extent is None:
+            return refine(axis.src, axis.dst, axis.chosen, *overlap)
+        return refine(axis.src, axis.dst, axis.chosen, 0, 0, axis.extent)
+
+    def typical_overlap(self) -> Overlap:
+        """The fullest overlap of two pages near the start of a sequence: what a page costs.
+
+        Where ranks share the sequence, the first overlap may hold nothing of this lane; some laps are looked at.
+        """
+        src_size, dst_size = self.src_span.indices, self.dst_span.indices
+        first = (0, 0, min(src_size, dst_size))
+        along = self.along
+        if along is None or along.src.owned.period == along.dst.owned.period == along.chosen.period == 1:
+            return first
+        reach = min(
+            math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size), MAX_CUTS * min(src_size, dst_size)
+        )
+        cuts = sorted({*range(0, reach + 1, src_size), *range(0, reach + 1, dst_size)})
+        every = -(-len(cuts) // OVERLAPS_LOOKED_AT) | 1  # odd: where two ranks take turns, both turns are seen
+        overlaps = [(low % src_size, low % dst_size, high - low) for low, high in list(pairwise(cuts))[::every]]
+        return max(overlaps, key=lambda overlap: sum(strip.num_cells for strip in self._strips(along, overlap)))

@@ -1,0 +1,151 @@
+"""Which lanes of a route can be bound together?
+
+Tables are checked and cut once per `Stream`: lanes that read one group from one group and cut the sequence alike. Where
+both sides' pages are spans of the same size, whole pages need no cutting: `Sheaf`s say what every one of them means, for as
+many lanes at once as differ by their addresses only, as one frame that a transport prepares once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvreshard.model.layout import Group
+from kvreshard.plan.copies import PageFrame
+from kvreshard.plan.cost import find_boxes
+from kvreshard.plan.lane import Lane, LaneAxis, Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sheaf:
+    """Lanes from one source rank whose whole pages are read alike: one `frame` for all of them.
+
+    A page is `num_runs` copies of `page_bytes` together; `joins`: pages that are neighbours on both sides are one copy per
+    run. Staged it is `num_boxes` reads of `box_bytes` together, the longest slot `slot_bytes`; `joins_boxes`: neighbouring
+    source pages are one read.
+    """
+
+    lanes: tuple[Lane, ...]
+    frame: PageFrame
+    joins: bool
+    num_runs: int
+    page_bytes: int
+    num_boxes: int
+    box_bytes: int
+    slot_bytes: int
+    joins_boxes: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Lanes between two groups that cut the sequence alike. `along`: the sequence axis of each of them, None for states."""
+
+    src_group: Group
+    dst_group: Group
+    along: LaneAxis | None
+    tokens_per_index: int
+    keep_partial: bool
+    src_span: Span
+    dst_span: Span
+    lanes: tuple[Lane, ...]
+    frames: dict[object, PageFrame]
+
+    @cached_property
+    def page_indices(self) -> int | None:
+        """Coordinates of a page, where one page of each side is a span and both are of one size; None elsewhere."""
+        alike = self.src_span.indices == self.dst_span.indices and self.src_span.pages == self.dst_span.pages == 1
+        return self.src_span.indices if alike else None
+
+    @cached_property
+    def sheaves(self) -> tuple[Sheaf, ...]:
+        """All lanes that move something of a whole page, together where one frame can say what."""
+        together: dict[tuple[bool, bool, object], list[Lane]] = {}
+        for number, lane in enumerate(self.lanes):
+            pattern = lane.pattern((0, 0, self.src_span.indices))
+            if not len(pattern.lengths):
+                continue
+            strides = lane.src_page_stride_bytes, lane.dst_page_stride_bytes
+            boxes = find_boxes(pattern, _gap_bytes(lane))
+            joins = len(pattern.lengths) == 1 and strides == (pattern.lengths[0], pattern.lengths[0])
+            joins_boxes = len(boxes.lengths) == 1 and boxes.slot_bytes == strides[0]
+            # Where boxes are fewer than runs, staging may pay for this lane and not for the next.
+            alike = -1 if len(boxes.lengths) == len(pattern.lengths) else number
+            together.setdefault((joins, joins_boxes, (lane.src_rank, *strides, alike, _way(lane))), []).append(lane)
+        return tuple(_sheaf(lanes, joins, boxes, self.frames) for (joins, boxes, _), lanes in together.items())
+
+
+def make_streams(lanes: Iterable[Lane]) -> tuple[Stream, ...]:
+    """Every lane in one stream, in the order of the first of each."""
+    together: dict[object, list[Lane]] = {}
+    for lane in lanes:
+        key = (
+            lane.src_group.name,
+            lane.dst_group.name,
+            lane.along,
+            lane.tokens_per_index,
+            lane.keep_partial,
+            lane.src_span,
+            lane.dst_span,
+        )
+        together.setdefault(key, []).append(lane)
+    frames: dict[object, PageFrame] = {}
+    return tuple(
+        Stream(
+            first.src_group,
+            first.dst_group,
+            first.along,
+            first.tokens_per_index,
+            first.keep_partial,
+            first.src_span,
+            first.dst_span,
+            tuple(found),
+            frames,
+        )
+        for found in together.values()
+        for first in found[:1]
+    )
+
+
+def _sheaf(lanes: list[Lane], joins: bool, joins_boxes: bool, frames: dict[object, PageFrame]) -> Sheaf:
+    first = lanes[0]
+    whole = (0, 0, first.src_span.indices)
+    patterns = [lane.pattern(whole) for lane in lanes]
+    src_start = np.concatenate([(p.bases.src[:, None] + p.src_offsets).reshape(-1) for p in patterns])
+    dst_start = np.concatenate([(p.bases.dst[:, None] + p.dst_offsets).reshape(-1) for p in patterns])
+    length = np.concatenate([np.tile(p.lengths, len(p.bases.src)) for p in patterns])
+    strides = first.src_page_stride_bytes, first.dst_page_stride_bytes
+    counts = first.src_group.num_pages, first.dst_group.num_pages
+    # Groups that overlay each other have equal frames: one object, so that their pages are posted together.
+    key = (
+        first.src_rank,
+        *strides,
+        *counts,
+        _way(first),
+        *(column.tobytes() for column in (src_start, dst_start, length)),
+    )
+    frame = frames.setdefault(key, PageFrame(src_start, dst_start, length, *strides, *counts))
+    boxes = [find_boxes(p, _gap_bytes(lane)) for p, lane in zip(patterns, lanes, strict=True)]
+    slots = [len(p.bases.src) for p in patterns]
+    return Sheaf(
+        tuple(lanes),
+        frame,
+        joins,
+        len(length),
+        int(length.sum()),
+        sum(count * len(box.lengths) for count, box in zip(slots, boxes, strict=True)),
+        sum(count * box.slot_bytes for count, box in zip(slots, boxes, strict=True)),
+        max(box.slot_bytes for box in boxes),
+        joins_boxes,
+    )
+
+
+def _gap_bytes(lane: Lane) -> int:
+    return 0 if lane.choice is None else lane.choice.max_gap_bytes
+
+
+def _way(lane: Lane) -> object:
+    """What decides how a lane is read."""
+    return None if lane.choice is None else (lane.choice.way, lane.choice.forced, lane.choice.model)

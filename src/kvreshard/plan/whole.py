@@ -1,0 +1,134 @@
+"""Where pages of both sides are of one size: which pairs of pages does a request move, and as which copies?
+
+1. Cut the intervals of a stream into whole pages, which are a stretch of both block tables, and parts of a page.
+2. Put the whole pages of streams with one frame together, in the order of the source.
+3. Neighbours on both sides become one copy where that leaves few; else pages stay together with their frame.
+
+Nothing is listed per page and lane. `bind` says the same of any pair of pages, and is what this is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan.bind import MAX_COPIES_PER_LIST, index_ranges
+from kvreshard.plan.copies import CopyList, PageCopies
+from kvreshard.plan.lane import Lane, Overlap, Span
+from kvreshard.plan.stream import Sheaf, Stream
+
+Int64s = NDArray[np.int64]
+# A frame costs a transport some calls of its own, worth it from a few hundred copies on.
+MIN_FRAMED_COPIES = 256
+# Listing a joined copy costs about three times a page of a frame; NIXL joins neighbouring pages of a frame by itself.
+MAX_JOINED = 0.67
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagePairs:
+    """What a request moves of a stream: whole pages, as stretches of page ids of both sides, and parts of pages.
+
+    A part is an overlap with the source's and the destination's page id.
+    """
+
+    src: list[Int64s]
+    dst: list[Int64s]
+    parts: list[tuple[Overlap, int, int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholePages:
+    """Pairs of whole pages of one frame, in the source's order, shape (n,). `joined`: how many continue the one before on
+    both sides, where `continues`, shape (n - 1,).
+    """
+
+    src_page: Int64s
+    dst_page: Int64s
+    continues: NDArray[np.bool_]
+    joined: int
+
+    @staticmethod
+    def of(src: Sequence[Int64s], dst: Sequence[Int64s]) -> WholePages:
+        """Sorted and compared with their neighbours."""
+        src_page = src[0] if len(src) == 1 else np.concatenate(src)
+        dst_page = dst[0] if len(dst) == 1 else np.concatenate(dst)
+        steps = src_page[1:] - src_page[:-1]
+        if len(steps) and np.minimum.reduce(steps) < 0:
+            order = src_page.argsort()
+            src_page, dst_page = src_page[order], dst_page[order]
+            steps = src_page[1:] - src_page[:-1]
+        continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)
+        return WholePages(src_page, dst_page, continues, int(np.count_nonzero(continues)))
+
+    def num_src_runs(self) -> int:
+        """Runs of neighbouring source pages, whatever the destination looks like."""
+        return 1 + int(np.count_nonzero(self.src_page[1:] - self.src_page[:-1] != 1))
+
+
+def pair_pages(stream: Stream, size: int, request: Request) -> PagePairs:
+    """Cut a stream whose pages hold `size` coordinates on both sides; the request is checked."""
+    name = stream.dst_group.name
+    src, dst = request.src_tables[stream.src_group.name], request.dst_tables[name]
+    found = PagePairs([], [], [])
+    ranges = [(0, 1)] if stream.along is None else index_ranges(stream, request.intervals[name])
+    for start, stop in ranges:
+        low, high = -(-start // size), stop // size
+        if high > low:
+            found.src.append(_ids(src, stream.src_span, low, high))
+            found.dst.append(_ids(dst, stream.dst_span, low, high))
+        edges = [(start, stop)] if low > high else [(start, low * size), (high * size, stop)]
+        for first, last in edges:
+            if last > first:
+                page, inside = divmod(first, size)
+                overlap = inside, inside, last - first
+                src_page = int(_ids(src, stream.src_span, page, page + 1)[0])
+                found.parts.append((overlap, src_page, int(_ids(dst, stream.dst_span, page, page + 1)[0])))
+    return found
+
+
+def _ids(table: PageTable, span: Span, low: int, high: int) -> Int64s:
+    """Ids of the logical pages `[low, high)`."""
+    if span.ring_pages is not None:
+        return table.pages[np.arange(low, high) % span.ring_pages]
+    return table.pages[low - table.first_page : high - table.first_page]
+
+
+def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[CopyList | PageCopies]:
+    """Whole pages of a sheaf's frame, read directly; by frame from `min_framed` copies on."""
+    frame, num_pages = sheaf.frame, len(pages.src_page)
+    src_rank, dst_rank = sheaf.lanes[0].src_rank, sheaf.lanes[0].dst_rank
+    joins = sheaf.joins and pages.joined > 0
+    num_copies = sheaf.num_runs * (num_pages - pages.joined if joins else num_pages)
+    if num_copies >= min_framed and not (joins and pages.joined > MAX_JOINED * num_pages):
+        yield PageCopies(src_rank, dst_rank, frame, pages.src_page, pages.dst_page)
+        return
+    src_page, dst_page, times = pages.src_page, pages.dst_page, np.ones(num_pages, dtype=np.int64)
+    if joins:
+        starts = np.flatnonzero(np.concatenate([_FIRST, ~pages.continues]))
+        src_page, dst_page, times = src_page[starts], dst_page[starts], np.diff(starts, append=num_pages)
+    each = max(1, MAX_COPIES_PER_LIST // len(times))
+    for first in range(0, len(frame.length), each):
+        part = slice(first, first + each)
+        yield CopyList(
+            src_rank,
+            dst_rank,
+            (frame.src_start[part, None] + src_page * frame.src_stride_bytes).reshape(-1),
+            (frame.dst_start[part, None] + dst_page * frame.dst_stride_bytes).reshape(-1),
+            (frame.length[part, None] * times).reshape(-1),
+        )
+
+
+_FIRST = np.ones(1, dtype=bool)
+
+
+def part_copies(lane: Lane, overlap: Overlap, src_page: int, dst_page: int) -> CopyList:
+    """Part of one page, read directly; an empty list where the lane has nothing in it."""
+    pattern = lane.pattern(overlap)
+    src = pattern.bases.src[:, None] + (pattern.src_offsets + src_page * lane.src_page_stride_bytes)
+    dst = pattern.bases.dst[:, None] + (pattern.dst_offsets + dst_page * lane.dst_page_stride_bytes)
+    lengths = np.broadcast_to(pattern.lengths, src.shape)
+    return CopyList(lane.src_rank, lane.dst_rank, src.reshape(-1), dst.reshape(-1), lengths.reshape(-1))
