@@ -102,30 +102,37 @@ class Copies:
     def __post_init__(self) -> None:
         for name in ("local_address", "remote_address", "length_bytes"):
             object.__setattr__(self, name, _as_uint64(name, getattr(self, name)))
-        sizes = (self.local_address.size, self.remote_address.size, self.length_bytes.size)
-        if len(set(sizes)) != 1:
+        local, remote, length = self.local_address, self.remote_address, self.length_bytes
+        if not local.size == remote.size == length.size:
             raise TransportError(
-                f"a copy list needs one local address, one remote address and one length per piece; got {sizes}"
+                "a copy list needs one local address, one remote address and one length per piece; got "
+                f"{(local.size, remote.size, length.size)}"
             )
-        if self.length_bytes.size and not self.length_bytes.all():
-            row = int(np.flatnonzero(self.length_bytes == 0)[0])
-            raise TransportError(f"piece {row} of {sizes[0]} has length 0; leave empty pieces out of the list")
-        for name, address in (("local", self.local_address), ("remote", self.remote_address)):
+        if not length.size:
+            return
+        if not np.minimum.reduce(length):
+            row = int(np.flatnonzero(length == 0)[0])
+            raise TransportError(f"piece {row} of {length.size} has length 0; leave empty pieces out of the list")
+        longest = int(np.maximum.reduce(length))
+        for name, address in (("local", local), ("remote", remote)):
+            if int(np.maximum.reduce(address)) + longest <= _ADDRESS_SPACE_BYTES:
+                continue
             # The end address may be exactly 2^64, which is 0 here: compare the last byte instead.
-            wraps = np.flatnonzero(address + (self.length_bytes - np.uint64(1)) < address)
+            wraps = np.flatnonzero(address + (length - np.uint64(1)) < address)
             if wraps.size:
                 row = int(wraps[0])
                 raise TransportError(
-                    f"piece {row}: {int(self.length_bytes[row])} bytes at {name} address {int(address[row]):#x} wrap "
+                    f"piece {row}: {int(length[row])} bytes at {name} address {int(address[row]):#x} wrap "
                     "around the end of the address space; check how the address was computed"
                 )
 
     @staticmethod
     def of(local_address: ArrayLike, remote_address: ArrayLike, length_bytes: ArrayLike) -> Copies:
         """Build from anything that NumPy reads as three rows of whole numbers; a scalar length serves all pieces."""
-        local = _as_uint64("local_address", local_address)
-        length = _as_uint64("length_bytes", np.broadcast_to(np.asarray(length_bytes), local.shape))
-        return Copies(local, _as_uint64("remote_address", remote_address), length)
+        local, length = np.asarray(local_address), np.asarray(length_bytes)
+        if not length.ndim:
+            length = np.broadcast_to(length, local.shape)
+        return Copies(local, np.asarray(remote_address), length)
 
     def __len__(self) -> int:
         return int(self.length_bytes.size)
@@ -145,7 +152,7 @@ def _as_uint64(name: str, values: ArrayLike) -> Addresses:
         raise TransportError(
             f"{name} has {array.ndim} dimension(s) of {array.dtype}; give one dimension of whole numbers (uint64)"
         )
-    if array.dtype.kind == "i" and (array < 0).any():
+    if array.dtype.kind == "i" and array.size and int(np.minimum.reduce(array)) < 0:
         raise TransportError(f"{name} holds {int(array.min())}; addresses and lengths are not negative")
     # No number is negative here: eight bytes mean the same in both kinds, and need no copy.
     whole = array.view(np.uint64) if array.dtype == np.int64 else array

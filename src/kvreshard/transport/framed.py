@@ -101,17 +101,18 @@ class FramedCopies:
     remote_page: NDArray[np.int64]
 
     def __post_init__(self) -> None:
+        if self.local_page.shape != self.remote_page.shape or self.local_page.ndim != 1:
+            raise TransportError(f"{self.local_page.shape} local pages for {self.remote_page.shape} remote ones")
+        if not len(self.local_page):
+            return
         sides = (
             ("local", self.local_page, self.frame.local_count),
             ("remote", self.remote_page, self.frame.remote_count),
         )
-        if self.local_page.shape != self.remote_page.shape or self.local_page.ndim != 1:
-            raise TransportError(f"{self.local_page.shape} local pages for {self.remote_page.shape} remote ones")
         for name, page, count in sides:
-            if len(page) and not (int(page.min()) >= 0 and int(page.max()) < count):
-                raise TransportError(
-                    f"{name} pages from {int(page.min())} to {int(page.max())}, but the frame has [0, {count})"
-                )
+            low, high = np.minimum.reduce(page), np.maximum.reduce(page)
+            if low < 0 or high >= count:
+                raise TransportError(f"{name} pages from {low} to {high}, but the frame has [0, {count})")
 
     def __len__(self) -> int:
         return len(self.frame.length_bytes) * len(self.local_page)

@@ -5,7 +5,7 @@ from it by index. Measured per copy: 13 ns, against 20 to 25 ns for a listed one
 
 1. `place` looks up each entry's region on both sides, from its first page's first byte to its last page's last.
 2. `FrameCursor` hands out rectangles of entries and pages up to a cost, like `slices.SliceCursor`.
-3. `FrameSlice` turns a rectangle into indices: entry * pages of the pool + page.
+3. A `FrameSlice` is a rectangle as indices: entry * pages of the pool + page.
 
 Returned as None, to be posted one by one: frames whose entries lie on several devices, whose pieces must be cut, or that have
 more pieces than a 32-bit index can tell apart.
@@ -13,6 +13,7 @@ more pieces than a 32-bit index can tell apart.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,32 +38,16 @@ class FramePlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameSlice:
-    """Entries `[first_entry, last_entry)` for the given pages: one post. Pages have shape (n,), int32."""
+    """Some pieces of a frame for one post: indices in what is prepared of each side, shape (n,), int32."""
 
     frame: Frame
     place: FramePlace
-    first_entry: int
-    last_entry: int
-    local_page: NDArray[np.int32]
-    remote_page: NDArray[np.int32]
+    local_index: NDArray[np.int32]
+    remote_index: NDArray[np.int32]
     cost_bytes: int
 
     def __len__(self) -> int:
-        return (self.last_entry - self.first_entry) * len(self.local_page)
-
-    @property
-    def local_index(self) -> NDArray[np.int32]:
-        """Index of each piece in the frame's prepared list of the local side."""
-        return self._index(self.frame.local_count, self.local_page)
-
-    @property
-    def remote_index(self) -> NDArray[np.int32]:
-        """The same for the remote side."""
-        return self._index(self.frame.remote_count, self.remote_page)
-
-    def _index(self, count: int, page: NDArray[np.int32]) -> NDArray[np.int32]:
-        entries = np.arange(self.first_entry, self.last_entry, dtype=np.int32) * np.int32(count)
-        return (entries[:, None] + page).reshape(-1)
+        return len(self.local_index)
 
 
 def strided_rows(frame: Frame, place: FramePlace, local: bool) -> NDArray[np.uint64]:
@@ -100,44 +85,65 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
     return FramePlace(devices[0][0], devices[1][0], devices[0][1], devices[1][1])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedFrame:
+    """What every post of a frame needs of it: its place, each entry's first index per side, shape (entries, 1), and the cost of
+    one page of all entries before each.
+    """
+
+    frame: Frame
+    place: FramePlace
+    local_base: NDArray[np.int32]
+    remote_base: NDArray[np.int32]
+    cost_bytes: list[int]
+
+    @staticmethod
+    def of(frame: Frame, place: FramePlace) -> PlacedFrame:
+        """Found once per frame."""
+        entries = np.arange(len(frame.length_bytes), dtype=np.int32)[:, None]
+        cost = np.add.accumulate(frame.length_bytes + np.uint64(DESCRIPTOR_COST_BYTES))
+        bases = entries * np.int32(frame.local_count), entries * np.int32(frame.remote_count)
+        return PlacedFrame(frame, place, *bases, [0, *cost.tolist()])
+
+
 class FrameCursor:
-    """Hands out framed copies slice by slice."""
+    """Hands out framed copies slice by slice. `placed`: their frame."""
 
-    __slots__ = ("_cost", "_entry", "_frame", "_local", "_page", "_place", "_remote")
+    __slots__ = ("_entry", "_local", "_num_entries", "_page", "_placed", "_remote")
 
-    def __init__(self, copies: FramedCopies, place: FramePlace) -> None:
-        self._frame, self._place = copies.frame, place
+    def __init__(self, copies: FramedCopies, placed: PlacedFrame) -> None:
+        self._placed = placed
+        self._num_entries = len(placed.local_base)
         self._local, self._remote = copies.local_page.astype(np.int32), copies.remote_page.astype(np.int32)
-        # Cost of all entries before each one, for one page.
-        each = copies.frame.length_bytes.astype(np.int64) + DESCRIPTOR_COST_BYTES
-        self._cost = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(each)])
-        self._entry = 0 if len(self._local) else len(each)
+        self._entry = 0 if len(self._local) else self._num_entries
         self._page = 0
 
     @property
     def exhausted(self) -> bool:
         """Whether all pieces were handed out or dropped."""
-        return self._entry == len(self._cost) - 1
+        return self._entry == self._num_entries
 
     def drop(self) -> None:
         """Hand out no more."""
-        self._entry = len(self._cost) - 1
+        self._entry = self._num_entries
 
     def take(self, budget_bytes: int) -> FrameSlice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
-        num_pages, first = len(self._local), self._entry
-        per_page = budget_bytes // num_pages
-        last = int(np.searchsorted(self._cost, self._cost[first] + per_page, side="right")) - 1
-        if self._page == 0 and last > first:
-            self._entry = last
-            return self._slice(first, last, 0, num_pages)
-        each = int(self._cost[first + 1] - self._cost[first])
-        start, stop = self._page, min(num_pages, self._page + max(1, budget_bytes // each))
+        cost, first, num_pages = self._placed.cost_bytes, self._entry, len(self._local)
+        if self._page == 0:
+            last = bisect_right(cost, cost[first] + budget_bytes // num_pages) - 1
+            if last > first:
+                self._entry = last
+                return self._slice(first, last, 0, num_pages)
+        start = self._page
+        stop = min(num_pages, start + max(1, budget_bytes // (cost[first + 1] - cost[first])))
         self._page = stop % num_pages
         self._entry += stop == num_pages
         return self._slice(first, first + 1, start, stop)
 
     def _slice(self, first: int, last: int, start: int, stop: int) -> FrameSlice:
-        cost = int(self._cost[last] - self._cost[first]) * (stop - start)
-        pages = slice(start, stop)
-        return FrameSlice(self._frame, self._place, first, last, self._local[pages], self._remote[pages], cost)
+        placed = self._placed
+        local = (placed.local_base[first:last] + self._local[start:stop]).reshape(-1)
+        remote = (placed.remote_base[first:last] + self._remote[start:stop]).reshape(-1)
+        cost_bytes = (placed.cost_bytes[last] - placed.cost_bytes[first]) * (stop - start)
+        return FrameSlice(placed.frame, placed.place, local, remote, cost_bytes)

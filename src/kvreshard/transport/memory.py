@@ -152,7 +152,7 @@ def finish(entry: _Posted) -> None:
             try:
                 # Regions may have been closed since the post: memory behind them may be gone.
                 copies = entry.copies
-                target.table.locate(f"remote of {transfer.peer!r}", copies.remote_address, copies.length_bytes)
+                target.table.check(f"remote of {transfer.peer!r}", copies.remote_address, copies.length_bytes)
                 _move(copies, transfer.direction, fault)
             except TransportError as refusal:
                 error = refusal
@@ -271,8 +271,8 @@ class MemoryTransport:
             if isinstance(copies, FramedCopies):
                 place(copies.frame, table, remote_table, f"remote of {peer!r}")
                 copies = copies.flat()
-            table.locate("local", copies.local_address, copies.length_bytes)
-            remote_table.locate(f"remote of {peer!r}", copies.remote_address, copies.length_bytes)
+            table.check("local", copies.local_address, copies.length_bytes)
+            remote_table.check(f"remote of {peer!r}", copies.remote_address, copies.length_bytes)
             transfer = Transfer(peer, direction, copies, self._clock)
             fault = self._faults(self._num_posts, transfer)
             self._num_posts += 1

@@ -45,7 +45,7 @@ from kvreshard.transport.base import (
     check_payload,
 )
 from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import FrameCursor, FramePlace, place
+from kvreshard.transport.frames import FrameCursor, PlacedFrame, place
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Job, Owner
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
@@ -85,7 +85,9 @@ class NixlTransport:
         self._table = RegionTable()
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         # Where each frame lies, as long as the regions of both sides are the ones it was checked against.
-        self._places: WeakKeyDictionary[Frame, tuple[RegionTable, RegionTable, FramePlace | None]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[Frame, tuple[RegionTable, RegionTable, PlacedFrame | None]] = (
+            WeakKeyDictionary()
+        )
         self._owner = Owner(
             own_name,
             lambda: NixlAgent(own_name, options),
@@ -159,10 +161,11 @@ class NixlTransport:
             return SliceCursor(copies, table, remote, side)
         known = self._places.get(copies.frame)
         if known is None or known[0] is not table or known[1] is not remote:
-            known = table, remote, place(copies.frame, table, remote, side)
+            found = place(copies.frame, table, remote, side)
+            known = table, remote, None if found is None else PlacedFrame.of(copies.frame, found)
             self._places[copies.frame] = known
-        found = known[2]
-        return SliceCursor(copies.flat(), table, remote, side) if found is None else FrameCursor(copies, found)
+        placed = known[2]
+        return SliceCursor(copies.flat(), table, remote, side) if placed is None else FrameCursor(copies, placed)
 
     def cancel(self, transfer: Transfer) -> None:
         """See `Transport.cancel`."""

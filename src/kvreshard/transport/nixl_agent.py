@@ -24,6 +24,8 @@ from kvreshard.transport.slices import Slice
 # A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.
 MAX_PREPARED = 256
 
+REMEDY = "NIXL_LOG_LEVEL=DEBUG tells more"
+
 _SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -71,15 +73,19 @@ def list_plugins() -> list[str]:
 
 
 @contextlib.contextmanager
-def _told_as(fact: str, remedy: str = "NIXL_LOG_LEVEL=DEBUG tells more") -> Iterator[None]:
+def _told_as(fact: str, remedy: str = REMEDY) -> Iterator[None]:
     """Turn NIXL's exceptions, which share no base class, into `TransportError`s."""
     try:
         yield
     except TransportError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__} {error}".strip()
-        raise TransportError(f"NIXL {fact}: {reason}; {remedy}") from error
+        raise _as_transport_error(fact, error, remedy) from error
+
+
+def _as_transport_error(fact: str, error: Exception, remedy: str = REMEDY) -> TransportError:
+    reason = f"{type(error).__name__} {error}".strip()
+    return TransportError(f"NIXL {fact}: {reason}; {remedy}")
 
 
 class NixlAgent:
@@ -145,7 +151,7 @@ class NixlAgent:
 
     def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
         agent = self._agent
-        with _told_as(f"could not post {len(piece)} pieces"):
+        try:
             if isinstance(piece, FrameSlice):
                 local, remote = self._prepared_lists(peer, piece.frame, piece.place)
                 request = agent.make_prepped_xfer(direction.name, local, piece.local_index, remote, piece.remote_index)
@@ -159,8 +165,10 @@ class NixlAgent:
             finally:
                 if state != "PROC":
                     agent.release_xfer_handle(request)
-            if state == "ERR":
-                raise TransportError("NIXL answered 'ERR' to a post")
+        except Exception as error:
+            raise _as_transport_error(f"could not post {len(piece)} pieces", error) from error
+        if state == "ERR":
+            raise TransportError("NIXL answered 'ERR' to a post")
         return request if state == "PROC" else None
 
     def _prepared_lists(self, peer: str, frame: Frame, place: FramePlace) -> tuple[Any, Any]:

@@ -23,17 +23,22 @@ METADATA_VERSION = 1
 # 64 MiB is some 10^6 regions; real engines register a few hundred.
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 
+_ONE = np.uint64(1)
+
 
 class RegionTable:
     """Registered regions of one rank, sorted by address. Immutable."""
 
-    __slots__ = ("_last", "_start", "regions")
+    __slots__ = ("_last", "_start", "device", "regions")
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
         self.regions = tuple(sorted(regions, key=lambda region: region.address))
         for lower, upper in zip(self.regions, self.regions[1:], strict=False):
             if upper.address < lower.end:
                 raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
+        devices = {region.device for region in self.regions}
+        # The device that all regions lie on; None where they differ.
+        self.device = devices.pop() if len(devices) == 1 else None
         self._start = np.array([region.address for region in self.regions], dtype=np.uint64)
         # The last byte, not the end: an end of 2^64 has no uint64.
         self._last = np.array([region.end - 1 for region in self.regions], dtype=np.uint64)
@@ -53,16 +58,25 @@ class RegionTable:
             rest.remove(region)
         return RegionTable(rest)
 
+    def check(self, side: str, address: Addresses, length_bytes: Addresses) -> None:
+        """`locate` without saying where: a look at the lowest and the highest byte where one region has them all."""
+        if not address.size:
+            return
+        lowest = np.minimum.reduce(address)
+        index = int(self._start.searchsorted(lowest, side="right")) - 1
+        if index < 0 or np.maximum.reduce(address + (length_bytes - _ONE)) > self._last[index]:
+            self.locate(side, address, length_bytes)
+
     def locate(self, side: str, address: Addresses, length_bytes: Addresses) -> NDArray[np.intp]:
         """The index into `regions` for each piece, shape (n,).
 
         Raises:
             TransportError: a piece is not inside one region; `side` ("local", "remote of 'x'") names whose.
         """
-        index = np.searchsorted(self._start, address, side="right") - 1
+        index = self._start.searchsorted(address, side="right") - 1
         if not address.size:
             return index
-        last = address + (length_bytes - np.uint64(1))
+        last = address + (length_bytes - _ONE)
         inside = index >= 0
         if self.regions:
             inside &= last <= self._last[np.maximum(index, 0)]

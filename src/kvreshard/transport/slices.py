@@ -11,7 +11,7 @@ thread that posts answers nobody. So:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,11 +49,38 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One side of the pieces: addresses, shape (n,), and where they lie: 0 for "cpu" or 1 for "cuda", and the device number;
+    one of each where all are alike.
+    """
+
+    address: Addresses
+    kind: int | NDArray[np.intp]
+    number: int | NDArray[np.uint64]
+
+    def of(self, rows: NDArray[np.intp]) -> _Side:
+        """Some of the pieces."""
+        if isinstance(self.kind, int) or isinstance(self.number, int):
+            return _Side(self.address[rows], self.kind, self.number)
+        return _Side(self.address[rows], self.kind[rows], self.number[rows])
+
+    def rows(self, first: int, last: int, length_bytes: Addresses) -> NDArray[np.uint64]:
+        """NIXL's form of the pieces `[first, last)`: made slice by slice, since pages of fresh memory are dear."""
+        rows = np.empty((last - first, 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1] = self.address[first:last], length_bytes
+        rows[:, 2] = self.number if isinstance(self.number, int) else self.number[first:last]
+        return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    local: NDArray[np.uint64]
-    remote: NDArray[np.uint64]
+    """Pieces of one memory kind a side, and the cost of all up to each one."""
+
+    local: _Side
+    remote: _Side
+    length_bytes: Addresses
     kinds: tuple[str, str]
-    cumulative_cost: NDArray[np.uint64]
+    cost: NDArray[np.uint64]
 
 
 class SliceCursor:
@@ -71,9 +98,12 @@ class SliceCursor:
     __slots__ = ("_groups", "_row")
 
     def __init__(self, copies: Copies, local: RegionTable, remote: RegionTable, remote_side: str) -> None:
-        local_region = local.locate("local", copies.local_address, copies.length_bytes)
-        remote_region = remote.locate(remote_side, copies.remote_address, copies.length_bytes)
-        self._groups = _groups(copies, local, local_region, remote, remote_region)
+        length = copies.length_bytes
+        self._groups = _groups(
+            _side("local", local, copies.local_address, length),
+            _side(remote_side, remote, copies.remote_address, length),
+            length,
+        )
         self._row = 0
 
     @property
@@ -88,53 +118,50 @@ class SliceCursor:
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         group, first = self._groups[0], self._row
-        before = int(group.cumulative_cost[first - 1]) if first else 0
-        last = int(np.searchsorted(group.cumulative_cost, np.uint64(before + budget_bytes), side="right"))
-        last = max(last, first + 1)
-        cost = int(group.cumulative_cost[last - 1]) - before
-        if last == len(group.local):
+        before = int(group.cost[first - 1]) if first else 0
+        last = max(first + 1, int(group.cost.searchsorted(np.uint64(before + budget_bytes), side="right")))
+        cost_bytes = int(group.cost[last - 1]) - before
+        if last == len(group.cost):
             self._groups = self._groups[1:]
             self._row = 0
         else:
             self._row = last
-        return Slice(group.local[first:last], group.remote[first:last], *group.kinds, cost_bytes=cost)
+        length = group.length_bytes[first:last]
+        return Slice(
+            group.local.rows(first, last, length), group.remote.rows(first, last, length), *group.kinds, cost_bytes
+        )
 
 
-def _groups(
-    copies: Copies,
-    local: RegionTable,
-    local_region: NDArray[np.intp],
-    remote: RegionTable,
-    remote_region: NDArray[np.intp],
-) -> list[_Group]:
-    """The pieces as rows, grouped by memory kind on both sides; none above `MAX_PIECE_BYTES`."""
-    addresses, length = (copies.local_address, copies.remote_address), copies.length_bytes
-    if len(length) and int(length.max()) > MAX_PIECE_BYTES:
-        owner, offset, length = _cut(length)
-        addresses = (addresses[0][owner] + offset, addresses[1][owner] + offset)
-        local_region, remote_region = local_region[owner], remote_region[owner]
-    sides = [_devices(local, local_region), _devices(remote, remote_region)]
-    rows = [_rows(address, length, device) for address, (_, device) in zip(addresses, sides, strict=True)]
-    (local_kind, _), (remote_kind, _) = sides
-    if isinstance(local_kind, int) and isinstance(remote_kind, int):
-        return [_group(rows[0], rows[1], 2 * local_kind + remote_kind)] if len(length) else []
-    kinds = np.broadcast_to(2 * np.asarray(local_kind) + np.asarray(remote_kind), length.shape)
-    return [_group(rows[0][kinds == kind], rows[1][kinds == kind], int(kind)) for kind in np.unique(kinds)]
-
-
-def _rows(address: Addresses, length: Addresses, device: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    rows = np.empty((len(length), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
-    return rows
-
-
-def _devices(table: RegionTable, index: NDArray[np.intp]) -> tuple[int | NDArray[np.intp], int | NDArray[np.uint64]]:
-    """Of the regions at `index`: 0 for "cpu" or 1 for "cuda", and the device number; one number where all are alike."""
+def _side(name: str, table: RegionTable, address: Addresses, length_bytes: Addresses) -> _Side:
+    """Raises TransportError if a piece is outside the table's regions."""
+    if table.device is not None:
+        table.check(name, address, length_bytes)
+        number = table.device.partition(":")[2]
+        return _Side(address, int(bool(number)), int(number or 0))
+    index = table.locate(name, address, length_bytes)
     numbers = [region.device.partition(":")[2] for region in table.regions]
-    if len(set(numbers)) == 1:
-        return int(bool(numbers[0])), int(numbers[0] or 0)
     kind = np.array([bool(number) for number in numbers], dtype=np.intp)
-    return kind[index], np.array([int(number or 0) for number in numbers], dtype=np.uint64)[index]
+    return _Side(address, kind[index], np.array([int(number or 0) for number in numbers], dtype=np.uint64)[index])
+
+
+def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
+    """The pieces grouped by memory kind on both sides; none above `MAX_PIECE_BYTES`."""
+    if not len(length):
+        return []
+    if int(np.maximum.reduce(length)) > MAX_PIECE_BYTES:
+        owner, offset, length = _cut(length)
+        local, remote = (replace(one, address=one.address + offset) for one in (local.of(owner), remote.of(owner)))
+    if isinstance(local.kind, int) and isinstance(remote.kind, int):
+        return [_group(local, remote, length, 2 * local.kind + remote.kind)]
+    kinds = np.broadcast_to(2 * np.asarray(local.kind) + np.asarray(remote.kind), length.shape)
+    chosen = {int(kind): np.flatnonzero(kinds == kind) for kind in np.unique(kinds)}
+    return [_group(local.of(rows), remote.of(rows), length[rows], kind) for kind, rows in chosen.items()]
+
+
+def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
+    names = ("cpu", "cuda")
+    cost = np.cumsum(length + np.uint64(DESCRIPTOR_COST_BYTES))
+    return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost)
 
 
 def _cut(length_bytes: Addresses) -> tuple[NDArray[np.intp], Addresses, Addresses]:
@@ -145,12 +172,6 @@ def _cut(length_bytes: Addresses) -> tuple[NDArray[np.intp], Addresses, Addresse
     ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
     offset = ordinal.astype(np.uint64) * limit
     return owner, offset, np.minimum(length_bytes[owner] - offset, limit)
-
-
-def _group(local: NDArray[np.uint64], remote: NDArray[np.uint64], kind: int) -> _Group:
-    names = ("cpu", "cuda")
-    cost = np.cumsum(local[:, 1] + np.uint64(DESCRIPTOR_COST_BYTES))
-    return _Group(local, remote, (names[kind // 2], names[kind % 2]), cost)
 
 
 class SliceBudget:

@@ -5,7 +5,7 @@ import pytest
 
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import FrameCursor, FramePlace, place, strided_rows
+from kvreshard.transport.frames import FrameCursor, FramePlace, PlacedFrame, place, strided_rows
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
 
@@ -32,7 +32,7 @@ def listed(cursor: FrameCursor, budget_bytes: int) -> list[tuple[int, int]]:
 def test_slices_have_every_piece_once(budget_copies: int) -> None:
     frame, rng = make_frame(), np.random.default_rng(1)
     local, remote = rng.permutation(50)[:20], rng.permutation(50)[:20]
-    cursor = FrameCursor(FramedCopies(frame, local, remote), PLACE)
+    cursor = FrameCursor(FramedCopies(frame, local, remote), PlacedFrame.of(frame, PLACE))
     found = listed(cursor, budget_copies * (4096 + 32 + DESCRIPTOR_COST_BYTES))
     wanted = [
         (entry * 50 + here, entry * 50 + there)
@@ -44,8 +44,8 @@ def test_slices_have_every_piece_once(budget_copies: int) -> None:
 
 def test_a_dropped_cursor_and_an_empty_one_have_nothing() -> None:
     frame, none = make_frame(), np.zeros(0, dtype=np.int64)
-    assert FrameCursor(FramedCopies(frame, none, none), PLACE).exhausted
-    cursor = FrameCursor(FramedCopies(frame, np.arange(9), np.arange(9)), PLACE)
+    assert FrameCursor(FramedCopies(frame, none, none), PlacedFrame.of(frame, PLACE)).exhausted
+    cursor = FrameCursor(FramedCopies(frame, np.arange(9), np.arange(9)), PlacedFrame.of(frame, PLACE))
     cursor.take(1)
     cursor.drop()
     assert cursor.exhausted
