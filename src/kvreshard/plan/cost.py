@@ -17,12 +17,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvreshard.plan.pattern import Pattern
+from kvreshard.plan.slot import find_boxes
 
-Int64s = NDArray[np.int64]
 Way = Literal["direct", "staged"]
 
 
@@ -75,36 +72,6 @@ class Choice:
         if self.way == "direct":
             return f"direct: {self.num_runs} runs of {self.run_bytes} B per page ({why})"
         return f"staged: {self.num_reads} reads instead of {self.num_runs} runs of {self.run_bytes} B per page ({why})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
-    """What is read as one piece at the source, per overlap: source offsets and lengths, and where each lies in a staging slot."""
-
-    src_offsets: Int64s
-    lengths: Int64s
-    src_pages: Int64s
-    slot_offsets: Int64s
-    run_slot_offsets: Int64s
-
-    @property
-    def slot_bytes(self) -> int:
-        return int(self.lengths.sum())
-
-
-def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
-    """Merge a pattern's runs, which are sorted by source page and offset, over gaps of at most `max_gap_bytes`.
-
-    Bytes in a gap are read and left in the slot: cheaper than a copy of their own (`CostModel.max_gap_bytes`).
-    """
-    src, length, page = pattern.src_offsets, pattern.lengths, pattern.src_pages
-    apart = (src[1:] - src[:-1] - length[:-1] > max_gap_bytes) | (page[1:] != page[:-1])
-    starts = np.flatnonzero(np.concatenate([[True], apart]))
-    box_of = np.cumsum(np.concatenate([[True], apart])) - 1
-    ends = np.concatenate([starts[1:], [len(src)]]) - 1
-    lengths = src[ends] + length[ends] - src[starts]
-    slot_offsets = np.cumsum(lengths) - lengths
-    return Boxes(src[starts], lengths, page[starts], slot_offsets, slot_offsets[box_of] + src - src[starts][box_of])
 
 
 def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Choice:

@@ -7,7 +7,7 @@ tables come later, at bind. Its patterns depend only on where two pages overlap,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvreshard.model.address import AxisMap
@@ -16,6 +16,7 @@ from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
 from kvreshard.plan.refine import Strip, refine
+from kvreshard.plan.slot import Slot, make_slot
 
 # Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
 MAX_KEPT_PATTERNS = 4096
@@ -77,6 +78,7 @@ class Lane:
     dst_span: Span
     choice: Choice | None = None
     _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _slots: dict[Overlap, Slot] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def along(self) -> LaneAxis | None:
@@ -97,6 +99,22 @@ class Lane:
             found = build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
             self._patterns[overlap] = found
         return found
+
+    def slot(self, overlap: Overlap) -> Slot:
+        """What staging makes of an overlap that is not empty; computed once per overlap."""
+        found = self._slots.get(overlap)
+        if found is None:
+            if len(self._slots) >= MAX_KEPT_PATTERNS:
+                self._slots.clear()
+            found = make_slot(self.pattern(overlap), 0 if self.choice is None else self.choice.max_gap_bytes)
+            self._slots[overlap] = found
+        return found
+
+    def chosen(self, choice: Choice) -> Lane:
+        """The same lane, read in one way."""
+        lane = replace(self, choice=choice)
+        lane._patterns.update(self._patterns)
+        return lane
 
     def _strips(self, axis: LaneAxis, overlap: Overlap) -> list[Strip]:
         if axis.extent is None:

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import CutLane, bind_lane, cut_stream, distinct_overlaps, page_ids
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
-from kvreshard.plan.cost import Choice, find_boxes
+from kvreshard.plan.cost import Choice
+from kvreshard.plan.lane import Lane
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.plan.stage import Batch, stage_pieces
+from kvreshard.plan.stage import Batch, pack, stage_pages, stage_pieces
 from kvreshard.plan.stream import Sheaf, Stream
 from kvreshard.plan.whole import MIN_FRAMED_COPIES, PagePairs, WholePages, direct_copies, pair_pages, part_copies
 
@@ -43,15 +44,17 @@ MAX_GATHERED = 1 << 12
 class ReadPlan:
     """Copies to post directly, and batches for the staging buffer, in order. `staged`: the lanes of the batches."""
 
+    request: Request
     direct: tuple[CopyList | PageCopies, ...]
     batches: tuple[Batch, ...]
-    staged: tuple[CutLane, ...] = ()
+    staged: tuple[tuple[Stream, tuple[Lane, ...]], ...] = ()
 
     def written(self) -> Iterator[CopyList | PageCopies]:
         """All copies of the request, those that go through staging as if they did not."""
         yield from self.direct
-        for cut in self.staged:
-            yield from bind_lane(cut)
+        for stream, lanes in self.staged:
+            for cut in cut_stream(stream, self.request, lanes):
+                yield from bind_lane(cut)
 
 
 @dataclass(slots=True)
@@ -81,7 +84,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
         pairs = None if size is None else pair_pages(stream, size, request)
         if pairs is None or not pairs.src:
             for cut in cut_stream(stream, request):
-                plan.add_lane(cut)
+                plan.add_lane(stream, cut)
             continue
         for sheaf in stream.sheaves:
             found = framed.get(sheaf.frame)
@@ -92,7 +95,8 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
             found.members.append((stream, sheaf, pairs))
     for found in framed.values():
         plan.add_pages(found)
-    return ReadPlan(tuple(_gathered(plan.direct)), tuple(plan.batches), tuple(plan.staged))
+    batches = tuple(pack(plan.batches, staging_bytes))
+    return ReadPlan(request, tuple(_gathered(plan.direct)), batches, tuple(plan.staged))
 
 
 @dataclass(slots=True)
@@ -104,18 +108,18 @@ class _Plan:
     min_framed: int
     direct: list[CopyList | PageCopies] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
-    staged: list[CutLane] = field(default_factory=list)
+    staged: list[tuple[Stream, tuple[Lane, ...]]] = field(default_factory=list)
 
-    def add_lane(self, cut: CutLane) -> None:
+    def add_lane(self, stream: Stream, cut: CutLane) -> None:
         """A lane whose pages are not pairs."""
-        choice = cut.lane.choice
-        wanted, can_change = _wanted(choice, self.staging_bytes)
+        wanted, can_change = _wanted(cut.lane.choice, self.staging_bytes)
         if wanted == "direct" or can_change:
             copies = list(bind_lane(cut))
             if not can_change or not is_staging_cheaper(cut, copies, self.staging_bytes):
                 self.direct += copies
                 return
-        self.stage(cut)
+        self.batches += stage_pieces(cut, self.staging_bytes)
+        self.staged.append((stream, (cut.lane,)))
 
     def add_pages(self, framed: _Framed) -> None:
         """Whole pages of one frame, and the parts of pages of the same lanes."""
@@ -126,18 +130,20 @@ class _Plan:
             wanted = "staged" if are_pages_cheaper_staged(sheaf, pages, self.staging_bytes) else "direct"
         if wanted == "direct":
             self.direct += direct_copies(sheaf, pages, self.min_framed)
-            for _, member, pairs in framed.members:
-                for part in pairs.parts:
-                    self.direct += [part_copies(lane, *part) for lane in member.lanes]
-            return
-        for stream, member, _ in framed.members:
-            for cut in cut_stream(stream, self.request, member.lanes):
-                self.stage(cut)
-
-    def stage(self, cut: CutLane) -> None:
-        """A lane that goes through the buffer."""
-        self.batches += stage_pieces(cut, self.staging_bytes)
-        self.staged.append(cut)
+        else:
+            whole = (0, 0, sheaf.lanes[0].src_span.indices)
+            for lane in sheaf.lanes:
+                self.batches += stage_pages(lane, whole, pages.src_page, pages.dst_page, self.staging_bytes)
+        for stream, member, pairs in framed.members:
+            if wanted != "direct":
+                self.staged.append((stream, member.lanes))
+            for overlap, src_page, dst_page in pairs.parts:
+                for lane in member.lanes:
+                    if wanted == "direct":
+                        self.direct.append(part_copies(lane, overlap, src_page, dst_page))
+                    else:
+                        ids = np.array([src_page]), np.array([dst_page])
+                        self.batches += stage_pages(lane, overlap, *ids, self.staging_bytes)
 
 
 def _wanted(choice: Choice | None, staging_bytes: int) -> tuple[str, bool]:
@@ -194,7 +200,7 @@ def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: 
         pattern = lane.pattern(overlap)
         if not len(pattern.lengths):
             continue
-        boxes, num_fields = find_boxes(pattern, model.max_gap_bytes), len(pattern.bases.src)
+        boxes, num_fields = lane.slot(overlap).boxes, len(pattern.bases.src)
         longest = max(longest, boxes.slot_bytes)
         pieces = int(counts[index])
         groups = pieces

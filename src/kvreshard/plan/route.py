@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -93,7 +93,7 @@ def compile_route(
 
 
 def _decide(lane: Lane, cost: CostModel, way: Way | None) -> Lane:
-    return replace(lane, choice=choose(lane.pattern(lane.typical_overlap()), cost, way))
+    return lane.chosen(choose(lane.pattern(lane.typical_overlap()), cost, way))
 
 
 def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box) -> Lane:

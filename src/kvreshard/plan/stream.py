@@ -15,7 +15,6 @@ import numpy as np
 
 from kvreshard.model.layout import Group
 from kvreshard.plan.copies import PageFrame
-from kvreshard.plan.cost import find_boxes
 from kvreshard.plan.lane import Lane, LaneAxis, Span
 
 
@@ -68,7 +67,7 @@ class Stream:
             if not len(pattern.lengths):
                 continue
             strides = lane.src_page_stride_bytes, lane.dst_page_stride_bytes
-            boxes = find_boxes(pattern, _gap_bytes(lane))
+            boxes = lane.slot((0, 0, self.src_span.indices)).boxes
             joins = len(pattern.lengths) == 1 and strides == (pattern.lengths[0], pattern.lengths[0])
             joins_boxes = len(boxes.lengths) == 1 and boxes.slot_bytes == strides[0]
             # Where boxes are fewer than runs, staging may pay for this lane and not for the next.
@@ -127,7 +126,7 @@ def _sheaf(lanes: list[Lane], joins: bool, joins_boxes: bool, frames: dict[objec
         *(column.tobytes() for column in (src_start, dst_start, length)),
     )
     frame = frames.setdefault(key, PageFrame(src_start, dst_start, length, *strides, *counts))
-    boxes = [find_boxes(p, _gap_bytes(lane)) for p, lane in zip(patterns, lanes, strict=True)]
+    boxes = [lane.slot(whole).boxes for lane in lanes]
     slots = [len(p.bases.src) for p in patterns]
     return Sheaf(
         tuple(lanes),
@@ -140,10 +139,6 @@ def _sheaf(lanes: list[Lane], joins: bool, joins_boxes: bool, frames: dict[objec
         max(box.slot_bytes for box in boxes),
         joins_boxes,
     )
-
-
-def _gap_bytes(lane: Lane) -> int:
-    return 0 if lane.choice is None else lane.choice.max_gap_bytes
 
 
 def _way(lane: Lane) -> object:

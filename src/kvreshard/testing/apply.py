@@ -8,6 +8,7 @@ slow and simple on purpose: addresses are virtual, each copy is looked up in the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from kvreshard.plan import (
     CopyList,
     Lane,
     PageCopies,
+    ReadPlan,
     Route,
     bind,
     compile_route,
@@ -27,8 +29,7 @@ from kvreshard.plan import (
     match_fields,
     plan_reads,
 )
-from kvreshard.plan.bind import cut_lanes
-from kvreshard.plan.stage import Batch, Move, stage_pieces
+from kvreshard.plan.stage import Move
 from kvreshard.testing.oracle import Bytes, Memory, differing_bytes, oracle_transfer, write_values
 
 Int64s = NDArray[np.int64]
@@ -117,25 +118,33 @@ def _run_staged(
     staging_bytes: int,
 ) -> None:
     """Every lane through a buffer of `staging_bytes`, or of one slot where that is larger. The buffer starts poisoned."""
-    for cut in cut_lanes(route, request):
-        lane = cut.lane
-        batches: list[Batch] | None = None
-        while batches is None:
-            try:
-                batches = list(stage_pieces(cut, staging_bytes))
-            except BindError:  # one slot does not fit
-                staging_bytes *= 2
-        for batch in batches:
-            buffer = Region("staging", 0, staging_bytes)
-            memory = {(-1, buffer.name): np.full(staging_bytes, POISON, dtype=np.uint8)}
-            touched = {buffer.name: np.zeros(staging_bytes, dtype=np.int64)}
-            rank = Rank(-1, (), (buffer,), (), ())
-            _apply(src.rank_by_number[lane.src_rank], rank, batch.reads, src_memory, memory, touched)
-            for move in batch.moves:
-                _apply(rank, dst_rank, _listed(lane, move), memory, after, written)
+    staged = replace(route, lanes=tuple(_staged(lane) for lane in route.lanes))
+    plan: ReadPlan | None = None
+    while plan is None:
+        try:
+            plan = plan_reads(staged, request, staging_bytes)
+        except BindError:  # one slot does not fit
+            staging_bytes *= 2
+    if plan.direct:
+        raise WrongBytes(
+            f"rank {route.dst_rank}: {len(plan.direct)} lists are direct, where all lanes are to be staged"
+        )
+    for batch in plan.batches:
+        buffer = Region("staging", 0, staging_bytes)
+        memory = {(-1, buffer.name): np.full(staging_bytes, POISON, dtype=np.uint8)}
+        touched = {buffer.name: np.zeros(staging_bytes, dtype=np.int64)}
+        rank = Rank(-1, (), (buffer,), (), ())
+        _apply(src.rank_by_number[batch.reads.src_rank], rank, batch.reads, src_memory, memory, touched)
+        for move in batch.moves:
+            _apply(rank, dst_rank, _listed(route.dst_rank, move), memory, after, written)
 
 
-def _listed(lane: Lane, move: Move) -> CopyList:
+def _staged(lane: Lane) -> Lane:
+    choice = lane.choice
+    return lane if choice is None else lane.chosen(replace(choice, way="staged", forced=True))
+
+
+def _listed(dst_rank: int, move: Move) -> CopyList:
     """A strided move as a list of copies from the staging buffer."""
     source, target = np.array([move.slot_offset], dtype=np.int64), np.array([move.dst_offset], dtype=np.int64)
     for loop in move.loops:
@@ -146,7 +155,7 @@ def _listed(lane: Lane, move: Move) -> CopyList:
     slots = np.arange(num_slots, dtype=np.int64) * move.slot_bytes
     pages = (move.dst_bases[:, None] + move.dst_pages).reshape(-1)
     sources, targets = (slots[:, None] + source).reshape(-1), (pages[:, None] + target).reshape(-1)
-    return CopyList(-1, lane.dst_rank, sources, targets, np.full(len(sources), move.length, dtype=np.int64))
+    return CopyList(-1, dst_rank, sources, targets, np.full(len(sources), move.length, dtype=np.int64))
 
 
 def _apply(
