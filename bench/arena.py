@@ -56,7 +56,7 @@ class Arena:
             mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000),
         )
         self.memory = np.frombuffer(self._map, dtype=np.uint8)
-        self.address, self._dst_bytes = int(self.memory.ctypes.data), dst_bytes
+        self.address, self.dst_bytes, self.src_bytes = int(self.memory.ctypes.data), dst_bytes, src_bytes
         self.memory[dst_bytes::4096] = 1  # an engine's buffer is resident
         self.transport = NixlTransport("bench", NixlOptions())
         self._close.callback(self.transport.close)
@@ -97,7 +97,7 @@ class Arena:
     @property
     def staging_address(self) -> int:
         """Where the staging buffer begins."""
-        return self.address + self._dst_bytes
+        return self.address + self.dst_bytes
 
     def mover(self, staging: bool = True) -> Mover:
         """Ours, knowing every source."""

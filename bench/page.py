@@ -27,15 +27,16 @@ def describe(machine: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| row | what | ours | theirs | ratio (95 %) | bar | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| row | what | ours | theirs | ratio (95 %) | limit | bar | |", "|---|---|---|---|---|---|---|---|"]
     for result in results:
         sides = ["" if result[side] is None else f"{result[side]:.3g} {result['unit']}" for side in ("ours", "theirs")]
         ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
         if result["interval"] is not None:
             ratio += f" ({result['interval'][0]:.2f} to {result['interval'][1]:.2f})"
+        limit = "" if result.get("limit") is None else f"{result['limit']:.2f}"
         met = {True: "met", False: "**not met**", None: result["note"]}[result["met"]]
         lines.append(
-            f"| {result['row'][0]} | {result['name']} | {sides[0]} | {sides[1]} | {ratio} | {result['bar']} | {met} |"
+            f"| {result['row'][0]} | {result['name']} | {sides[0]} | {sides[1]} | {ratio} | {limit} | {result['bar']} | {met} |"
         )
     return "\n".join(lines) + "\n"
 

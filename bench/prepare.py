@@ -1,16 +1,19 @@
 """What does our side do for a request before the first byte moves? The steps of `session.pull` up to NIXL's `transfer`.
 
-Check, bind, choose direct or staged, check against the regions, cut to slices, and make every one of NIXL's transfer requests
-(of staged lanes the reads). All of it on one thread, so that processor time is only its own.
+Read the block tables from lists, as an engine hands them out, check, bind, choose direct or staged, check against the regions,
+cut to slices, and make every one of NIXL's transfer requests (of staged lanes the reads). All of it on one thread, so that
+processor time is only its own: the hop to the thread that posts, which in-tree does without, is measured by itself (`hop`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.arena import STAGING_BYTES, Arena
-from kvreshard.model.tables import Request
+from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.session.mover import Mover
@@ -20,6 +23,28 @@ from kvreshard.transport.nixl import NixlTransport
 
 # What the owner's budget grows to at some 20 ms a post on one host.
 BUDGET_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A request as an engine hands it out: per side and group the page ids as a list, tokens and the first page."""
+
+    sides: tuple[dict[str, tuple[list[int], int, int]], dict[str, tuple[list[int], int, int]]]
+    intervals: Mapping[str, Sequence[Tokens]]
+
+    @staticmethod
+    def of(request: Request) -> Listed:
+        """The same request."""
+        src, dst = (
+            {name: (table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()}
+            for tables in (request.src_tables, request.dst_tables)
+        )
+        return Listed((src, dst), request.intervals)
+
+    def request(self) -> Request:
+        """As arrays."""
+        src, dst = ({name: PageTable(*told) for name, told in tables.items()} for tables in self.sides)
+        return Request(src, dst, self.intervals, {})
 
 
 class _Keeping:
@@ -37,6 +62,30 @@ class _Keeping:
         return getattr(self.agent, name)
 
 
+class Clocked:
+    """An agent, and the seconds that its own calls took which make a transfer request."""
+
+    CALLS = ("get_xfer_descs", "initialize_xfer", "make_prepped_xfer")
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._agent, name)
+        if name not in self.CALLS:
+            return call
+
+        def clocked(*args: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += time.perf_counter() - started_s
+
+        return clocked
+
+
 class Prepared:
     """Our side of a preparation, over the arena's own transport; its agent is borrowed from the owner thread, which idles."""
 
@@ -50,11 +99,13 @@ class Prepared:
         self.num_reads = 0
         self.num_staged = 0
 
-    def prepare(self, route: Route, request: Request) -> None:
-        """Everything up to `transfer`, on the owner's thread."""
-        self._transport._owner.call(lambda agent: self._prepare(route, request))
+    def hop(self) -> None:
+        """To the thread that owns the agent and back."""
+        self._transport._owner.call(lambda agent: None)
 
-    def _prepare(self, route: Route, request: Request) -> None:
+    def prepare(self, route: Route, listed: Listed) -> None:
+        """Everything up to `transfer`."""
+        request = listed.request()
         plan = plan_reads(route, request, STAGING_BYTES // 2)
         staged = [replace(b.reads, dst_address=b.reads.dst_address + self._arena.staging_address) for b in plan.batches]
         self.num_reads, self.num_staged = 0, len(staged)
@@ -70,6 +121,15 @@ class Prepared:
                     self.num_reads += len(piece)
         finally:
             self._agent._agent = self._keeping.agent
+
+    def clocked(self, work: Callable[[], object]) -> float:
+        """Seconds of NIXL's own calls in `work`."""
+        kept, self._keeping.agent = self._keeping.agent, Clocked(self._keeping.agent)
+        try:
+            work()
+            return float(self._keeping.agent.seconds)
+        finally:
+            self._keeping.agent = kept
 
     def release(self) -> None:
         """Free the transfer requests."""

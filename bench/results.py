@@ -21,6 +21,7 @@ from bench.compare import Comparison
 class Result:
     """One figure beside another. `ratio`: theirs / ours for times, so above 1 ours is faster; `interval`: 95 %.
 
+    `limit`: the ratio that a planner would reach which takes no time at all, measured in the same run.
     `bar` is what was asked for, in words; `met` None where a row was skipped or has no bar. `note`: why skipped, or what to
     know when reading it. `details`: everything else that was measured, with units in the names.
     """
@@ -36,6 +37,7 @@ class Result:
     met: bool | None = None
     note: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    limit: float | None = None
 
 
 def compared(
@@ -47,6 +49,7 @@ def compared(
     *,
     cpu: bool,
     low: bool = False,
+    limit: float | None = None,
     **details: Any,
 ) -> Result:
     """A comparison as a result. The bar is on the median, or with `low` on the interval's lower bound."""
@@ -56,7 +59,7 @@ def compared(
     met = None if at_least is None else (bottom if low else ratio) >= at_least
     extra = {"pairs": found.pairs, f"{'wall' if cpu else 'cpu'}_ratio": round(other[0], 3), **details}
     unit = "ms CPU" if cpu else "ms"
-    return Result(row, name, ours * 1e3, theirs * 1e3, unit, ratio, (bottom, top), bar, met, "", extra)
+    return Result(row, name, ours * 1e3, theirs * 1e3, unit, ratio, (bottom, top), bar, met, "", extra, limit)
 
 
 def skipped(row: str, name: str, why: str, bar: str = "") -> Result:

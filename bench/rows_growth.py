@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.arena import Arena
 from bench.compare import median_s
-from bench.prepare import Prepared
+from bench.prepare import Listed, Prepared
 from bench.results import Result
 from bench.shapes import Shape, pool_for, request
 from kvreshard.plan.route import compile_route
@@ -49,10 +49,10 @@ def _prepare_ms(num_tokens: int, pool: int, kind: str) -> float:
     with Arena(src, dst, 0, compile_route(src, dst, 0).src_ranks) as arena:
         route = compile_route(arena.src, arena.dst, 0)
         arena.mover()
-        prepared, wanted = Prepared(arena), request(arena.src, arena.dst, num_tokens, kind)
+        prepared, listed = Prepared(arena), Listed.of(request(arena.src, arena.dst, num_tokens, kind))
 
         def once() -> None:
-            prepared.prepare(route, wanted)
+            prepared.prepare(route, listed)
             prepared.release()
 
         return median_s(once, 7) * 1e3

@@ -14,7 +14,7 @@ from typing import Any
 from bench.arena import Arena
 from bench.compare import compare
 from bench.intree import InTree, Pair, available, tables_of
-from bench.prepare import Prepared
+from bench.prepare import Listed, Prepared
 from bench.results import Result, compared, skipped
 from bench.shapes import Shape, request
 from kvreshard.plan.route import compile_route
@@ -48,7 +48,7 @@ def run(full: bool) -> Iterator[Result]:
         cards = [RankCard(rank.rank, arena.metadata.get(rank.rank, b""), 0, 0) for rank in arena.src.ranks]
         card = encode_card(make_card(arena.src, "1", facts, cards))
         mine = make_card(arena.dst, "2", facts, [RankCard(rank.rank, b"", 0, 0) for rank in arena.dst.ranks])
-        prepared = Prepared(arena)
+        prepared, listed = Prepared(arena), Listed.of(wanted)
 
         def ours() -> None:
             theirs_card = decode_card(card)
@@ -57,7 +57,7 @@ def run(full: bool) -> Iterator[Result]:
             route = compile_route(layout, arena.dst, 0)
             for rank in route.src_ranks:
                 arena.transport.add_peer(f"source {rank}", theirs_card.rank_by_number[rank].metadata)
-            prepared.prepare(route, wanted)
+            prepared.prepare(route, listed)
 
         intree = InTree(SHAPE.pair, arena.dst, 0, arena.plain, arena.address)
         tables = tables_of(arena.src, wanted.src_tables), tables_of(arena.dst, wanted.dst_tables)

@@ -16,7 +16,7 @@ from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
 from kvreshard.plan.refine import Strip, refine
-from kvreshard.plan.slot import Slot, make_slot
+from kvreshard.plan.slot import Slot, join_patterns, make_slot
 
 # Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
 MAX_KEPT_PATTERNS = 4096
@@ -26,6 +26,10 @@ LAPS_LOOKED_AT = 8
 OVERLAPS_LOOKED_AT = 32
 MAX_CUTS = 1 << 14
 
+# How a source page meets the pages of the other side: one way in the middle of a request, one more at either end.
+MAX_KEPT_JOINTS = 64
+
+Joint = tuple[Pattern, Slot]
 Overlap = tuple[int, int, int]
 """Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
 
@@ -79,6 +83,9 @@ class Lane:
     choice: Choice | None = None
     _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
     _slots: dict[Overlap, Slot] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _joints: dict[tuple[Overlap, ...], Joint | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     @property
     def along(self) -> LaneAxis | None:
@@ -106,9 +113,22 @@ class Lane:
         if found is None:
             if len(self._slots) >= MAX_KEPT_PATTERNS:
                 self._slots.clear()
-            found = make_slot(self.pattern(overlap), 0 if self.choice is None else self.choice.max_gap_bytes)
+            found = make_slot(self.pattern(overlap), self._max_gap_bytes)
             self._slots[overlap] = found
         return found
+
+    def joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
+        """Pattern and slot of what one source span gives to several overlaps, none of them empty; None where each needs its own."""
+        if overlaps not in self._joints:
+            if len(self._joints) >= MAX_KEPT_JOINTS:
+                self._joints.clear()
+            pattern = join_patterns([self.pattern(overlap) for overlap in overlaps])
+            self._joints[overlaps] = None if pattern is None else (pattern, make_slot(pattern, self._max_gap_bytes))
+        return self._joints[overlaps]
+
+    @property
+    def _max_gap_bytes(self) -> int:
+        return 0 if self.choice is None else self.choice.max_gap_bytes
 
     def chosen(self, choice: Choice) -> Lane:
         """The same lane, read in one way."""

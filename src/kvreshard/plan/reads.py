@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import CutLane, bind_lane, cut_stream, distinct_overlaps, page_ids
+from kvreshard.plan.bind import CutLane, bind_lane, cut_stream
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.plan.stage import Batch, pack, stage_pages, stage_pieces
+from kvreshard.plan.stage import Batch, find_slots, pack, stage_pages, stage_pieces
 from kvreshard.plan.stream import Sheaf, Stream
 from kvreshard.plan.whole import MIN_FRAMED_COPIES, PagePairs, WholePages, direct_copies, pair_pages, part_copies
 
@@ -81,11 +81,11 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
         if not request.intervals[stream.dst_group.name]:
             continue
         size = stream.page_indices
-        pairs = None if size is None else pair_pages(stream, size, request)
-        if pairs is None or not pairs.src:
+        if size is None:
             for cut in cut_stream(stream, request):
                 plan.add_lane(stream, cut)
             continue
+        pairs = pair_pages(stream, size, request)
         for sheaf in stream.sheaves:
             found = framed.get(sheaf.frame)
             if found is None:
@@ -126,11 +126,11 @@ class _Plan:
         sheaf = framed.sheaf
         pages = WholePages.of(framed.src, framed.dst)
         wanted, can_change = _wanted(sheaf.lanes[0].choice, self.staging_bytes)
-        if can_change:
+        if can_change and len(pages.src_page):
             wanted = "staged" if are_pages_cheaper_staged(sheaf, pages, self.staging_bytes) else "direct"
         if wanted == "direct":
             self.direct += direct_copies(sheaf, pages, self.min_framed)
-        else:
+        elif len(pages.src_page):
             whole = (0, 0, sheaf.lanes[0].src_span.indices)
             for lane in sheaf.lanes:
                 self.batches += stage_pages(lane, whole, pages.src_page, pages.dst_page, self.staging_bytes)
@@ -194,25 +194,16 @@ def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: 
     if num_copies * model.copy_s <= num_bytes / model.move_bytes_per_s:
         return False  # moving the bytes once more costs all that staging could save
     num_reads, num_read_bytes, num_runs, longest = 0, 0, 0, 0
-    overlaps, which = distinct_overlaps(cut.pieces)
-    counts = np.bincount(which, minlength=len(overlaps))
-    for index, overlap in enumerate(overlaps):
-        pattern = lane.pattern(overlap)
-        if not len(pattern.lengths):
-            continue
-        boxes, num_fields = lane.slot(overlap).boxes, len(pattern.bases.src)
+    for slots in find_slots(cut):
+        boxes, num_fields, pieces = slots.slot.boxes, len(slots.pattern.bases.src), len(slots.src_page)
         longest = max(longest, boxes.slot_bytes)
-        pieces = int(counts[index])
         groups = pieces
         if len(boxes.lengths) == 1 and boxes.slot_bytes == lane.src_page_stride_bytes:
-            spans = cut.pieces.src_span[which == index]
-            same = np.zeros(len(spans), dtype=np.int64)
-            pages = np.sort(page_ids(cut.src, lane.src_span, spans, [boxes.src_pages], same)[:, 0])
-            groups = 1 + int(np.count_nonzero(np.diff(pages) != 1))
-            groups += num_fields * pieces * boxes.slot_bytes // staging_bytes // num_fields
+            groups = 1 + int(np.count_nonzero(np.diff(slots.src_page[:, 0]) != 1))
+            groups += pieces * boxes.slot_bytes // staging_bytes
         num_reads += num_fields * groups * len(boxes.lengths)
         num_read_bytes += num_fields * pieces * boxes.slot_bytes
-        num_runs += num_fields * pieces * len(pattern.lengths)
+        num_runs += num_fields * pieces * len(slots.pattern.lengths)
     if longest > staging_bytes:
         return False
     staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes)

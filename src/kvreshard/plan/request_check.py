@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import BindError
 from kvreshard.model.layout import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.lane import Span
 from kvreshard.plan.route import Route
-from kvreshard.plan.stream import Stream
+from kvreshard.plan.stream import Side, Stream
 
 Int64s = NDArray[np.int64]
+_NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,7 @@ def entries(table: PageTable, span: Span) -> PageTable:
 def check_request(route: Route, request: Request) -> None:
     """Raises BindError unless every lane of the route can be bound."""
     _check_group_names(route, request)
-    touched: dict[str, list[Touched]] = {"source": [], "destination": []}
+    touched: tuple[list[Touched], list[Touched]] = [], []
     for stream in route.streams:
         name = stream.dst_group.name
         if name not in request.intervals:
@@ -75,24 +75,18 @@ def check_request(route: Route, request: Request) -> None:
             continue
         src = _table(request.src_tables, stream.src_group, "source")
         dst = _table(request.dst_tables, stream.dst_group, "destination")
-        along = stream.along
-        if along is None:
+        if stream.sides is None:
             _check_state(stream, src, dst)
-            touched["source"].append(Touched(stream.src_group, src.pages, 0, 1))
-            touched["destination"].append(Touched(stream.dst_group, dst.pages, 0, 1))
+            touched[0].append(Touched(stream.src_group, src.pages, 0, 1))
+            touched[1].append(Touched(stream.dst_group, dst.pages, 0, 1))
             continue
-        _check_tokens(stream.src_group, "source", src, intervals)
-        _check_tokens(stream.dst_group, "destination", dst, intervals)
-        for interval in intervals:
-            touched["source"].append(
-                _pages(stream, stream.src_group, "source", src, along.src, stream.src_span, interval)
-            )
-            touched["destination"].append(
-                _pages(stream, stream.dst_group, "destination", dst, along.dst, stream.dst_span, interval)
-            )
-    for side, found in touched.items():
-        _check_ids(side, found)
-    _check_used_once(route, touched["destination"], request)
+        for side, table, found in zip(stream.sides, (src, dst), touched, strict=True):
+            _check_tokens(side, table, intervals)
+            for interval in intervals:
+                found.append(_pages(stream, side, table, interval))
+    _check_ids("source", touched[0])
+    _check_ids("destination", touched[1])
+    _check_used_once(route, touched[1], request)
 
 
 def _check_group_names(route: Route, request: Request) -> None:
@@ -126,41 +120,40 @@ def _check_state(stream: Stream, src: PageTable, dst: PageTable) -> None:
         )
 
 
-def _check_tokens(group: Group, side: str, table: PageTable, intervals: Sequence[Tokens]) -> None:
+def _check_tokens(side: Side, table: PageTable, intervals: Sequence[Tokens]) -> None:
     stop = intervals[-1][1]
     if stop > table.num_tokens:
         raise BindError(
-            f"group '{group.name}': tokens up to {stop} are to be moved, but the {side}'s pages hold {table.num_tokens}"
+            f"group '{side.group.name}': tokens up to {stop} are to be moved, but the {side.name}'s pages hold {table.num_tokens}"
         )
 
 
-def _pages(
-    stream: Stream, group: Group, side: str, table: PageTable, mapped: AxisMap, span: Span, interval: Tokens
-) -> Touched:
+def _pages(stream: Stream, side: Side, table: PageTable, interval: Tokens) -> Touched:
     """The pages of the table that an interval touches on one side; whether they are in the pool is not checked yet."""
+    group, owned, span = side.group, side.owned, side.span
     start_token, stop_token = interval
     per_index = stream.tokens_per_index
     partial = per_index - 1 if stream.keep_partial else 0
     start, stop = start_token // per_index, (stop_token + partial) // per_index
-    first, last = mapped.owned.count_below(start), mapped.owned.count_below(stop) - 1
+    first, last = owned.count_below(start), owned.count_below(stop) - 1
     if last < first:
         return Touched(group, table.pages, 0, 0)
     if span.ring_pages is not None and span.capacity is not None:
         absorbed = (table.num_tokens + partial) // per_index
         if absorbed - start > span.capacity:
             raise BindError(
-                f"group '{group.name}': tokens from {start_token} of {table.num_tokens} are to be moved, but the {side}'s "
+                f"group '{group.name}': tokens from {start_token} of {table.num_tokens} are to be moved, but the {side.name}'s "
                 f"ring keeps only the last {span.capacity * per_index}; move a shorter tail"
             )
         if len(table.pages) < span.ring_pages:
             raise BindError(
-                f"group '{group.name}': the {side} gives {len(table.pages)} pages for a ring of {span.ring_pages}"
+                f"group '{group.name}': the {side.name} gives {len(table.pages)} pages for a ring of {span.ring_pages}"
             )
         return Touched(group, table.pages, 0, span.ring_pages)
-    low, high = first // mapped.indices_per_page, last // mapped.indices_per_page + 1
+    low, high = first // side.indices_per_page, last // side.indices_per_page + 1
     if low < table.first_page or high > table.first_page + len(table.pages):
         raise BindError(
-            f"group '{group.name}': tokens [{interval[0]}, {interval[1]}) need the {side}'s pages [{low}, {high}), but "
+            f"group '{group.name}': tokens [{interval[0]}, {interval[1]}) need the {side.name}'s pages [{low}, {high}), but "
             f"its block table has pages [{table.first_page}, {table.first_page + len(table.pages)})"
         )
     return Touched(group, table.pages, low - table.first_page, high - table.first_page)
@@ -232,7 +225,7 @@ def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
 
 def _new_pages(group: Group, request: Request) -> Int64s:
     """The pages that a group calls new, checked: they will be zeroed, so a wrong one destroys what it holds."""
-    new_pages = np.asarray(request.dst_new_pages.get(group.name, ()), dtype=np.int64)
+    new_pages = np.asarray(request.dst_new_pages.get(group.name, _NO_PAGES), dtype=np.int64)
     if not len(new_pages):
         return new_pages
     table = _table(request.dst_tables, group, "destination")

@@ -5,10 +5,12 @@ neighbouring pages of a fresh table become one large read. It is found once per 
 
 1. `find_boxes` joins the runs of a pattern over gaps that are cheaper read than left out.
 2. `make_slot` folds the runs from slot to page into loops: `Step`s.
+3. Where a source page meets several destination pages, `join_patterns` makes it one slot instead of several.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +54,7 @@ def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Runs of `length` bytes from a slot to the page that is `column` of the pattern's destination pages, by loops."""
+    """Runs of `length` bytes from a slot to page `column` of the slot's destination pages, by loops."""
 
     length: int
     column: int
@@ -63,21 +65,52 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Boxes to read and steps to permute them; `copied_bytes` of one field come out of it."""
+    """Boxes to read and steps to permute them; `copied_bytes` of one field come out of it. `dst_pages`: the distinct
+    destination pages of the pattern, ascending.
+    """
 
     boxes: Boxes
     steps: tuple[Step, ...]
+    dst_pages: Int64s
     copied_bytes: int
 
 
 def make_slot(pattern: Pattern, max_gap_bytes: int) -> Slot:
     """The slot of one overlap, which must not be empty."""
     boxes = find_boxes(pattern, max_gap_bytes)
+    pages = np.unique(pattern.dst_pages)
     found: list[Step] = []
     for length in np.unique(pattern.lengths).tolist():
-        for page in np.unique(pattern.dst_pages).tolist():
+        for column, page in enumerate(pages.tolist()):
             chosen = np.flatnonzero((pattern.lengths == length) & (pattern.dst_pages == page))
             runs = zip(boxes.run_slot_offsets[chosen].tolist(), pattern.dst_offsets[chosen].tolist(), strict=True)
             for strip in fold([Strip(0, page, slot, dst, ()) for slot, dst in runs]):
-                found.append(Step(length, int(chosen[0]), strip.src_byte, strip.dst_byte, strip.loops))
-    return Slot(boxes, tuple(found), int(pattern.lengths.sum()))
+                found.append(Step(length, column, strip.src_byte, strip.dst_byte, strip.loops))
+    return Slot(boxes, tuple(found), pages, int(pattern.lengths.sum()))
+
+
+def join_patterns(patterns: Sequence[Pattern]) -> Pattern | None:
+    """What one source page gives to several destination pages as one pattern, so that it is read once; None where fields are
+    fused differently.
+
+    Its destination pages are numbered on: those of the first pattern, then those of the next.
+    """
+    first = patterns[0].bases
+    if any(p.bases.src.tobytes() != first.src.tobytes() for p in patterns[1:]):
+        return None
+    labels, number = [], 0
+    for pattern in patterns:
+        pages, label = np.unique(pattern.dst_pages, return_inverse=True)
+        labels.append(label.reshape(-1) + number)
+        number += len(pages)
+    columns = np.stack(
+        [
+            np.concatenate([p.src_offsets for p in patterns]),
+            np.concatenate([p.dst_offsets for p in patterns]),
+            np.concatenate([p.lengths for p in patterns]),
+            np.concatenate([p.src_pages for p in patterns]),
+            np.concatenate(labels),
+        ]
+    )
+    columns = columns[:, np.lexsort((columns[0], columns[3]))]
+    return Pattern(first, (), *columns)

@@ -12,8 +12,10 @@ Staging addresses are offsets from the start of the buffer; whoever owns the buf
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,9 @@ from kvreshard.plan.refine import Loop
 from kvreshard.plan.slot import Slot
 
 Int64s = NDArray[np.int64]
+# A request whose pages divide one another meets the other side's in one way, and in two more at its ends. Page sizes that do not
+# would need a joint slot for almost every page.
+MAX_JOINTS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,27 +64,75 @@ class Batch:
     slots_bytes: int
 
 
-def stage_pieces(cut: CutLane, buffer_bytes: int) -> Iterator[Batch]:
-    """Batches of what a lane of a checked request moves. Raises BindError if one slot does not fit the buffer."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """Slots of one kind: page ids in the source's order, of the source's boxes, shape (n, boxes), and of the slot's destination
+    pages, shape (n, pages); or (n, 1) where that is one page.
+    """
+
+    pattern: Pattern
+    slot: Slot
+    src_page: Int64s
+    dst_page: Int64s
+
+
+def find_slots(cut: CutLane) -> Iterator[Slots]:
+    """What a lane of a checked request moves, as slots. All that one source span gives is one slot where that can be."""
     lane, pieces = cut.lane, cut.pieces
     overlaps, which = distinct_overlaps(pieces)
-    for index, overlap in enumerate(overlaps):
-        pattern = lane.pattern(overlap)
-        if not len(pattern.lengths):
-            continue
-        slot, chosen = lane.slot(overlap), np.flatnonzero(which == index)
-        same = np.zeros(len(chosen), dtype=np.int64)
-        src_page = page_ids(cut.src, lane.src_span, pieces.src_span[chosen], [slot.boxes.src_pages], same)
-        dst_page = page_ids(cut.dst, lane.dst_span, pieces.dst_span[chosen], [pattern.dst_pages], same)
-        order = np.argsort(src_page[:, 0], kind="stable")
-        yield from _batches(lane, pattern, slot, src_page[order], dst_page[order], buffer_bytes)
+    is_empty = [not len(lane.pattern(overlap).lengths) for overlap in overlaps]
+    changes = np.flatnonzero(pieces.src_span[1:] != pieces.src_span[:-1]) + 1
+    numbers, met = which.tolist(), defaultdict[tuple[int, ...], list[int]](list)
+    if len(changes) + 1 < len(numbers):
+        for low, high in pairwise([0, *changes.tolist(), len(numbers)]):
+            met[tuple(numbers[low:high])].append(low)
+    if not 0 < len(met) <= MAX_JOINTS:
+        for index, overlap in enumerate(overlaps):
+            if not is_empty[index]:
+                yield _slots(cut, (overlap,), np.flatnonzero(which == index)[:, None])
+        return
+    for members, lows in met.items():
+        places = [place for place, member in enumerate(members) if not is_empty[member]]
+        rows = np.array(lows)[:, None] + np.array(places, dtype=np.int64)
+        wanted = tuple(overlaps[members[place]] for place in places)
+        if len(wanted) > 1 and lane.joint(wanted) is None:
+            yield from (_slots(cut, (one,), rows[:, [column]]) for column, one in enumerate(wanted))
+        elif wanted:
+            yield _slots(cut, wanted, rows)
+
+
+def _slots(cut: CutLane, overlaps: tuple[Overlap, ...], rows: Int64s) -> Slots:
+    """`rows`: the pieces, shape (n, len(overlaps)), of one source span each."""
+    lane, pieces = cut.lane, cut.pieces
+    joint = lane.joint(overlaps) if len(overlaps) > 1 else None
+    pattern, slot = joint if joint is not None else (lane.pattern(overlaps[0]), lane.slot(overlaps[0]))
+    same = np.zeros(len(rows), dtype=np.int64)
+    src_page = page_ids(cut.src, lane.src_span, pieces.src_span[rows[:, 0]], [slot.boxes.src_pages], same)
+    dst_page = np.concatenate(
+        [
+            page_ids(
+                cut.dst, lane.dst_span, pieces.dst_span[rows[:, column]], [np.unique(lane.pattern(one).dst_pages)], same
+            )
+            for column, one in enumerate(overlaps)
+        ],
+        axis=1,
+    )
+    order = np.argsort(src_page[:, 0], kind="stable")
+    return Slots(pattern, slot, src_page[order], dst_page[order])
+
+
+def stage_pieces(cut: CutLane, buffer_bytes: int) -> Iterator[Batch]:
+    """Batches of what a lane of a checked request moves. Raises BindError if one slot does not fit the buffer."""
+    for slots in find_slots(cut):
+        yield from _batches(cut.lane, slots, buffer_bytes)
 
 
 def stage_pages(lane: Lane, overlap: Overlap, src_page: Int64s, dst_page: Int64s, buffer_bytes: int) -> Iterator[Batch]:
     """Batches of pairs of pages that overlap alike, in the source's order, shape (n,). Raises BindError as `stage_pieces`."""
     pattern = lane.pattern(overlap)
     if len(pattern.lengths):
-        yield from _batches(lane, pattern, lane.slot(overlap), src_page[:, None], dst_page[:, None], buffer_bytes)
+        slots = Slots(pattern, lane.slot(overlap), src_page[:, None], dst_page[:, None])
+        yield from _batches(lane, slots, buffer_bytes)
 
 
 def pack(batches: Iterable[Batch], buffer_bytes: int) -> Iterator[Batch]:
@@ -109,10 +162,8 @@ def _packed(batches: list[Batch]) -> Batch:
     return Batch(copies, tuple(moves), sum(batch.num_bytes for batch in batches), filled)
 
 
-def _batches(
-    lane: Lane, pattern: Pattern, slot: Slot, src_page: Int64s, dst_page: Int64s, buffer_bytes: int
-) -> Iterator[Batch]:
-    """Page ids in the source's order, shape (n, 1), or (n, boxes) and (n, runs) where a span has several pages."""
+def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
+    pattern, slot, src_page, dst_page = slots.pattern, slots.slot, slots.src_page, slots.dst_page
     boxes = slot.boxes
     if boxes.slot_bytes > buffer_bytes:
         raise BindError(
@@ -159,7 +210,7 @@ def _batch(
             step.dst_offset,
             slot_bytes,
             dst_bases,
-            dst_at[:, step.column if dst_at.shape[1] > 1 else 0],
+            dst_at[:, step.column],
         )
         for step in slot.steps
     )

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from kvreshard.model.layout import Group
+from kvreshard.model.ownership import Ownership
 from kvreshard.plan.copies import PageFrame
 from kvreshard.plan.lane import Lane, LaneAxis, Span
 
@@ -38,6 +39,17 @@ class Sheaf:
     joins_boxes: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One side of a stream as a request is checked against it: `name` is "source" or "destination"."""
+
+    name: str
+    group: Group
+    owned: Ownership
+    indices_per_page: int
+    span: Span
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Lanes between two groups that cut the sequence alike. `along`: the sequence axis of each of them, None for states."""
@@ -51,6 +63,17 @@ class Stream:
     dst_span: Span
     lanes: tuple[Lane, ...]
     frames: dict[object, PageFrame]
+
+    @cached_property
+    def sides(self) -> tuple[Side, Side] | None:
+        """Source and destination; None for states."""
+        if self.along is None:
+            return None
+        src, dst = self.along.src, self.along.dst
+        return (
+            Side("source", self.src_group, src.owned, src.indices_per_page, self.src_span),
+            Side("destination", self.dst_group, dst.owned, dst.indices_per_page, self.dst_span),
+        )
 
     @cached_property
     def page_indices(self) -> int | None:

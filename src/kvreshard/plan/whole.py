@@ -54,6 +54,8 @@ class WholePages:
     @staticmethod
     def of(src: Sequence[Int64s], dst: Sequence[Int64s]) -> WholePages:
         """Sorted and compared with their neighbours."""
+        if not src:
+            return _NO_PAGES
         src_page = src[0] if len(src) == 1 else np.concatenate(src)
         dst_page = dst[0] if len(dst) == 1 else np.concatenate(dst)
         steps = src_page[1:] - src_page[:-1]
@@ -100,6 +102,8 @@ def _ids(table: PageTable, span: Span, low: int, high: int) -> Int64s:
 def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[CopyList | PageCopies]:
     """Whole pages of a sheaf's frame, read directly; by frame from `min_framed` copies on."""
     frame, num_pages = sheaf.frame, len(pages.src_page)
+    if not num_pages:
+        return
     src_rank, dst_rank = sheaf.lanes[0].src_rank, sheaf.lanes[0].dst_rank
     joins = sheaf.joins and pages.joined > 0
     num_copies = sheaf.num_runs * (num_pages - pages.joined if joins else num_pages)
@@ -123,6 +127,7 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
 
 
 _FIRST = np.ones(1, dtype=bool)
+_NO_PAGES = WholePages(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), 0)
 
 
 def part_copies(lane: Lane, overlap: Overlap, src_page: int, dst_page: int) -> CopyList:
