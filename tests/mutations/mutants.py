@@ -302,13 +302,13 @@ PLAN = [
     Mutant(
         "an index that two intervals touch is moved twice",
         "plan/bind.py",
-        "start, stop = max(end, start_token // lane.tokens_per_index), stop_token",
-        "start, stop = start_token // lane.tokens_per_index, stop_token",
+        "start, stop = max(end, start_token // stream.tokens_per_index), stop_token",
+        "start, stop = start_token // stream.tokens_per_index, stop_token",
     ),
     Mutant(
         "a partial page is left behind",
         "plan/bind.py",
-        "stop_token += lane.tokens_per_index - 1 if lane.keep_partial else 0",
+        "stop_token += stream.tokens_per_index - 1 if stream.keep_partial else 0",
         "stop_token += 0",
     ),
     Mutant(
@@ -438,7 +438,9 @@ PLAN = [
         "(pages < 0) | (pages >= group.num_pages)",
         "(pages < 0)",
     ),
-    Mutant("a page is written twice", "plan/request_check.py", "    if again.any():\n", "    if False:\n"),
+    Mutant(
+        "a page is written twice", "plan/request_check.py", "    if np.logical_or.reduce(again):\n", "    if False:\n"
+    ),
     Mutant(
         "a state of another moment is moved",
         "plan/request_check.py",
@@ -480,25 +482,150 @@ PLAN = [
         "left = _inside(whole, low)",
     ),
     Mutant("a range inside another ends it", "plan/copies.py", "np.maximum.accumulate(stop[order])", "stop[order]"),
-    Mutant("boxes over the edge of a page", "plan/cost.py", " | (page[1:] != page[:-1])", ""),
+    Mutant("boxes over the edge of a page", "plan/slot.py", " | (page[1:] != page[:-1])", ""),
     Mutant(
         "a slot forgets the gaps before a run",
-        "plan/cost.py",
+        "plan/slot.py",
         "slot_offsets[box_of] + src - src[starts][box_of])",
         "slot_offsets[box_of])",
     ),
     Mutant(
         "staged moves of all lengths are alike",
-        "plan/stage.py",
+        "plan/slot.py",
         "chosen = np.flatnonzero((pattern.lengths == length) & (pattern.dst_pages == page))",
         "chosen = np.flatnonzero(pattern.dst_pages == page)",
     ),
     Mutant(
+        "joined overlaps forget which page they go to",
+        "plan/slot.py",
+        "label.reshape(-1) + number",
+        "label.reshape(-1)",
+    ),
+    Mutant(
         "staged fields all go to the first",
         "plan/stage.py",
-        "            fields = slice(field, field + fields_each)\n",
-        "            fields = slice(0, fields_each)\n",
+        "slice(field, field + fields_each), reads",
+        "slice(0, fields_each), reads",
+    ),
+    Mutant(
+        "a packed batch is permuted from where it was",
+        "plan/stage.py",
+        "slot_offset=move.slot_offset + filled",
+        "slot_offset=move.slot_offset",
+    ),
+    Mutant(
+        "batches are packed that do not fit",
+        "plan/stage.py",
+        " or filled + batch.slots_bytes > buffer_bytes",
+        "",
+    ),
+    Mutant(
+        "batches of two ranks are packed",
+        "plan/stage.py",
+        "waiting[0].reads.src_rank != rank or ",
+        "",
+    ),
+    Mutant(
+        "whole pages begin a page early",
+        "plan/whole.py",
+        "low, high = -(-start // size), stop // size",
+        "low, high = start // size, stop // size",
+    ),
+    Mutant(
+        "the part behind the whole pages is forgotten",
+        "plan/whole.py",
+        "[(start, low * size), (high * size, stop)]",
+        "[(start, low * size)]",
+    ),
+    Mutant(
+        "whole pages of a ring do not wrap",
+        "plan/whole.py",
+        "np.arange(low, high) % span.ring_pages",
+        "np.arange(low, high)",
+    ),
+    Mutant(
+        "destination pages stay unsorted",
+        "plan/whole.py",
+        "src_page, dst_page = src_page[order], dst_page[order]",
+        "src_page = src_page[order]",
+    ),
+    Mutant(
+        "pages are joined that are neighbours at the source only",
+        "plan/whole.py",
+        "continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)",
+        "continues = steps == 1",
+    ),
+    Mutant("joined pages are one page long", "plan/whole.py", "None] * times).reshape", "None] + 0 * times).reshape"),
+    Mutant("pages are joined that do not touch", "plan/whole.py", "joins = sheaf.joins and pages", "joins = pages"),
+    Mutant(
+        "a table begins at page 0",
+        "plan/whole.py",
+        "table.pages[low - table.first_page : high - table.first_page]",
+        "table.pages[low:high]",
+    ),
+    Mutant(
+        "lanes of other strides are one sheaf",
+        "plan/stream.py",
+        "(lane.src_rank, *strides, alike, _way(lane))",
+        "(lane.src_rank, alike, _way(lane))",
+    ),
+    Mutant("lanes of two ownerships are one stream", "plan/stream.py", "            lane.along,\n", ""),
+    Mutant(
+        "lists of two source ranks are one",
+        "plan/reads.py",
+        "lists[copies.src_rank, copies.dst_rank].append(copies)",
+        "lists[0, copies.dst_rank].append(copies)",
+    ),
+    Mutant(
+        "only the first group's ids are looked at",
+        "plan/request_check.py",
+        "pages = _joined([one.ids for one in found])",
+        "pages = found[0].ids",
+    ),
+    Mutant(
+        "the last page of an interval is not looked at",
+        "plan/request_check.py",
+        "return Touched(group, table.pages, low - table.first_page, high - table.first_page)",
+        "return Touched(group, table.pages, low - table.first_page, high - table.first_page - 1)",
     ),
 ]
 
-MUTANTS = [*MODEL, *KINDS, *PLAN]
+TRANSPORT = [
+    Mutant(
+        "remote pages are counted in local ones",
+        "transport/frames.py",
+        "entries * np.int32(frame.remote_count)",
+        "entries * np.int32(frame.local_count)",
+    ),
+    Mutant(
+        "the rest of a cut entry is forgotten",
+        "transport/frames.py",
+        "self._entry += stop == num_pages",
+        "self._entry += 1",
+    ),
+    Mutant(
+        "an entry's pages start over",
+        "transport/frames.py",
+        "return self._slice(first, first + 1, start, stop)",
+        "return self._slice(first, first + 1, 0, stop - start)",
+    ),
+    Mutant(
+        "a frame's last page is not looked at", "transport/frames.py", "np.uint64((count - 1) * stride)", "np.uint64(0)"
+    ),
+    Mutant("pages behind a frame are let in", "transport/framed.py", "or high >= count:", "or False:"),
+    Mutant(
+        "only the lowest piece is looked at",
+        "transport/regions.py",
+        "or np.maximum.reduce(address + (length_bytes - _ONE)) > self._last[index]",
+        "",
+    ),
+    Mutant("long pieces are not cut", "transport/slices.py", "> MAX_PIECE_BYTES:", "> 2**62:"),
+    Mutant(
+        "each slice begins with the first row",
+        "transport/slices.py",
+        "rows[:, 0], rows[:, 1] = self.address[first:last], length_bytes",
+        "rows[:, 0], rows[:, 1] = self.address[: last - first], length_bytes",
+    ),
+]
+
+MUTANTS = [*MODEL, *KINDS, *PLAN, *TRANSPORT]

@@ -27,6 +27,7 @@ from mutants import MUTANTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ["tests/unit/kinds", "tests/golden", "tests/unit/plan", "tests/unit/model"]
 PAIRS = ["tests/property/test_pairs.py"]
+MOVES = [f"tests/unit/transport/test_{name}.py" for name in ("base", "frames", "regions", "slices", "memory")]
 TIMEOUT_S = 300
 KEPT = shutil.ignore_patterns("__pycache__", ".hypothesis")
 
@@ -58,7 +59,8 @@ def copy_tree(to: Path) -> None:
 def failing_test(tree: Path, seed: int, path: str) -> str | None:
     """The first test that fails in this tree, None if none does. A wrong kind is not wrong to the oracle: units first."""
     few, units, many = (PAIRS, 25), (UNITS, 0), (PAIRS, 500)
-    for tests, num_pairs in (units, few, many) if path.startswith("kinds/") else (few, units, many):
+    runs = (units, few, many) if path.startswith("kinds/") else (few, units, many)
+    for tests, num_pairs in ((MOVES, 0),) if path.startswith("transport/") else runs:
         environment = {
             **os.environ,
             "PYTHONPATH": str(tree / "src"),
