@@ -66,13 +66,16 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came back for one request. `error` is None when the engine answered, even with no token."""
+    """What came back for one request. `error` is None when the engine answered, even with no token. `first_token_s`: when the
+    engine's process had the first one, on the monotonic clock, which all processes of a machine share.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None
     finish_reason: str | None = None
     cached_tokens: int | None = None
+    first_token_s: float | None = None
     error: str | None = None
 
 

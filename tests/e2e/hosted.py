@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -113,11 +114,13 @@ class _Host:
             logprobs=TOP,
             extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
         )
-        final = None
+        final, first_token_s = None, None
         async for output in self.engine.generate(
             {"prompt_token_ids": prompt}, parameters, request_id, data_parallel_rank=rank
         ):
             final = output
+            if first_token_s is None and output.outputs[0].token_ids:
+                first_token_s = time.monotonic()
         if final is None:
             raise RuntimeError("the engine returned nothing")
         made = final.outputs[0]
@@ -127,4 +130,5 @@ class _Host:
             "kv_transfer_params": final.kv_transfer_params,
             "finish_reason": made.finish_reason,
             "cached_tokens": final.num_cached_tokens,
+            "first_token_s": first_token_s,
         }
