@@ -155,6 +155,9 @@ class Endpoint:
         """Hand in an order; does not wait."""
         if isinstance(order, Load):
             self._outbox.expect(order.request)
+        elif isinstance(order, Grant):
+            # The step that hands this in ends with the parameters that name the word.
+            self._book.foretell(order.slot, order.word)
         self._orders.put(order)
         self.wake()
 

@@ -54,6 +54,17 @@ def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World)
     assert world.words() == {FREE}
 
 
+def test_a_word_stands_as_soon_as_its_grant_is_handed_in(world: World) -> None:
+    """The reader may be told of it, and come, before the session's thread gets its turn."""
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("r", SLOT, WORD))
+    assert world.words() == {WORD}
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("beyond", 64, WORD))
+        endpoint.submit(Grant("free", SLOT, FREE))
+    assert world.words() == {WORD}
+
+
 def test_nothing_is_reported_while_a_byte_may_still_move(world: World) -> None:
     world.grant_and_offer()
     world.faults[-1] = Fault(delay_steps=3)
