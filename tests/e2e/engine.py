@@ -152,6 +152,10 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         return bool(self._call("reset_prefix_cache").result(timeout=ANSWER_SECONDS))
 
+    def get(self, path: str) -> str:
+        """A page as a server would have it: `/metrics`."""
+        return str(self._call("get", path).result(timeout=ANSWER_SECONDS))
+
     def alive(self) -> bool:
         return bool(processes.members(self.pid))
 

@@ -101,6 +101,13 @@ class _Host:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
 
+    async def get(self, path: str) -> str:
+        if path != "/metrics":
+            raise ValueError(f"{path}: this engine has no page but /metrics")
+        from prometheus_client import generate_latest
+
+        return generate_latest().decode()
+
     async def generate(
         self, request_id: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, rank: int | None
     ) -> dict[str, Any]:
