@@ -1,18 +1,120 @@
-"""Time to first token of two real engines, with our connector and with the in-tree one, on pairs that both run.
+"""How long does a client wait for the first token of two real engines, with our connector and with the in-tree one?
 
-The place for it: the engines are started by `tests/e2e`, and the figures are put in here once that harness measures them.
+From the client's send of the prompt to the prefill engine until the decode engine's process has the first token, with a router in
+between that does nothing else; the same prompt goes through both pairs, one right after the other, in turns (`engine_pairs`). The
+first two requests of each pair are not counted: they carry the handshake. Every text is compared with that of an engine that
+transfers nothing.
+
+The in-tree connector is measured twice. *As it ships*, each of its ranks has a thread of NIXL's that spins on a core: on a machine
+with fewer cores than ranks it slows down its own engines. *With cores to spare*, those threads run only where nobody else wants to:
+what remains is the connector's own way, and there ours pays for its thread hops and for reading lease words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
+from tests.e2e.compare import compare
+from tests.e2e.prompts import prompt
+
+from bench.compare import interval
 from bench.results import Result, skipped
 
+if TYPE_CHECKING:
+    from bench.engine_pairs import Pair, Turn
+
 ROW = "f first token"
+NAME = "time to first token, two real engines"
 BAR = "lower bound >= 0.95 of in-tree's"
+SHIPPED, SPARE = "NixlConnector as it ships", "NixlConnector with cores to spare"
+LENGTHS = (256, 1024)
+PAIRS = (("llama", 1, 1), ("gemma3", 1, 2))
+MORE_PAIRS = (("llama", 1, 2), ("llama", 2, 1), ("nemotron-h", 1, 1))
+NUM_WARM = 2
+NUM_ROUNDS, NUM_ROUNDS_FULL = 16, 40
+LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 6.0, 60.0  # no prompt is begun after the budget, once there are so many
 
 
 def run(full: bool) -> Iterator[Result]:
-    """Not measured here yet."""
-    yield skipped(ROW, "time to first token, two real engines", "not measured by this bench yet", BAR)
+    """Each pair of engines, each length, beside both."""
+    if importlib.util.find_spec("vllm") is None:
+        yield skipped(
+            ROW, NAME, "vLLM is not installed here; `scripts/venv vllm` does it, `make bench` then uses it", BAR
+        )
+        return
+    from tests.e2e.engine import EngineFailed
+    from tests.e2e.engines import Nursery
+
+    from bench.engine_pairs import both_pairs
+
+    with Nursery() as nursery:
+        for model, prefill_tp, decode_tp in (*PAIRS, *(MORE_PAIRS if full else ())):
+            name = f"{model} TP {prefill_tp} -> {decode_tp}"
+            try:
+                with both_pairs(nursery, model, prefill_tp, decode_tp) as (ours, theirs):
+                    yield from _measure(name, ours, theirs, full, prefill_tp + decode_tp)
+            except EngineFailed as error:
+                yield skipped(ROW, name, f"an engine did not start or ended: {str(error).splitlines()[0]}", BAR)
+
+
+def _measure(name: str, ours: Pair, theirs: Pair, full: bool, num_ranks: int) -> Iterator[Result]:
+    first_ms = [1e3 * pair.turn(prompt(LENGTHS[0], 0)).total_s for pair in (ours, theirs)]
+    for against in (SHIPPED, SPARE):
+        if against == SPARE:
+            found = theirs.make_yield()
+            if found != num_ranks:
+                why = f"{found} of {num_ranks} spinning threads of NIXL's were found"
+                yield skipped(ROW, f"{name}, beside {against}", why, BAR)
+                return
+        for length in LENGTHS:
+            num_prompts = NUM_WARM + (NUM_ROUNDS_FULL if full else NUM_ROUNDS)
+            prompts = [prompt(length, 1 + seed) for seed in range(num_prompts)]
+            turns = _take_turns(ours, theirs, prompts, BUDGET_FULL_S if full else BUDGET_S)
+            gap = _check_texts(ours, prompts, turns)
+            yield _result(
+                f"{name}, {length} tokens, beside {against}",
+                turns[NUM_WARM:],
+                first_request_ms=first_ms,
+                logprob_gap=gap,
+            )
+
+
+def _take_turns(ours: Pair, theirs: Pair, prompts: Sequence[list[int]], budget_s: float) -> list[tuple[Turn, Turn]]:
+    """(ours, theirs) of each prompt that there is time for; who is first changes from prompt to prompt."""
+    turns: list[tuple[Turn, Turn]] = []
+    started_s = time.monotonic()
+    for number, words in enumerate(prompts):
+        if number >= NUM_WARM + LEAST_ROUNDS and time.monotonic() > started_s + budget_s:
+            break
+        order = (ours, theirs) if number % 2 else (theirs, ours)
+        made = {id(pair): pair.turn(words) for pair in order}
+        turns.append((made[id(ours)], made[id(theirs)]))
+    return turns
+
+
+def _check_texts(ours: Pair, prompts: Sequence[list[int]], turns: Sequence[tuple[Turn, Turn]]) -> float:
+    """The largest difference of a log-probability from an engine that transfers nothing. Raises AssertionError if a text differs."""
+    expected, gap = ours.ordinary(prompts[: len(turns)]), 0.0
+    for side in (0, 1):
+        found = compare(expected, [turn[side].output for turn in turns])
+        assert (found.answered, found.wrong_tokens) == (True, ()), f"{('ours', 'in-tree')[side]}: {found}"
+        gap = max(gap, found.logprob_gap)
+    return gap
+
+
+def _result(name: str, turns: Sequence[tuple[Turn, Turn]], **details: object) -> Result:
+    total_ms, decode_ms = (
+        1e3 * np.array([[getattr(turn, part) for turn in pair] for pair in turns]) for part in ("total_s", "decode_s")
+    )
+    ratio, low, high = interval(total_ms[:, 1] / total_ms[:, 0])
+    ours, theirs = np.median(total_ms, axis=0)
+    of_decode = [round(float(value), 2) for value in np.median(decode_ms, axis=0)]
+    return Result(
+        ROW, name, float(ours), float(theirs), "ms", ratio, (low, high), BAR, low >= 0.95,
+        details={"pairs": len(turns), "decode_ms": of_decode, "load": round(os.getloadavg()[0], 1), **details},
+    )  # fmt: skip

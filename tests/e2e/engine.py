@@ -66,13 +66,16 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came back for one request. `error` is None when the engine answered, even with no token."""
+    """What came back for one request. `error` is None when the engine answered, even with no token. `first_token_s`: when the
+    engine's process had the first one, on the monotonic clock, which all processes of a machine share.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     kv_transfer_params: dict[str, Any] | None = None
     finish_reason: str | None = None
     cached_tokens: int | None = None
+    first_token_s: float | None = None
     error: str | None = None
 
 
@@ -148,6 +151,10 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._call("reset_prefix_cache").result(timeout=ANSWER_SECONDS))
+
+    def get(self, path: str) -> str:
+        """A page as a server would have it: `/metrics`."""
+        return str(self._call("get", path).result(timeout=ANSWER_SECONDS))
 
     def alive(self) -> bool:
         return bool(processes.members(self.pid))

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -100,6 +101,13 @@ class _Host:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
 
+    async def get(self, path: str) -> str:
+        if path != "/metrics":
+            raise ValueError(f"{path}: this engine has no page but /metrics")
+        from prometheus_client import generate_latest
+
+        return generate_latest().decode()
+
     async def generate(
         self, request_id: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, rank: int | None
     ) -> dict[str, Any]:
@@ -113,11 +121,13 @@ class _Host:
             logprobs=TOP,
             extra_args={"kv_transfer_params": transfer} if transfer is not None else None,
         )
-        final = None
+        final, first_token_s = None, None
         async for output in self.engine.generate(
             {"prompt_token_ids": prompt}, parameters, request_id, data_parallel_rank=rank
         ):
             final = output
+            if first_token_s is None and output.outputs[0].token_ids:
+                first_token_s = time.monotonic()
         if final is None:
             raise RuntimeError("the engine returned nothing")
         made = final.outputs[0]
@@ -127,4 +137,5 @@ class _Host:
             "kv_transfer_params": final.kv_transfer_params,
             "finish_reason": made.finish_reason,
             "cached_tokens": final.num_cached_tokens,
+            "first_token_s": first_token_s,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +10,10 @@ from tests.e2e.cases import IN_TREE, OURS
 from tests.e2e.compare import compare
 from tests.e2e.engines import EngineSpec, Nursery
 from tests.e2e.http_engine import HttpEngine
+from tests.e2e.metrics import await_total, total
 from tests.e2e.prompts import ladder
 from tests.e2e.router import route
 from tests.e2e.verdicts import LEAST_FLOOR
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(params=[OURS, IN_TREE])
@@ -58,18 +56,3 @@ def check_metrics(prefill: HttpEngine, decode: HttpEngine, num_prompts: int) -> 
         for name in ("kvreshard_failures_total", "kvreshard_fallbacks_total", 'kvreshard_leases_total{end="expired"'):
             assert total(engine, name) == 0, name
     assert total(decode, "kvreshard_bytes_total") > 0
-
-
-def total(engine: HttpEngine, series: str) -> float:
-    """The sum of a series over its labels; a label given in `series` must be among a line's."""
-    name, _, label = series.partition("{")
-    lines = [line for line in engine.get("/metrics").splitlines() if line.startswith((name + "{", name + " "))]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
-
-
-def await_total(engine: HttpEngine, series: str, least: float) -> float:
-    """The same, once it is that much; an engine reports what it has counted with its next step."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (found := total(engine, series)) < least and time.monotonic() < deadline:
-        engine.generate([[5, 6, 7]], 1)
-    return found

@@ -1,14 +1,18 @@
 """Is what the benchmark stands on right: its block tables, its intervals, its page?"""
 
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bench import page
+from bench import page, rows_ttft
 from bench.compare import compare, interval
+from bench.engine_pairs import Turn
 from bench.results import Result, compared, machine, save, skipped
 from bench.tables import KINDS, page_table
+from tests.e2e.engine import Output
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,3 +70,60 @@ def test_a_bar_may_stand_on_the_lower_bound() -> None:
     above = found.cpu_ratio[1]
     assert compared("r", "n", found, "b", above, cpu=True, low=True).met is True
     assert compared("r", "n", found, "b", above * 1.001, cpu=True, low=True).met is False
+
+
+class FakePair:
+    """Engines that take `seconds` and answer with each prompt's last token; `log` tells whose turn it was."""
+
+    def __init__(self, name: str, seconds: float, log: list[str], wrong: bool = False) -> None:
+        self.name, self.seconds, self.log, self.wrong = name, seconds, log, wrong
+
+    def turn(self, prompt: Sequence[int]) -> Turn:
+        self.log.append(self.name)
+        return Turn(self.seconds, self.seconds / 2, self.answer(prompt, self.wrong))
+
+    def ordinary(self, prompts: Sequence[Sequence[int]]) -> list[Output]:
+        return [self.answer(prompt, False) for prompt in prompts]
+
+    def make_yield(self) -> int:
+        return 2
+
+    @staticmethod
+    def answer(prompt: Sequence[int], wrong: bool) -> Output:
+        token = prompt[-1] + wrong
+        return Output(tokens=[token], logprobs=[{token: -0.5}])
+
+
+def test_first_tokens_are_compared_in_turns_and_the_bar_is_on_the_lower_bound() -> None:
+    log: list[str] = []
+    results = list(
+        rows_ttft._measure("m", FakePair("ours", 0.010, log), FakePair("theirs", 0.012, log), full=False, num_ranks=2)
+    )
+    assert [round(result.ratio or 0, 2) for result in results] == [1.2] * 4
+    assert all(result.met and result.details["decode_ms"] == [5.0, 6.0] for result in results)
+    assert log[2:6] == ["theirs", "ours", "ours", "theirs"]
+    assert log.count("ours") == log.count("theirs")
+    slower = rows_ttft._measure("m", FakePair("ours", 0.012, []), FakePair("theirs", 0.010, []), False, 2)
+    assert not any(result.met for result in slower)
+    scattered = [(Turn(1.0, 0.5, Output()), Turn(seconds, 0.5, Output())) for seconds in [0.5, 1.5] * 4 + [1.2]]
+    unsure = rows_ttft._result("m", scattered)
+    assert (unsure.ratio, unsure.met) == (1.2, False)
+
+
+def test_a_first_token_of_another_text_is_no_result() -> None:
+    with pytest.raises(AssertionError, match=r"ours: .* texts differ"):
+        list(rows_ttft._measure("m", FakePair("ours", 0.01, [], wrong=True), FakePair("theirs", 0.01, []), False, 2))
+    with pytest.raises(AssertionError, match=r"in-tree: .* texts differ"):
+        list(rows_ttft._measure("m", FakePair("ours", 0.01, []), FakePair("theirs", 0.01, [], wrong=True), False, 2))
+
+
+def test_cores_to_spare_are_not_claimed_for_threads_that_were_not_found() -> None:
+    results = list(rows_ttft._measure("m", FakePair("ours", 0.01, []), FakePair("theirs", 0.01, []), False, 3))
+    assert [result.note for result in results][2:] == ["skipped: 2 of 3 spinning threads of NIXL's were found"]
+
+
+def test_without_vllm_the_first_token_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (result,) = rows_ttft.run(False)
+    assert result.met is None
+    assert "vLLM is not installed" in result.note

@@ -34,6 +34,7 @@ from kvreshard.session.mover import Staging
 from kvreshard.session.notes import Heartbeat, Question, Report, heartbeats, read_note, write_note
 from kvreshard.session.orders import (
     Cancel,
+    CheckResult,
     EndpointOptions,
     Failure,
     Grant,
@@ -48,6 +49,7 @@ from kvreshard.session.orders import (
     Unwatch,
     Watch,
 )
+from kvreshard.session.outbox import Outbox
 from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.pull import WORD_BYTES
 from kvreshard.session.recorder import Crash, Recorder
@@ -128,8 +130,8 @@ class Endpoint:
         self._waiting_releases: list[Release] = []
         self._watched: dict[str, Watch] = {}
         self._last_heartbeat_s = clock()
-        self._results = Results()
-        self._lock = threading.Lock()
+        self._outbox = Outbox()
+        self._is_expecting = self._is_attentive = False
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -151,14 +153,17 @@ class Endpoint:
 
     def submit(self, order: Order) -> None:
         """Hand in an order; does not wait."""
+        if isinstance(order, Load):
+            self._outbox.expect(order.request)
+        elif isinstance(order, Grant):
+            # The step that hands this in ends with the parameters that name the word.
+            self._book.foretell(order.slot, order.word)
         self._orders.put(order)
         self.wake()
 
-    def collect(self) -> Results:
-        """What has ended since the last call."""
-        with self._lock:
-            results, self._results = self._results, Results()
-        return results
+    def collect(self, patience_s: float = 0.0) -> Results:
+        """What has ended since the last call. While loads are under way, waits so long for the first to end."""
+        return self._outbox.take(patience_s)
 
     def wake(self) -> None:
         """End the current rest."""
@@ -196,14 +201,20 @@ class Endpoint:
             self._answerer.work(self._me.layout)
         self._send_releases()
         self._send_heartbeats(now_s)
-        with self._lock:
-            self._results.freed.update(self._book.take_finished())
-        self._transport.set_attentive(bool(self._jobs or self._book.num_offered))
+        self._outbox.free(self._book.take_finished())
+        self._attend()
         if self._me is not None and len(self._answerer):
             return 0.0
         if self._jobs or self._waiting_releases:
             return REST_WITH_LEASES_S if self._book.num_offered else REST_WITH_LOADS_S
         return REST_WITH_LEASES_S if self._book.num_offered else REST_IDLE_S
+
+    def _attend(self) -> None:
+        """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
+        is_attentive = bool(self._jobs or self._book.num_offered)
+        if is_attentive != self._is_attentive or self._is_expecting:
+            self._transport.set_attentive(is_attentive)
+        self._is_attentive, self._is_expecting = is_attentive, False
 
     def _run(self) -> None:
         while not self._stopping:
@@ -230,9 +241,9 @@ class Endpoint:
             case Grant():
                 self._book.grant(order.request, order.slot, order.word)
             case Offer():
+                self._is_expecting = True
                 if not self._book.offer(order.request, order.ttl_s, now_s):
-                    with self._lock:
-                        self._results.freed[order.request] = "revoked"
+                    self._outbox.free({order.request: "revoked"})
             case Revoke():
                 self._book.revoke(order.request)
             case _:
@@ -287,33 +298,26 @@ class Endpoint:
                 self._free_scratch(job)
             if job.peer is not None:
                 self._report(job.peer, job.load.lease, is_good=not failed)
-            self._note_check(job)
+            self._tell_obstacle(job)
             if isinstance(outcome, Failure):
-                self._fail(request, outcome)
+                self._fail(request, outcome, job.check)
                 self._record(job, outcome)
                 if outcome.kind in ("transfer", "timeout"):
                     # The peer may be gone: the next request finds out from its listener.
                     self._peers.forget(job.load.remote)
             elif outcome is not None:
-                with self._lock:
-                    self._results.received[request] = outcome
+                self._outbox.end(request, outcome, job.check)
         for job in [job for job in self._given_up if job.is_settled]:
             self._given_up.remove(job)
             job.close()
             self._free_scratch(job)
-            with self._lock:
-                self._results.settled.add(job.load.request)
+            self._outbox.settle(job.load.request)
 
-    def _fail(self, request: str, failure: Failure) -> None:
+    def _fail(self, request: str, failure: Failure, check: CheckResult | None = None) -> None:
         logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)
-        with self._lock:
-            self._results.failed[request] = failure
+        self._outbox.end(request, failure, check)
 
-    def _note_check(self, job: Job) -> None:
-        if job.check is None:
-            return
-        with self._lock:
-            self._results.checks[job.load.request] = job.check
+    def _tell_obstacle(self, job: Job) -> None:
         if job.obstacle and job.obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
             self._obstacles.add(job.obstacle)
             logger.warning("loads are not compared with their source: %s", job.obstacle)

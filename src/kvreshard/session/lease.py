@@ -89,6 +89,11 @@ class LeaseBook:
         self._grants[request] = _Grant(slot, word)
         self._table[slot] = word
 
+    def foretell(self, slot: int, word: int) -> None:
+        """Write a word before its grant is made, on whatever thread: a reader may be faster than this book's owner."""
+        if 0 <= slot < len(self._table) and FREE < word < 2**64:
+            self._table[slot] = word
+
     def holds(self, request: str, word: int) -> bool:
         """Whether the request has a grant with this word, so that its pages are still its own."""
         grant = self._grants.get(request)

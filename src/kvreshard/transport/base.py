@@ -312,7 +312,7 @@ class Transport(Protocol):
 
     def set_attentive(self, attentive: bool) -> None:
         """Say whether peers are expected to read, write or notify soon: an attentive transport answers faster and costs
-        more processor time while idle.
+        more processor time while idle. Each call with True says that one more is on its way, and is answered fastest.
         """
 
     def close(self) -> None:

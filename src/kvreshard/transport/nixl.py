@@ -188,8 +188,8 @@ class NixlTransport:
         return [Notification(aliases.get(peer, peer), payload) for peer, payload in fresh]
 
     def set_attentive(self, attentive: bool) -> None:
-        """See `Transport.set_attentive`: `Pace.attentive_s` instead of `Pace.slow_s` between polls."""
-        self._owner.attentive = attentive
+        """See `Transport.set_attentive`: `Pace.fast_s` for `Pace.linger_s`, then `attentive_s` instead of `slow_s`."""
+        self._owner.attend(attentive)
 
     def close(self) -> None:
         """See `Transport.close`. Waits up to `Pace.close_s` for slices in flight."""

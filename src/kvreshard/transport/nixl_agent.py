@@ -18,7 +18,7 @@ import numpy as np
 from kvreshard.transport.base import Direction, MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame
 from kvreshard.transport.frames import FramePlace, FrameSlice, strided_rows
-from kvreshard.transport.owner import Pace
+from kvreshard.transport.pace import Pace
 from kvreshard.transport.slices import Slice
 
 # A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.

@@ -17,6 +17,7 @@ The agent is a narrow protocol, so that this loop runs in tests without NIXL.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -29,38 +30,13 @@ from typing import Protocol, TypeVar
 
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransportError
 from kvreshard.transport.frames import FrameCursor, FrameSlice
+from kvreshard.transport.pace import Pace
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending
 from kvreshard.transport.slices import Slice, SliceBudget, SliceCursor
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How the owner spends its time.
-
-    Attributes:
-        post_s: aimed duration of one post.
-        max_in_flight: slices posted and not settled, over all jobs. Settling waits for the peer's poll, so one slice in
-            flight would idle for the rest of the peer's interval.
-        spin_s: after the last event, poll without rest for so long while slices are in flight.
-        fast_s: rest while slices are in flight, or something happened within `linger_s`.
-        attentive_s: rest of an attentive transport (2 ms: 1.0 to 2.4 % of a core; 0.5 ms took 5.6 %).
-        slow_s: rest otherwise (10 ms: 0.6 to 1.2 % of a core, 2.2 % on a busy machine; 20 ms half of that). A peer that reads meanwhile waits for this long at most.
-        linger_s: how long an event keeps the pace fast.
-        close_s: how long `stop` waits for slices in flight.
-    """
-
-    post_s: float = 0.020
-    max_in_flight: int = 4
-    spin_s: float = 0.0005
-    fast_s: float = 0.0005
-    attentive_s: float = 0.002
-    slow_s: float = 0.020
-    linger_s: float = 0.050
-    close_s: float = 5.0
 
 
 class Agent(Protocol):
@@ -155,6 +131,15 @@ class Owner:
             if self._shut:
                 raise closed_transport(self.name)
             self._work.put(function)
+
+    def attend(self, attentive: bool) -> None:
+        """Set the pace between events. To be told that peers will come is an event: it ends a rest, and the pace stays fast for
+        `linger_s`, since a peer's read of our memory settles only when this side polls.
+        """
+        self.attentive = attentive
+        if attentive:
+            with contextlib.suppress(TransportError):  # stopped: nobody will come
+                self.submit(lambda: None)
 
     def post(self, job: Job) -> None:
         """Start a job; does not wait."""

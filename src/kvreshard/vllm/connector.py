@@ -101,7 +101,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """This step's orders."""
-        return self._scheduling.take_metadata()
+        return self._scheduling.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """See `SchedulerSide.hear`."""

@@ -18,6 +18,7 @@ from kvreshard.session.card import RankCard, encode_card
 from kvreshard.session.orders import Order
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import read_groups
+from kvreshard.vllm.idleness import Idleness
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
@@ -35,10 +36,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ReshardMetadata(KVConnectorMetadata):
-    """What the ranks are told in one step. `card`: the engine's own, once."""
+    """What the ranks are told in one step. `card`: the engine's own, once. `is_idle`: nothing is computed in this step or in
+    another that is still under way, so that a rank may wait a moment for its loads.
+    """
 
     orders: list[Order] = field(default_factory=list)
     card: bytes | None = None
+    is_idle: bool = False
 
 
 @dataclass
@@ -80,6 +84,7 @@ class SchedulerSide:
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._manager: KVCacheManager | None = None
+        self._idleness = Idleness(parallel.data_parallel_size)
 
     def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
         """The layout and the card of every rank: make the engine's card, and listen if others read from here."""
@@ -119,9 +124,10 @@ class SchedulerSide:
             self._metadata.orders.append(order)
         return params is not None, params
 
-    def take_metadata(self) -> ReshardMetadata:
-        """Everything that the ranks have to know by now."""
+    def take_metadata(self, scheduled: Iterable[str], finished: Iterable[str]) -> ReshardMetadata:
+        """Everything that the ranks have to know by now. Requests `scheduled` in this step, `finished` before it."""
         metadata, self._metadata = self._metadata, ReshardMetadata()
+        metadata.is_idle = self._idleness.step(scheduled, finished)
         return metadata
 
     def hear(self, output: KVConnectorOutput) -> None:

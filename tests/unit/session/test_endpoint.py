@@ -5,6 +5,8 @@ Two engines of several ranks in one process: memory transports, a clock that the
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +52,17 @@ def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World)
     assert differing_bytes(expected, world.dst.memory) == {}
     assert collect(world.src) == (set(), {}, {"r"})
     assert world.words() == {FREE}
+
+
+def test_a_word_stands_as_soon_as_its_grant_is_handed_in(world: World) -> None:
+    """The reader may be told of it, and come, before the session's thread gets its turn."""
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("r", SLOT, WORD))
+    assert world.words() == {WORD}
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("beyond", 64, WORD))
+        endpoint.submit(Grant("free", SLOT, FREE))
+    assert world.words() == {WORD}
 
 
 def test_nothing_is_reported_while_a_byte_may_still_move(world: World) -> None:
@@ -259,3 +272,37 @@ def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
     world.turn()
     received, failed, _ = collect(world.dst)
     assert (received, set(failed)) == ({"a", "c"}, {"b"})
+
+
+def test_each_offer_is_announced_to_the_transport_and_its_end_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(world.src.transports[0], "set_attentive", told.append)
+    world.src.turn()
+    assert told == []
+    world.grant_and_offer("r")
+    world.src.turn()
+    assert told == [True]
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("s", SLOT + 1, WORD))
+        endpoint.submit(Offer("s", 30.0))
+    world.src.turn()
+    assert told == [True, True]
+    world.clock.now_s += 31.0
+    world.src.turn()
+    assert told == [True, True, False]
+
+
+def test_the_engines_thread_may_wait_for_a_load_and_sees_it_end(world: World) -> None:
+    """With a thread per endpoint, as in an engine; one that did not know of the load would come back with nothing."""
+    world.grant_and_offer()
+    for endpoint in (*world.src.endpoints.values(), *world.dst.endpoints.values()):
+        endpoint.start()
+    order_load(world)
+    deadline_s = time.monotonic() + 10.0
+    while len(world.met) < len(world.dst.endpoints):
+        assert time.monotonic() < deadline_s
+    threading.Timer(0.05, meet, (world,)).start()
+    for endpoint in world.dst.endpoints.values():
+        assert endpoint.collect(patience_s=10.0).received.keys() == {"d"}

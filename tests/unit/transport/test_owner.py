@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
-from kvreshard.transport.owner import Agent, Job, Owner, Pace
+from kvreshard.transport.owner import Agent, Job, Owner
+from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Slice, SliceCursor
 
@@ -244,3 +245,17 @@ def test_an_agent_that_cannot_be_made_is_the_callers_error() -> None:
 
     with pytest.raises(TransportError, match="no such device"):
         Owner("fake", broken, lambda _peer, _payload: None, PACE)
+
+
+def test_an_owner_at_rest_looks_up_when_peers_are_expected(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader's transfer settles when this side polls: the first poll must not wait for the end of a long rest."""
+    polls: list[None] = []
+    monkeypatch.setattr(agent, "receive", lambda: polls.append(None) or [])
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, Pace(slow_s=1000.0, linger_s=0.0))
+    try:
+        until(lambda: len(polls) == 1)
+        owner.attend(True)
+        until(lambda: len(polls) > 1)
+    finally:
+        owner.stop()
+    owner.attend(True)  # nobody will come, and that is no error

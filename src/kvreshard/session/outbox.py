@@ -1,0 +1,58 @@
+"""What has ended since the engine's thread last asked, and is it worth waiting a moment for more?
+
+The session's thread puts in, the engine's thread takes out. An engine that computes nothing may wait a little while loads are
+under way: asking again costs it a whole step, and the threads that carry out the load need the processor that the step takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from kvreshard.session.lease import Cause
+from kvreshard.session.orders import CheckResult, Failure, Results
+from kvreshard.session.pull import Moved
+
+
+class Outbox:
+    """Results on their way out. Safe for use from any thread."""
+
+    def __init__(self) -> None:
+        self._results = Results()
+        self._loading: set[str] = set()
+        self._ended = threading.Condition()
+
+    def expect(self, request: str) -> None:
+        """A load has been ordered."""
+        with self._ended:
+            self._loading.add(request)
+
+    def end(self, request: str, outcome: Moved | Failure, check: CheckResult | None = None) -> None:
+        """A load is over; `check`: how its comparison ended, if there was one."""
+        with self._ended:
+            if isinstance(outcome, Failure):
+                self._results.failed[request] = outcome
+            else:
+                self._results.received[request] = outcome
+            if check is not None:
+                self._results.checks[request] = check
+            self._loading.discard(request)
+            self._ended.notify_all()
+
+    def settle(self, request: str) -> None:
+        """The reads of a load whose pages were quarantined have come to rest."""
+        with self._ended:
+            self._results.settled.add(request)
+
+    def free(self, ended: Mapping[str, Cause]) -> None:
+        """Leases have ended here."""
+        with self._ended:
+            self._results.freed.update(ended)
+
+    def take(self, patience_s: float) -> Results:
+        """Everything since the last call. Waits for up to `patience_s` if no load has ended and one is under way."""
+        with self._ended:
+            if self._loading and not (self._results.received or self._results.failed):
+                self._ended.wait_for(lambda: bool(self._results.received or self._results.failed), patience_s)
+            results, self._results = self._results, Results()
+        return results
