@@ -69,11 +69,11 @@ MODELS = {
 
 SHAPES = (
     Shape("heads-p0", "heads", True, tp=2, page=16, order="NHD"),
-    Shape("heads-p1", "heads", True, tp=1, page=32, order="HND"),
+    Shape("heads-p1", "heads", True, tp=1, page=8, order="HND", num_pages=480),
     Shape("latent-p0", "latent", True, tp=1, page=64, order="NHD"),
     Shape("hybrid-p0", "hybrid", True, tp=2, page=16, order="NHD"),
-    Shape("heads-d0", "heads", False, tp=1, page=32, order="HND"),
-    Shape("heads-d1", "heads", False, tp=4, page=8, order="NHD", num_pages=320, is_staged=True),
+    Shape("heads-d0", "heads", False, tp=1, page=8, order="HND", num_pages=480),
+    Shape("heads-d1", "heads", False, tp=4, page=32, order="NHD", is_staged=True),
     Shape("latent-d0", "latent", False, tp=2, page=16, order="NHD"),
     Shape("hybrid-d0", "hybrid", False, tp=1, page=32, order="HND"),
 )
