@@ -30,6 +30,7 @@ class Member:
     life: int = 0
     is_born: bool = False
     has_room_s: float = 0.0
+    last_change_s: float = 0.0
     process: BaseProcess | None = None
     pipe: Connection | None = None
     counted: list[Any] = field(default_factory=list)
@@ -48,6 +49,7 @@ class Member:
         self.life += 1
         self.counts_asked = len(self.counted)
         self.is_born = False
+        self.last_change_s = time.monotonic()
 
     def say(self, *words: Any) -> None:
         """A word to the engine; lost if it is dead."""
@@ -89,6 +91,7 @@ class Member:
         self.process.join(PATIENCE_S)
         self.pipe.close()
         self.is_born = False
+        self.last_change_s = time.monotonic()
         if self._stopped_s is not None:
             self.stops.append((self._stopped_s, time.monotonic()))
             self._stopped_s = None

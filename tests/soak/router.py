@@ -35,6 +35,8 @@ BOUND_S = OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + SLACK_S
 PER_READER = 4
 LEASE_S = 3.0
 NO_ROOM_S = 0.2
+# What only a fault of the source, of the reader or of what lies between may bring about.
+HARMED = {"transfer", "timeout", "handshake"}
 # The way to the prefill engine, back, and to the decode engine: no work of ours, but processes must get their turn.
 ROUTE_S = 20.0
 
@@ -125,6 +127,15 @@ class Router:
         own_s = ended.seconds - flight.reader.stopped_within(now_s - ended.seconds - SLACK_S, now_s)
         pair = f"{flight.source.shape.name} -> {flight.reader.shape.name}"
         self.tally.note_end(pair, ended, own_s, BOUND_S)
+        if ended.kind in HARMED and not self._was_harmed(flight, now_s):
+            self.tally.note_innocent(pair, ended)
+
+    @staticmethod
+    def _was_harmed(flight: Flight, now_s: float) -> bool:
+        """Whether a fault has touched the source or the reader since a while before the request was made."""
+        since_s = flight.made_s - BOUND_S
+        both = flight.source, flight.reader
+        return any(member.stopped_within(since_s, now_s) or member.last_change_s > since_s for member in both)
 
     def _close(self, flight: Flight, kind: str) -> None:
         del self.flights[flight.name]

@@ -36,6 +36,7 @@ class Tally:
     wrong_requests: int = 0
     lost: int = 0
     quarantined: int = 0
+    innocent: int = 0
     slowest_failure_s: float = 0.0
     growth_bytes: dict[str, int] = field(default_factory=dict)
     growth_fds: dict[str, int] = field(default_factory=dict)
@@ -64,6 +65,11 @@ class Tally:
                 f"{pair}: request {ended.request} ended ({ended.kind}) after {own_s:.1f} s; bound {bound_s:g} s"
             )
 
+    def note_innocent(self, pair: str, ended: Ended) -> None:
+        """A load failed though neither its source nor its reader had been touched."""
+        self.innocent += 1
+        self.samples.setdefault(f"innocent, {ended.kind}", f"{pair}: {ended.text[:300]}")
+
     def note_kind(self, kind: str, text: str = "") -> None:
         """A request is over."""
         self.ends[kind] += 1
@@ -87,6 +93,7 @@ class Tally:
             f"loaded {_listed(self.per_pair)}; {self.prefix_hits} behind a prefix; {self.compared_bytes / 1e9:.2f} GB compared",
             f"faults: {_listed(self.faults)}; leases: {_listed(self.leases)}",
             f"slowest failure {self.slowest_failure_s:.1f} s, {self.quarantined} quarantined",
+            f"{self.innocent} failed though source and reader were well",
             "grown: " + ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in self.growth_bytes.items()),
             "file descriptors: " + ", ".join(f"{name} {count:+d}" for name, count in self.growth_fds.items()),
             f"lost {self.lost}, wrong {self.wrong_requests}, defects {len(self.defects)}",

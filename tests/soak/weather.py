@@ -21,8 +21,8 @@ from tests.soak.tally import Tally
 
 # They live all the time, so that their memory can be compared.
 ELDERS = ("heads-p0", "latent-d0")
-KILL_EVERY_S, STOP_EVERY_S, HOSTILE_EVERY_S = 9.0, 5.0, 1.5
-STOPS_S = (0.2, 1.0, 2.5, OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + 1.5)
+KILL_EVERY_S, STOP_EVERY_S, HOSTILE_EVERY_S = 7.0, 4.0, 1.5
+STOPS_S = (0.3, 2.0, OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + 1.5)
 AWAY_S = (0.0, 0.3, 1.0)
 
 
