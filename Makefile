@@ -11,7 +11,7 @@ export PYTHON
 # A run must not depend on what else lies on the caller's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo demo-vllm test test-ci test-e2e check format bench mutants clean
+.PHONY: help demo demo-vllm test test-ci test-e2e check soak format bench mutants clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -35,10 +35,16 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 	@$(VLLM_PYTEST) tests/vllm $(ARGS)
 	@$(VLLM_PYTEST) tests/e2e -m e2e_ci $(ARGS)
 	@KVRESHARD_FUZZ_SECONDS=60 $(VLLM_PYTEST) tests/fuzz $(ARGS)
+	@.venv-vllm/bin/python -m tests.faults.leaks --cycles 1000 $(if $(SEED),--seed $(SEED))
+	@.venv-vllm/bin/python -m tests.soak --seconds 120 $(if $(SEED),--seed $(SEED))
 
 test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
 	@scripts/venv vllm
 	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into README.md; exit $$status
+
+soak: ## eight engines over NIXL, kills, stops, aborts, hostile clients, every byte checked: two minutes; BENCH=full for an hour
+	@scripts/venv test
+	@$(PY) -m tests.soak --seconds $(if $(filter full,$(BENCH)),3600,120) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: ## format, lint, strict types, architecture, fast tests; before each commit
 	@scripts/venv dev

@@ -14,6 +14,7 @@ differs with both values. Geometry is not its business: that is proved by the pl
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -34,6 +35,9 @@ MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
 MAX_LEASE_SLOTS = 1 << 32
 WORD_BYTES = 8
+# Engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the same one end
+# the process (0.22: a segmentation fault in 7 of 10 tries). Nothing is lost: decoding holds the interpreter's lock anyway.
+_decoding = threading.Lock()
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +71,8 @@ class EngineCard(msgspec.Struct, frozen=True):
 
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
-        layout = wire.decode(self.layout)
+        with _decoding:
+            layout = wire.decode(self.layout)
         if layout.engine != self.engine:
             raise WireError(f"the card of engine '{self.engine}' carries the layout of engine '{layout.engine}'")
         _check_ranks(layout, self.ranks)

@@ -298,6 +298,8 @@ class Endpoint:
                 self._free_scratch(job)
             if job.peer is not None:
                 self._report(job.peer, job.load.lease, is_good=not failed)
+            else:  # given up before its source was met: the source hears of it as soon as it is
+                self._waiting_releases.append(Release(job.load.remote, job.load.lease))
             self._tell_obstacle(job)
             if isinstance(outcome, Failure):
                 self._fail(request, outcome, job.check)

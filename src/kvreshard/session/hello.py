@@ -76,6 +76,7 @@ class Address:
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
+_answer_decoder = msgspec.msgpack.Decoder(Answer)
 
 
 def read_hello(payload: bytes) -> Hello | str:
@@ -96,7 +97,7 @@ def read_hello(payload: bytes) -> Hello | str:
 def read_answer(reply: bytes) -> str | None:
     """What a listener answered instead of a card, in one line; None if it is no answer."""
     try:
-        answer = msgspec.msgpack.decode(reply, type=Answer)
+        answer = _answer_decoder.decode(reply)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
         return None
     return plain(answer.text, MAX_TEXT) if answer.form == ANSWER_FORM else None

@@ -124,10 +124,17 @@ class Peers:
         return future.result()
 
     def forget(self, remote: RemoteEngine) -> None:
-        """Drop a peer that has failed; the next request meets it anew."""
-        future = self._known.pop(remote, None)
+        """Drop a peer that has failed; the next request meets it anew.
+
+        A meeting under way stays known: whoever forgot it could not disconnect what it will have connected, and the transport
+        would refuse the same peer for ever after.
+        """
+        future = self._known.get(remote)
+        if future is None or not future.done():
+            return
+        del self._known[remote]
         self._failed_s.pop(remote, None)
-        if future is not None and future.done() and future.exception() is None:
+        if future.exception() is None:
             disconnect(future.result())
 
     def close(self) -> None:

@@ -4,7 +4,8 @@
 the staging buffer; whoever drives it resumes it then. What it does, in order:
 
 1. Decide per lane what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
-2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read.
+2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read. If
+   another load has kept the buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
 3. Zero what no copy writes in newly allocated pages, while the reads run.
 4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
 5. Read each source rank's lease word. Another word than expected: the pages may have been freed while they were read.
@@ -28,6 +29,8 @@ from kvreshard.session.mover import Mover
 from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
 
 WORD_BYTES = 8
+# A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped has it until that goes on, or for ever.
+STAGING_PATIENCE_S = 1.0
 
 
 class StaleLease(KvReshardError):
@@ -97,6 +100,12 @@ def pull_steps(
         if request.dst_new_pages:
             zeroed = mover.fill(dst, route.dst_rank, request, plan.written())
             tell("zeroed", f"{zeroed} bytes")
+        if batches and not (yield from _take_buffer(mover)):
+            tell("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
+            lists, batches = plan_reads(route, request).direct, ()
+            for copies in lists:
+                posted.append(mover.post(Direction.READ, copies))
+                note(posted[-1])
         yield from _run_batches(mover, batches, note)
     except (TransportError, TimeoutError) as failed:
         error = failed
@@ -123,15 +132,26 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
     return transfer.error
 
 
+def _take_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
+    """Wait for the staging buffer, but not for long; whether it is ours."""
+    staging, deadline_s = mover.staging, mover.clock() + STAGING_PATIENCE_S
+    while staging is not None and not staging.taken.acquire(blocking=False):
+        if mover.clock() >= deadline_s:
+            return False
+        yield None
+    return staging is not None
+
+
 def _run_batches(
     mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None]
 ) -> Generator[Transfer | None, None, None]:
-    """Fill one half of the buffer while the other is permuted. Raises once everything that was posted has settled."""
+    """Fill one half of the buffer, which is ours, while the other is permuted, and give it back.
+
+    Raises once everything that was posted has settled.
+    """
     staging = mover.staging
     if staging is None or not batches:
         return
-    while not staging.taken.acquire(blocking=False):
-        yield None
     try:
         before: tuple[Batch, int, Transfer] | None = None
         for number, batch in enumerate(batches):

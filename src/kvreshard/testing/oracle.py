@@ -63,7 +63,7 @@ def write_values(src: EngineLayout, dst: EngineLayout, memory: Memory, request: 
         for rank, shard in owners if values.size else []:
             held = np.ones(shape, dtype=bool)
             for number, mapped in enumerate(shard.geometry.axes):
-                flags = np.array([_holds(mapped, c) for c in coordinates[number]], dtype=bool)
+                flags = np.array([holds(mapped, c) for c in coordinates[number]], dtype=bool)
                 held &= flags.reshape([-1 if i == number else 1 for i in range(len(shape))])
             where = _offsets(shard, coordinates, request.src_tables[shard.geometry.group], held)
             for byte in range(field.element_bytes):
@@ -94,7 +94,7 @@ def _copy_field(
     if not intervals:
         return
     coordinates = [
-        [c for c in _all_coordinates(axis, intervals) if _holds(mapped, c)]
+        [c for c in _all_coordinates(axis, intervals) if holds(mapped, c)]
         for axis, mapped in zip(field.axes, dst_shard.geometry.axes, strict=True)
     ]
     missing = np.ones([len(found) for found in coordinates], dtype=bool)
@@ -107,7 +107,7 @@ def _copy_field(
                 continue
             held = np.ones(missing.shape, dtype=bool)
             for number, mapped in enumerate(src_shard.geometry.axes):
-                flags = np.array([_holds(mapped, c) for c in coordinates[number]])
+                flags = np.array([holds(mapped, c) for c in coordinates[number]])
                 held &= flags.reshape([-1 if i == number else 1 for i in range(missing.ndim)])
             take = held & missing
             if not take.any():
@@ -134,14 +134,16 @@ def _all_coordinates(axis: Axis, intervals: Sequence[Tokens]) -> list[int]:
     return sorted(set(found))
 
 
-def _holds(mapped: AxisMap, coordinate: int) -> bool:
+def holds(mapped: AxisMap, coordinate: int) -> bool:
+    """Whether a rank has this coordinate of an axis."""
     owned = mapped.owned
     if isinstance(owned, Cyclic):
         return owned.start <= coordinate % owned.step < owned.start + owned.run
     return owned.start <= coordinate and (owned.stop is None or coordinate < owned.stop)
 
 
-def _page_and_byte(mapped: AxisMap, coordinate: int) -> tuple[int, int]:
+def page_and_byte(mapped: AxisMap, coordinate: int) -> tuple[int, int]:
+    """Logical page and byte in it of a coordinate that the rank holds, as far as this axis decides."""
     owned = mapped.owned
     if isinstance(owned, Cyclic):
         rest = (coordinate // owned.step) * owned.run + coordinate % owned.step - owned.start
@@ -166,7 +168,7 @@ def _offsets(
     shape = [len(found) for found in coordinates]
     pages, offsets = np.zeros(shape, dtype=np.int64), np.full(shape, shard.offset_bytes, dtype=np.int64)
     for number, mapped in enumerate(shard.geometry.axes):
-        places = [_page_and_byte(mapped, c) if _holds(mapped, c) else (0, 0) for c in coordinates[number]]
+        places = [page_and_byte(mapped, c) if holds(mapped, c) else (0, 0) for c in coordinates[number]]
         along = [-1 if i == number else 1 for i in range(len(shape))]
         pages += np.array([page for page, _ in places], dtype=np.int64).reshape(along)
         offsets += np.array([byte for _, byte in places], dtype=np.int64).reshape(along)

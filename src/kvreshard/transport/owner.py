@@ -4,13 +4,14 @@ One thread, from birth to death, because an agent is not safe to share. Everybod
 Each turn of its loop:
 
 1. do what was handed in (register, add a peer, send a notification, a new job);
-2. post one slice of one job, the jobs in turn; a post blocks for some 20 ms, so everything else waits no longer;
+2. post one slice of one job, the jobs in turn, as long as its peer's window is open; a post blocks for some 20 ms, so
+   everything else waits no longer;
 3. ask for the slices in flight; collect the notifications that arrived;
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.
 
 Step 3 serves peers too: without a progress thread, a peer's read of our memory completes only when we poll.
 A job whose slice fails posts no more and settles when its other slices have settled, so that a failed transfer moves
-no more bytes. A slice that never settles (a stopped peer) keeps its job pending; only `stop` gives it up.
+no more bytes. A slice that never settles (a stopped peer) keeps its job and its peer's window; only `stop` gives it up.
 
 The agent is a narrow protocol, so that this loop runs in tests without NIXL.
 """
@@ -33,6 +34,7 @@ from kvreshard.transport.frames import FrameCursor, FrameSlice
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending
 from kvreshard.transport.slices import Slice, SliceBudget, SliceCursor
+from kvreshard.transport.window import Windows
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,13 @@ class Agent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A transfer on its way through the owner. `peer` is the agent's own name."""
+    """A transfer on its way through the owner. `peer` is the agent's own name, `handles` the slices in flight and their cost."""
 
     transfer: Transfer
     peer: str
     cursor: SliceCursor | FrameCursor
     notify: bytes | None
-    handles: list[object] = field(default_factory=list)
+    handles: list[tuple[object, int]] = field(default_factory=list)
     error: TransportError | None = None
 
     def fail(self, error: TransportError) -> None:
@@ -100,7 +102,7 @@ class Owner:
         self._jobs: deque[Job] = deque()
         self._leaving: set[str] = set()
         self._budget = SliceBudget(pace.post_s)
-        self._num_in_flight = 0
+        self._windows = Windows(pace.max_in_flight, pace.max_in_flight_bytes)
         self._last_event_s = clock()
         self._stopping_s: float | None = None
         self._gate = threading.Lock()
@@ -232,9 +234,9 @@ class Owner:
     def _rest_s(self) -> float:
         quiet_s = self._clock() - self._last_event_s
         pace = self._pace
-        if self._num_in_flight and quiet_s < pace.spin_s:
+        if self._windows.num_in_flight and quiet_s < pace.spin_s:
             return 0.0
-        if self._num_in_flight or quiet_s < pace.linger_s:
+        if self._windows.num_in_flight or quiet_s < pace.linger_s:
             return pace.fast_s
         return pace.attentive_s if self.attentive else pace.slow_s
 
@@ -257,14 +259,13 @@ class Owner:
 
     def _post_slice(self) -> bool:
         """Post the next slice of the job whose turn it is; whether there was one."""
-        if self._num_in_flight >= self._pace.max_in_flight:
-            return False
-        job = next((job for job in self._jobs if not job.cursor.exhausted), None)
+        windows = self._windows
+        job = next((job for job in self._jobs if not job.cursor.exhausted and windows.is_open(job.peer)), None)
         if job is None:
             return False
         self._jobs.remove(job)
         self._jobs.append(job)
-        piece = job.cursor.take(self._budget.budget_bytes)
+        piece = job.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
         started_s = self._clock()
         try:
             handle = self._agent.start(job.peer, job.transfer.direction, piece)
@@ -273,34 +274,34 @@ class Owner:
         else:
             self._budget.learn(piece.cost_bytes, self._clock() - started_s)
             if handle is not None:
-                job.handles.append(handle)
-                self._num_in_flight += 1
+                job.handles.append((handle, piece.cost_bytes))
+                windows.enter(job.peer, piece.cost_bytes)
         self._settle_jobs()
         return True
 
     def _check_slices(self) -> bool:
         """Release the slices that settled; whether any did."""
-        if not self._num_in_flight:
+        before = self._windows.num_in_flight
+        if not before:
             return False
-        before = self._num_in_flight
         for job in self._jobs:
-            job.handles = [handle for handle in job.handles if not self._settled(job, handle)]
-        if self._num_in_flight == before:
+            job.handles = [(handle, cost) for handle, cost in job.handles if not self._settled(job, handle, cost)]
+        if self._windows.num_in_flight == before:
             return False
         self._settle_jobs()
         return True
 
-    def _settled(self, job: Job, handle: object) -> bool:
+    def _settled(self, job: Job, handle: object, cost_bytes: int) -> bool:
         try:
             if not self._agent.is_done(handle):
                 return False
         except TransportError as error:
             job.fail(self._transfer_error(job, error))
+        self._windows.leave(job.peer, cost_bytes)
         self._release(handle)
         return True
 
     def _release(self, handle: object) -> None:
-        self._num_in_flight -= 1
         try:
             self._agent.release(handle)
         except TransportError as error:  # the agent's end frees what is left
@@ -360,7 +361,7 @@ class Owner:
                 break
         given_up = list(self._jobs)
         for job in given_up:
-            for handle in job.handles:
+            for handle, _ in job.handles:
                 self._release(handle)
         try:
             self._agent.close()

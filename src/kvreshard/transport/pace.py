@@ -11,8 +11,10 @@ class Pace:
 
     Attributes:
         post_s: aimed duration of one post.
-        max_in_flight: slices posted and not settled, over all jobs. Settling waits for the peer's poll, so one slice in
+        max_in_flight: slices posted to one peer and not settled. Settling waits for the peer's poll, so one slice in
             flight would idle for the rest of the peer's interval.
+        max_in_flight_bytes: what they may have together: each a quarter, which takes some 20 ms on one host. A link of 50 GB/s
+            moves 25 MB between two polls.
         spin_s: after the last event, poll without rest for so long while slices are in flight.
         fast_s: rest while slices are in flight, or something happened within `linger_s`.
         attentive_s: rest of an attentive transport (2 ms: 1.0 to 2.4 % of a core; 0.5 ms took 5.6 %).
@@ -23,6 +25,7 @@ class Pace:
 
     post_s: float = 0.020
     max_in_flight: int = 4
+    max_in_flight_bytes: int = 512 << 20
     spin_s: float = 0.0005
     fast_s: float = 0.0005
     attentive_s: float = 0.002

@@ -129,6 +129,10 @@ class _Version(msgspec.Struct):
     version: int
 
 
+# Made here and not at first use: peers are met on several threads at once (see `session.card`).
+_version_decoder, _decoder = msgspec.msgpack.Decoder(_Version), msgspec.msgpack.Decoder(Metadata)
+
+
 def decode_metadata(kind: str, data: bytes) -> Metadata:
     """Read metadata that `encode_metadata` wrote.
 
@@ -138,12 +142,12 @@ def decode_metadata(kind: str, data: bytes) -> Metadata:
     if len(data) > MAX_METADATA_BYTES:
         raise TransportError(f"peer metadata of {len(data)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:
-        version = msgspec.msgpack.decode(data, type=_Version).version
+        version = _version_decoder.decode(data).version
         if version > METADATA_VERSION:
             raise TransportError(
                 f"peer metadata has version {version}; this side reads up to {METADATA_VERSION}: upgrade this side"
             )
-        metadata = msgspec.msgpack.decode(data, type=Metadata)
+        metadata = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"peer metadata is not readable: {error}; pass what metadata() gave there") from error
     if metadata.kind != kind:

@@ -19,6 +19,8 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
+from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         handshake_timeout_s: seconds to wait for a peer's listener.
         retry_s: seconds before a peer that could not be met is asked again.
         staging_bytes: size of the staging buffer of each rank; 0 reads everything directly.
+        max_in_flight_bytes: what a rank may have posted to one peer and not yet settled.
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
         digest_share: of how many requests, 0 to 1, the loaded bytes are compared with the source's.
@@ -72,6 +75,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     handshake_timeout_s: float = 30.0
     retry_s: float = 5.0
     staging_bytes: int = 64 * 1024 * 1024
+    max_in_flight_bytes: int = Pace().max_in_flight_bytes
     lease_slots: int = 1 << 16
     allow_mismatch: tuple[str, ...] = ()
     digest_share: float = 0.0
@@ -85,7 +89,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         positive = ("kv_lease_duration", "load_timeout_s", "settle_timeout_s", "handshake_timeout_s", "lease_slots")
-        for name in (*positive, "digest_timeout_s", "flight_recorder_files"):
+        for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.staging_bytes < 0 or self.retry_s < 0:
@@ -118,6 +122,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             digest_timeout_s=self.digest_timeout_s,
             cost=self.cost,
         )
+
+    @property
+    def nixl(self) -> NixlOptions:
+        """What the transport needs of them."""
+        pace = Pace(max_in_flight_bytes=self.max_in_flight_bytes)
+        return NixlOptions(backend=self.backend, backend_params=self.backend_params, pace=pace)
 
     @property
     def cost(self) -> CostModel:

@@ -24,7 +24,6 @@ from kvreshard.session.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
@@ -70,8 +69,7 @@ class WorkerSide:
         )
         rank = part.ranks[0]
         self._rank = rank.rank
-        options = NixlOptions(backend=self._options.backend, backend_params=self._options.backend_params)
-        transport = NixlTransport(f"kvreshard-{self._engine[:40]}-{rank.rank}", options)
+        transport = NixlTransport(f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl)
         table, staging = LeaseTable(self._options.lease_slots), self._make_staging()
         on_host = all(region.device == "cpu" for region in rank.regions)
         endpoint = Endpoint(

@@ -227,6 +227,20 @@ def test_a_release_frees_the_source_without_a_load(world: World) -> None:
     assert (collect(world.src)[2], collect(world.dst)) == ({"r"}, (set(), {}, set()))
 
 
+def test_a_load_that_was_given_up_before_its_source_was_met_frees_the_source(world: World) -> None:
+    world.grant_and_offer()
+    order_load(world)
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+    world.turn()
+    assert collect(world.dst)[1]["d"].kind == "cancelled"
+    assert collect(world.src)[2] == set()
+    meet(world)
+    world.turn()
+    assert collect(world.src)[2] == {"r"}
+    assert world.words() == {FREE}
+
+
 def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:
     world.grant_and_offer(ttl_s=10.0)
     for endpoint in world.dst.endpoints.values():

@@ -114,6 +114,28 @@ def test_a_pull_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int, order: s
         assert got == [f"d{reporter}" for reporter in reporters[rank]]
 
 
+def test_a_load_reads_directly_when_another_keeps_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source may be stopped, and never settle."""
+    monkeypatch.setattr("kvreshard.session.pull.STAGING_PATIENCE_S", 0.01)
+    fabric = Fabric()
+    src, dst = make_engine(fabric, "p", 2, "HND", 8), make_engine(fabric, "d", 1, "NHD", 16)
+    connect(src, dst)
+    request = make_request()
+    expected = expected_memory(src, dst, request)
+    reader = mover(dst, 0, src, staged=True)
+    assert reader.staging is not None
+    reader.staging.taken.acquire()
+    moved = pull(reader, compile_route(src.layout, dst.layout, 0, way="staged"), request, dst.layout, b"done")
+    assert moved.num_staged_bytes == 0
+    assert moved.num_bytes > 0
+    assert differing_bytes(expected, dst.memory) == {}
+    assert reader.staging.taken.locked()  # it is still the other's
+    reader.staging.taken.release()
+    moved = pull(reader, compile_route(src.layout, dst.layout, 0, way="staged"), request, dst.layout, b"done")
+    assert moved.num_staged_bytes == moved.num_bytes
+    assert not reader.staging.taken.locked()
+
+
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(2, 1), (2, 4), (3, 2)])
 def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
     fabric = Fabric()

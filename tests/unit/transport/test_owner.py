@@ -32,6 +32,7 @@ class FakeAgent:
         self.outcomes: dict[int, bool] = {}
         self.refuse_posts = False
         self.num_posted = 0
+        self.posted_bytes: list[tuple[str, int]] = []
         self.threads: set[int] = set()
 
     def settle(self, number: int) -> None:
@@ -65,6 +66,7 @@ class FakeAgent:
         self.now_s += 0.015
         number = self.num_posted
         self.log.append(("start", peer, number))
+        self.posted_bytes.append((peer, int(piece.local[:, 1].sum())))
         self.num_posted += 1
         return number
 
@@ -116,6 +118,10 @@ def until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10.0
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true"
+
+
+def is_done(job: Job) -> bool:
+    return job.transfer.state is TransferState.DONE
 
 
 def turns(owner: Owner, count: int = 3) -> None:
@@ -178,7 +184,7 @@ def test_slices_in_flight_are_bounded(owner: Owner, agent: FakeAgent) -> None:
 
 
 def test_a_small_job_does_not_queue_behind_a_large_one(owner: Owner, agent: FakeAgent) -> None:
-    large, small = make_job(50, "bob"), make_job(1, "cat")
+    large, small = make_job(50), make_job(1)
     owner.post(large)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     owner.post(small)
@@ -186,7 +192,46 @@ def test_a_small_job_does_not_queue_behind_a_large_one(owner: Owner, agent: Fake
     agent.settle(0)
     agent.settle(1)
     until(lambda: agent.num_posted == PACE.max_in_flight + 2)
-    assert ("start", "cat") in [entry[:2] for entry in agent.called("start")[-2:]]
+    agent.settle(PACE.max_in_flight)
+    agent.settle(PACE.max_in_flight + 1)
+    small.transfer.wait(10.0)
+
+
+def test_a_stopped_peer_does_not_hold_up_the_others(owner: Owner, agent: FakeAgent) -> None:
+    stopped, alive = make_job(50, "bob"), make_job(8, "cat")
+    owner.post(stopped)
+    until(lambda: agent.num_posted == PACE.max_in_flight)
+    owner.post(alive)
+    for number in range(PACE.max_in_flight, PACE.max_in_flight + 8):
+        until(lambda number=number: agent.num_posted > number)
+        agent.settle(number)
+    alive.transfer.wait(10.0)
+    assert stopped.transfer.state is TransferState.PENDING
+    assert agent.num_posted == PACE.max_in_flight + 8
+
+
+@pytest.mark.parametrize("max_bytes", [1, 10 << 20, 40 << 20])
+def test_bytes_in_flight_to_a_peer_are_bounded_and_one_piece_goes_alone(agent: FakeAgent, max_bytes: int) -> None:
+    """Pieces of a third of 32 MiB: more than the bound in the first two cases, where they go one by one."""
+    pace = Pace(slow_s=0.001, close_s=0.05, max_in_flight=3, max_in_flight_bytes=max_bytes)
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, pace, lambda: agent.now_s)
+    piece = FIRST_BUDGET_BYTES // 3
+    jobs = [make_job(4, "bob"), make_job(4, "cat"), make_job(4, "bob")]
+    for job in jobs:
+        owner.post(job)
+    for settled in range(sum(job.transfer.num_descriptors for job in jobs)):
+        turns(owner)
+        for peer in ("bob", "cat"):
+            flying = [size for name, size in agent.posted_bytes[settled:] if name == peer]
+            assert sum(flying) <= max(max_bytes, piece)
+        until(lambda number=settled: agent.num_posted > number or all(map(is_done, jobs)))
+        if all(map(is_done, jobs)):
+            break
+        agent.settle(settled)
+        until(lambda number=settled: len(agent.called("release")) > number)
+    owner.stop()
+    assert all(map(is_done, jobs))
+    assert sum(size for _, size in agent.posted_bytes) == sum(job.transfer.num_bytes for job in jobs)
 
 
 def test_a_removed_peer_stays_connected_until_its_slices_settle(owner: Owner, agent: FakeAgent) -> None:

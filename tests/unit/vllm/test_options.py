@@ -9,6 +9,7 @@ import pytest
 from kvreshard.model import KvReshardError
 from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
+from kvreshard.transport.pace import Pace
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.slots import Slots
 from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
@@ -18,6 +19,8 @@ def test_nothing_given_is_the_defaults() -> None:
     options = read_options({})
     assert options == Options()
     assert options.endpoint.heartbeat_s == 5.0
+    assert options.nixl.pace == Pace()
+    assert read_options({"max_in_flight_bytes": 7}).nixl.pace.max_in_flight_bytes == 7
     assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint))
 
 
@@ -36,6 +39,7 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
         ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),
+        ({"max_in_flight_bytes": 0}, "max_in_flight_bytes is 0; it must be positive"),
         ({"staging_bytes": -1}, "must not be negative"),
         ({"allow_mismatch": "model"}, "allow_mismatch"),
         ({"curve_public_keys_dir": "keys"}, "curve_public_keys_dir without curve_secret_key_file"),

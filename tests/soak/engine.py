@@ -1,0 +1,160 @@
+"""What is one engine of a soak made of? Real ranks of the session, NIXL agents and a listener; only the model is missing.
+
+One process may hold several engines: each rank has memory, a transport, a lease table, a staging buffer and an endpoint with its
+thread. `Counters` tells everything that may leak.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import secrets
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tests.soak.content import Content, views
+from tests.soak.pages import Pool
+from tests.soak.shapes import MAX_TOKENS, Shape
+
+from kvreshard.kinds.assemble import relocate
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.card import RankCard, make_card
+from kvreshard.session.endpoint import Endpoint
+from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.mover import Staging
+from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Results
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.nixl import NixlTransport
+
+LEASE_SLOTS = 256
+STAGING_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Of a process and one engine in it."""
+
+    fds: int
+    threads: int
+    resident_bytes: int
+    leases: int
+    quarantined: int
+    jobs: int
+    scratch_places: int
+    pages_missing: int
+    pages_trespassed: int
+    handles: int
+    prepared: int
+    regions: int
+    peers: int
+
+
+@dataclass(frozen=True)
+class _Rank:
+    memory: dict[str, np.ndarray]
+    transport: NixlTransport
+    table: LeaseTable
+    staging: np.ndarray
+    endpoint: Endpoint
+
+
+class Engine:
+    """One life of an engine. `port` 0: any free one; a restarted engine takes the port of its former life."""
+
+    def __init__(self, shape: Shape, options: EndpointOptions, rng: random.Random, port: int = 0) -> None:
+        self.shape, self.rng = shape, rng
+        if shape.is_staged:
+            options = replace(options, cost=CostModel(copy_s=1.0))
+        layout = shape.layout()
+        memory = {
+            rank.rank: {region.name: np.zeros(region.size_bytes, np.uint8) for region in rank.regions}
+            for rank in layout.ranks
+        }
+        addresses = {
+            rank: {name: int(content.ctypes.data) for name, content in regions.items()}
+            for rank, regions in memory.items()
+        }
+        self.layout = relocate(layout, addresses)
+        self.memory = memory
+        self.pool = Pool(views(self.layout, memory), shape.num_pages, rng)
+        self.content = Content(self.layout, MAX_TOKENS)
+        self._ranks = {rank.rank: self._open(rank.rank, memory[rank.rank], options) for rank in layout.ranks}
+        cards = [self._card(number, rank) for number, rank in self._ranks.items()]
+        card = make_card(self.layout, secrets.token_hex(16), {"model": shape.model}, cards)
+        for rank in self._ranks.values():
+            rank.endpoint.introduce(card, self.layout)
+            rank.endpoint.start()
+        self.listener = Listener(Address("127.0.0.1", port), card)
+        self.remote = RemoteEngine(shape.name, card.incarnation, self.listener.address)
+
+    def _open(self, number: int, memory: dict[str, np.ndarray], options: EndpointOptions) -> _Rank:
+        transport = NixlTransport(f"{self.shape.name}-{number}")
+        table, staging = LeaseTable(LEASE_SLOTS), np.zeros(STAGING_BYTES, np.uint8)
+        buffer = Staging(int(staging.ctypes.data), staging.nbytes)
+        endpoint = Endpoint(number, transport, HostMemory(), options, table=table, staging=buffer)
+        areas = [MemoryRegion(int(content.ctypes.data), content.nbytes) for content in memory.values()]
+        transport.register(
+            [*areas, table.region, *endpoint.regions, MemoryRegion(int(staging.ctypes.data), staging.nbytes)]
+        )
+        return _Rank(memory, transport, table, staging, endpoint)
+
+    @staticmethod
+    def _card(number: int, rank: _Rank) -> RankCard:
+        table, board = rank.table, rank.endpoint.board
+        return RankCard(
+            number, rank.transport.metadata(), table.region.address, len(table), board.region.address, len(board)
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._ranks)
+
+    def submit(self, order: Order) -> None:
+        """The same order for every rank."""
+        for rank in self._ranks.values():
+            rank.endpoint.submit(order)
+
+    def collect(self) -> dict[int, Results]:
+        """What has ended on each rank."""
+        return {number: rank.endpoint.collect() for number, rank in self._ranks.items()}
+
+    def count(self, num_pages_in_use: int = 0) -> Counters:
+        """What there is of everything at this moment."""
+        gc.collect()
+        endpoints = [rank.endpoint for rank in self._ranks.values()]
+        agents = [rank.transport._owner.call(_inside) for rank in self._ranks.values()]
+        with open("/proc/self/statm") as statm:
+            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return Counters(
+            fds=len(os.listdir("/proc/self/fd")),
+            threads=threading.active_count(),
+            resident_bytes=resident,
+            leases=sum(endpoint.num_leases for endpoint in endpoints),
+            quarantined=sum(endpoint.num_quarantined for endpoint in endpoints),
+            jobs=sum(len(endpoint._jobs) for endpoint in endpoints),
+            scratch_places=sum(len(endpoint._scratch._taken) for endpoint in endpoints),
+            pages_missing=self.pool.num_pages - self.pool.num_free - num_pages_in_use,
+            pages_trespassed=self.pool.count_changed(),
+            handles=sum(rank.transport._owner._windows.num_in_flight for rank in self._ranks.values()),
+            prepared=sum(prepared for prepared, _, _ in agents),
+            regions=sum(regions for _, regions, _ in agents),
+            peers=sum(peers for _, _, peers in agents),
+        )
+
+    def close(self) -> None:
+        """End everything, the listener first."""
+        self.listener.close()
+        for rank in self._ranks.values():
+            rank.endpoint.close()
+        for rank in self._ranks.values():
+            rank.transport.close()
+
+
+def _inside(agent: object) -> tuple[int, int, int]:
+    """Prepared lists, registered regions and connected peers of a NIXL agent."""
+    lists = sum(len(found) for found in agent._prepared.values())  # type: ignore[attr-defined]
+    return lists, len(agent._registered), len(agent._peers)  # type: ignore[attr-defined]

@@ -1,0 +1,97 @@
+"""How does a prefill engine of a soak treat a request, as vLLM's scheduler does: pages, a lease, an offer, pages back?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from tests.soak.engine import LEASE_SLOTS, Engine
+from tests.soak.tables import all_pages, allocate, kept_tokens
+
+from kvreshard.model.request_form import TableForm
+from kvreshard.model.tables import PageTable
+from kvreshard.session.orders import Grant, Offer, RemoteEngine, RemoteLease, Results, Revoke
+
+
+class Params(msgspec.Struct, frozen=True):
+    """What a router carries from a prefill engine to a decode engine."""
+
+    remote: RemoteEngine
+    lease: RemoteLease
+    tables: dict[str, TableForm]
+    num_tokens: int
+    seed: int
+
+    @property
+    def src_tables(self) -> dict[str, PageTable]:
+        return {name: PageTable(form.pages, form.num_tokens, form.first_page) for name, form in self.tables.items()}
+
+
+@dataclass
+class _Prefill:
+    tables: Mapping[str, PageTable]
+    slot: int
+    freed: dict[int, str] = field(default_factory=dict)
+
+
+class Prefills:
+    """The requests of one prefill engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._slots = deque(range(LEASE_SLOTS))
+        self._live: dict[str, _Prefill] = {}
+        self.causes: dict[str, int] = {}
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of requests that have not ended."""
+        return sum(len(all_pages(prefill.tables)) for prefill in self._live.values())
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def begin(self, request: str, num_tokens: int, seed: int, ttl_s: float, is_revoked: bool = False) -> Params | None:
+        """Compute the cache and offer it; None while there are too few pages, or when it is revoked at once."""
+        engine = self._engine
+        tables = allocate(engine.layout, engine.pool, num_tokens) if self._slots else None
+        if tables is None:
+            return None
+        lease = RemoteLease(request, self._slots.popleft(), engine.rng.getrandbits(63) | 1)
+        engine.submit(Grant(request, lease.slot, lease.word))
+        engine.content.write(engine.memory, tables, kept_tokens(engine.layout, num_tokens), seed, num_tokens)
+        if is_revoked:
+            engine.submit(Revoke(request))
+            engine.pool.give(all_pages(tables))
+            self._slots.append(lease.slot)
+            return None
+        engine.submit(Offer(request, ttl_s))
+        self._live[request] = _Prefill(tables, lease.slot)
+        forms = {
+            name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()
+        }
+        return Params(engine.remote, lease, forms, num_tokens, seed)
+
+    def collect(self, results: Mapping[int, Results]) -> list[str]:
+        """Requests whose pages are free again: every rank has said so."""
+        ended = []
+        for rank, found in results.items():
+            for request, cause in found.freed.items():
+                self._live[request].freed[rank] = cause
+        for request, prefill in list(self._live.items()):
+            if len(prefill.freed) == len(self._engine.ranks):
+                del self._live[request]
+                self._engine.pool.give(all_pages(prefill.tables))
+                self._slots.append(prefill.slot)
+                cause = "reported" if set(prefill.freed.values()) == {"reported"} else "expired"
+                self.causes[cause] = self.causes.get(cause, 0) + 1
+                ended.append(request)
+        return ended
+
+
+def decode_params(message: Any) -> Params:
+    """From builtins, as they crossed a process border."""
+    return msgspec.convert(message, Params)

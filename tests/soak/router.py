@@ -1,0 +1,167 @@
+"""Who sends requests through the engines, and what becomes of each?
+
+Keeps some requests on their way to every decode engine: a prefill engine of its model computes and offers, then the decode engine
+loads, all of it or behind a prefix. Some clients go away on the way. A request ends exactly once, or is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.soak.decode import Ended
+from tests.soak.members import Member
+from tests.soak.prefill import Params
+from tests.soak.shapes import MAX_TOKENS, sources_of
+from tests.soak.tally import Tally
+
+from kvreshard.session.orders import EndpointOptions
+
+OPTIONS = EndpointOptions(
+    handshake_timeout_s=2.0,
+    load_timeout_s=4.0,
+    settle_timeout_s=1.0,
+    heartbeat_s=0.3,
+    retry_s=0.2,
+    digest_share=0.1,
+    digest_timeout_s=2.0,
+)
+# A failed request has both bounds behind it; the rest is what a busy machine of two cores may be late.
+SLACK_S = 3.0
+BOUND_S = OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + SLACK_S
+PER_READER = 4
+LEASE_S = 3.0
+NO_ROOM_S = 0.2
+# What only a fault of the source, of the reader or of what lies between may bring about.
+HARMED = {"transfer", "timeout", "handshake"}
+# The way to the prefill engine, back, and to the decode engine: no work of ours, but processes must get their turn.
+ROUTE_S = 20.0
+
+
+@dataclass
+class Flight:
+    """One request on its way. `lives`: which lives of source and reader it belongs to."""
+
+    name: str
+    source: Member
+    reader: Member
+    lives: tuple[int, int]
+    made_s: float
+    fate: str
+    prefix: int
+    ordered_s: float | None = None
+    abort_s: float | None = None
+
+
+@dataclass
+class Router:
+    """All requests of a soak."""
+
+    members: Mapping[str, Member]
+    rng: random.Random
+    tally: Tally
+    flights: dict[str, Flight] = field(default_factory=dict)
+    _last_number: int = 0
+
+    def launch(self, now_s: float) -> None:
+        """New requests where there is room."""
+        busy: dict[str, int] = {}
+        for flight in self.flights.values():
+            busy[flight.reader.shape.name] = busy.get(flight.reader.shape.name, 0) + 1
+        for reader in self.members.values():
+            if reader.shape.is_prefill or not reader.is_born or busy.get(reader.shape.name, 0) >= PER_READER:
+                continue
+            sources = [self.members[shape.name] for shape in sources_of(reader.shape)]
+            sources = [source for source in sources if source.is_born and source.has_room_s <= now_s]
+            if sources:
+                self._launch(self.rng.choice(sources), reader, now_s)
+
+    def _launch(self, source: Member, reader: Member, now_s: float) -> None:
+        rng, self.tally.started = self.rng, self.tally.started + 1
+        fate = rng.choices(("whole", "prefix", "aborted", "released", "revoked", "short"), (45, 20, 13, 4, 4, 14))[0]
+        num_tokens = rng.randrange(1, MAX_TOKENS) if rng.random() < 0.15 else rng.randrange(1, 200)
+        ttl_s = rng.uniform(0.001, 0.040) if fate == "short" else LEASE_S
+        self._last_number += 1
+        name = f"r{self._last_number}"
+        prefix = rng.randrange(num_tokens) if fate == "prefix" else 0
+        self.flights[name] = Flight(name, source, reader, (source.life, reader.life), now_s, fate, prefix)
+        source.say("prefill", name, num_tokens, rng.getrandbits(32), ttl_s, fate == "revoked")
+
+    def hear(self, member: Member, word: str, *parts: Any) -> None:
+        """What an engine says of a request."""
+        if word == "offered":
+            self._offered(*parts)
+        elif word == "ended":
+            self._ended(member, *parts)
+
+    def _offered(self, name: str, params: Params | None) -> None:
+        flight = self.flights.get(name)
+        if flight is None:  # its reader has died meanwhile
+            return
+        if params is None:
+            if flight.fate == "revoked":
+                self._close(flight, "revoked")
+            else:  # no room: it has not begun
+                self.tally.started -= 1
+                del self.flights[name]
+                flight.source.has_room_s = time.monotonic() + NO_ROOM_S
+            return
+        if flight.fate == "released":
+            flight.reader.say("release", params)
+            self._close(flight, "released")
+            return
+        flight.ordered_s = time.monotonic()
+        flight.reader.say("load", name, params, flight.prefix, self.rng.random() < 0.8)
+        if flight.fate == "aborted":
+            flight.abort_s = flight.ordered_s + self.rng.choice((0.0, 0.002, 0.01, 0.05))
+
+    def _ended(self, member: Member, ended: Ended) -> None:
+        flight = self.flights.pop(ended.request, None)
+        if flight is None:
+            self.tally.complain(f"{member.shape.name}: request {ended.request} ended twice, or was never there")
+            return
+        now_s = time.monotonic()
+        own_s = ended.seconds - flight.reader.stopped_within(now_s - ended.seconds - SLACK_S, now_s)
+        pair = f"{flight.source.shape.name} -> {flight.reader.shape.name}"
+        self.tally.note_end(pair, ended, own_s, BOUND_S)
+        if ended.kind in HARMED and not self._was_harmed(flight, now_s):
+            self.tally.note_innocent(pair, ended)
+
+    @staticmethod
+    def _was_harmed(flight: Flight, now_s: float) -> bool:
+        """Whether a fault has touched the source or the reader since a while before the request was made."""
+        since_s = flight.made_s - BOUND_S
+        both = flight.source, flight.reader
+        return any(member.stopped_within(since_s, now_s) or member.last_change_s > since_s for member in both)
+
+    def _close(self, flight: Flight, kind: str) -> None:
+        del self.flights[flight.name]
+        self.tally.note_kind(kind)
+
+    def abort(self, now_s: float) -> None:
+        """The clients whose patience is over."""
+        for flight in self.flights.values():
+            if flight.abort_s is not None and now_s >= flight.abort_s:
+                flight.abort_s = None
+                flight.reader.say("abort", flight.name)
+
+    def died(self, member: Member) -> None:
+        """The requests that an engine takes with it; those that only read from it must end by themselves."""
+        for flight in list(self.flights.values()):
+            if flight.reader is member:
+                self._close(flight, "reader died")
+            elif flight.source is member and flight.ordered_s is None:
+                self._close(flight, "source died")
+
+    def lose(self, now_s: float) -> None:
+        """Requests that have not ended within every bound."""
+        for flight in list(self.flights.values()):
+            stopped_s = sum(m.stopped_within(flight.made_s, now_s) for m in (flight.source, flight.reader))
+            if now_s - flight.made_s - stopped_s > BOUND_S + ROUTE_S:
+                self.tally.lost += 1
+                stage = "loading" if flight.ordered_s is not None else "being computed"
+                self.tally.complain(f"request {flight.name} ({flight.fate}) was lost while {stage}")
+                del self.flights[flight.name]

@@ -1,0 +1,86 @@
+"""Would a soak see what it is there to see, and does a short one see nothing?"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.soak.content import Content, views
+from tests.soak.decode import Ended
+from tests.soak.pages import Pool
+from tests.soak.run import Soak
+from tests.soak.shapes import MAX_TOKENS, SHAPES, Shape
+from tests.soak.tables import all_pages, allocate, kept_tokens
+from tests.soak.tally import Tally
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_some_seconds_of_everything(run_seed: int, tmp_path: Path) -> None:
+    tally = Soak(12.0, run_seed, tmp_path / "log").run()
+    assert tally.defects == []
+    assert tally.lost == tally.wrong_requests == 0
+    assert tally.num_ended == tally.started > 100
+    assert len(tally.per_pair) == 6
+    assert sum(tally.faults.values()) > 2
+
+
+def made(shape: Shape) -> tuple[Content, dict[int, dict[str, np.ndarray]], Pool]:
+    layout = shape.layout()
+    memory = {
+        rank.rank: {region.name: np.zeros(region.size_bytes, np.uint8) for region in rank.regions}
+        for rank in layout.ranks
+    }
+    return (
+        Content(layout, MAX_TOKENS),
+        memory,
+        Pool(views(layout, memory), shape.num_pages, random.Random(1)),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_every_byte_of_a_request_is_seen(shape: Shape) -> None:
+    layout, (content, memory, pool) = shape.layout(), made(shape)
+    tables = allocate(layout, pool, 100)
+    assert tables is not None
+    pool.clear(all_pages(tables))
+    kept = kept_tokens(layout, 100)
+    content.write(memory, tables, kept, 7, 100)
+    assert content.count_wrong(memory, tables, kept, 7, 100)[0] == 0
+    assert content.count_wrong(memory, tables, kept, 8, 100)[0] > 1000
+    rng = random.Random(2)
+    for _ in range(20):
+        slab = rng.choice(views(layout, memory))
+        page, byte = rng.choice(all_pages(tables)), rng.randrange(slab.shape[1])
+        slab[page, byte] ^= 1
+        assert content.count_wrong(memory, tables, kept, 7, 100)[0] == 1
+        slab[page, byte] ^= 1
+
+
+def test_a_write_to_a_free_page_is_seen_now_and_when_it_is_taken() -> None:
+    _, memory, pool = made(SHAPES[0])
+    page = pool.take(1)[0]
+    pool.give([page])
+    assert pool.count_changed() == 0
+    views(SHAPES[0].layout(), memory)[0][page, 3] = 1
+    assert pool.count_changed() == 1
+    assert pool.take(1) == [page]
+    assert pool.count_changed() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "own_s", "told"),
+    [
+        ("loaded", 3, 1.0, "3 of 10 bytes wrong"),
+        ("timeout", 0, 9.0, "after 9.0 s; bound 8 s"),
+        ("fault", 0, 1.0, "'fault'"),
+    ],
+)
+def test_what_must_not_be_is_told(kind: str, wrong: int, own_s: float, told: str) -> None:
+    tally = Tally(1, 1.0)
+    tally.note_end("a -> b", Ended("r1", kind, "text", own_s, 5, 0, 10, wrong, False), own_s, 8.0)
+    assert len(tally.defects) == 1
+    assert told in tally.defects[0]
+    assert told in "\n".join(tally.lines())

@@ -1,0 +1,83 @@
+"""What does an engine's process do? It serves a router's words over a pipe until it is told to end, or is killed.
+
+Words come in and go out as tuples, the first part being what is meant. In: `prefill`, `load`, `abort`, `release`, `count`,
+`end`. Out: `born`, `offered`, `ended`, `counted`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import random
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.soak.decode import Loads
+from tests.soak.engine import Engine
+from tests.soak.prefill import Prefills
+from tests.soak.shapes import SHAPES
+
+from kvreshard.session.orders import EndpointOptions
+
+REST_S = 0.003
+
+
+def serve(pipe: Connection, name: str, options: EndpointOptions, seed: int, port: int, log: str) -> None:
+    """The process."""
+    logging.basicConfig(filename=log, level=logging.WARNING, format=f"%(asctime)s {name} %(message)s")
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 2)  # NIXL's own complaints too
+    faulthandler.enable()
+    shape = next(shape for shape in SHAPES if shape.name == name)
+    engine = Engine(shape, options, random.Random(seed), port)
+    worker = _Worker(pipe, engine)
+    pipe.send(("born", engine.listener.address.port, os.getpid()))
+    try:
+        while not worker.is_over:
+            worker.turn()
+    except (EOFError, ConnectionError):  # the router has gone
+        pass
+    finally:
+        engine.close()
+    pipe.close()
+
+
+class _Worker:
+    def __init__(self, pipe: Connection, engine: Engine) -> None:
+        self._pipe, self._engine = pipe, engine
+        self._prefills, self._loads = Prefills(engine), Loads(engine)
+        self.is_over = False
+
+    def turn(self) -> None:
+        """Obey what was said, tell what has ended."""
+        rest_s = REST_S
+        while not self.is_over and self._pipe.poll(rest_s):
+            rest_s = 0.0
+            self._obey(*self._pipe.recv())
+        results = self._engine.collect()
+        self._prefills.collect(results)
+        for ended in self._loads.collect(results):
+            self._pipe.send(("ended", ended))
+
+    def _obey(self, word: str, *parts: Any) -> None:
+        match word:
+            case "prefill":
+                request, num_tokens, seed, ttl_s, is_revoked = parts
+                params = self._prefills.begin(request, num_tokens, seed, ttl_s, is_revoked)
+                self._pipe.send(("offered", request, params))
+            case "load":
+                request, params, prefix, is_watched = parts
+                if not self._loads.begin(request, params, prefix, is_watched):
+                    self._loads.release(params)
+                    self._pipe.send(("offered", request, None))
+            case "abort":
+                self._loads.abort(*parts)
+            case "release":
+                self._loads.release(*parts)
+            case "count":
+                live = len(self._prefills), len(self._loads), self._loads.num_quarantined
+                num_pages = self._prefills.num_pages + self._loads.num_pages
+                self._pipe.send(("counted", self._engine.count(num_pages), live, dict(self._prefills.causes)))
+            case "end":
+                self.is_over = True

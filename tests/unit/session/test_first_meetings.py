@@ -1,0 +1,42 @@
+"""Do several engines that are met at the same moment, by a process that has met nobody, leave it alive?"""
+
+import subprocess
+import sys
+
+# Each thread does what a meeting decodes; the interpreter changes threads as often as it can.
+SCRIPT = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+from kvreshard.session.card import RankCard, decode_card, encode_card, make_card
+from kvreshard.session.hello import read_answer
+from kvreshard.testing.small import engine
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
+
+metadata = encode_metadata("nixl", "peer", RegionTable([MemoryRegion(4096, 4096)]))
+card = encode_card(make_card(engine("prefill"), "life", {}, [RankCard(0, metadata, 4096, 512)]))
+barrier, done = threading.Barrier(8), []
+
+def meet():
+    barrier.wait()
+    found = decode_card(card)
+    found.decode_layout()
+    decode_metadata("nixl", found.ranks[0].metadata)
+    read_answer(card)
+    done.append(found)
+
+threads = [threading.Thread(target=meet) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+sys.exit(len(done) != 8)
+"""
+TRIES = 6
+
+
+def test_the_first_meetings_of_a_process_may_be_at_once() -> None:
+    """Without the lock of `session.card` this ended in a segmentation fault 7 times in 10."""
+    for _ in range(TRIES):
+        done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
