@@ -569,7 +569,12 @@ PLAN = [
         "(lane.src_rank, *strides, alike, _way(lane))",
         "(lane.src_rank, alike, _way(lane))",
     ),
-    Mutant("lanes of two ownerships are one stream", "plan/stream.py", "            lane.along,\n", ""),
+    Mutant(
+        "lanes of two ownerships are one stream",
+        "plan/stream.py",
+        "key = (groups, _sides(lane), lane.tokens_per_index",
+        "key = (groups, lane.along is None, lane.tokens_per_index",
+    ),
     Mutant(
         "lists of two source ranks are one",
         "plan/reads.py",

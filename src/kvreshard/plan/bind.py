@@ -98,7 +98,7 @@ def select(pieces: Pieces, chosen: NDArray[np.bool_] | Int64s) -> Pieces:
 
 def cut_pieces(stream: Stream, intervals: Iterable[Tokens]) -> Pieces:
     """Cut intervals of tokens at the edges of both sides' spans. A state is one piece."""
-    if stream.along is None:
+    if stream.sides is None:
         count = 1 if list(intervals) else 0
         zero = np.zeros(count, dtype=np.int64)
         return Pieces(zero, zero, zero, zero, zero + 1)

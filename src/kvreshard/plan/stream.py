@@ -16,7 +16,7 @@ import numpy as np
 from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.copies import PageFrame
-from kvreshard.plan.lane import Lane, LaneAxis, Span
+from kvreshard.plan.lane import Lane, Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +39,9 @@ class Sheaf:
     joins_boxes: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a stream as a request is checked against it: `name` is "source" or "destination"."""
+    """One side of the sequence as a request is checked against it: `name` is "source" or "destination"."""
 
     name: str
     group: Group
@@ -52,28 +52,17 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Lanes between two groups that cut the sequence alike. `along`: the sequence axis of each of them, None for states."""
+    """Lanes between two groups that cut the sequence alike. `sides`: source and destination of the sequence, None for states."""
 
     src_group: Group
     dst_group: Group
-    along: LaneAxis | None
+    sides: tuple[Side, Side] | None
     tokens_per_index: int
     keep_partial: bool
     src_span: Span
     dst_span: Span
     lanes: tuple[Lane, ...]
     frames: dict[object, PageFrame]
-
-    @cached_property
-    def sides(self) -> tuple[Side, Side] | None:
-        """Source and destination; None for states."""
-        if self.along is None:
-            return None
-        src, dst = self.along.src, self.along.dst
-        return (
-            Side("source", self.src_group, src.owned, src.indices_per_page, self.src_span),
-            Side("destination", self.dst_group, dst.owned, dst.indices_per_page, self.dst_span),
-        )
 
     @cached_property
     def page_indices(self) -> int | None:
@@ -103,22 +92,15 @@ def make_streams(lanes: Iterable[Lane]) -> tuple[Stream, ...]:
     """Every lane in one stream, in the order of the first of each."""
     together: dict[object, list[Lane]] = {}
     for lane in lanes:
-        key = (
-            lane.src_group.name,
-            lane.dst_group.name,
-            lane.along,
-            lane.tokens_per_index,
-            lane.keep_partial,
-            lane.src_span,
-            lane.dst_span,
-        )
+        groups, spans = (lane.src_group, lane.dst_group), (lane.src_span, lane.dst_span)
+        key = (groups, _sides(lane), lane.tokens_per_index, lane.keep_partial, spans)
         together.setdefault(key, []).append(lane)
     frames: dict[object, PageFrame] = {}
     return tuple(
         Stream(
             first.src_group,
             first.dst_group,
-            first.along,
+            _sides(first),
             first.tokens_per_index,
             first.keep_partial,
             first.src_span,
@@ -128,6 +110,16 @@ def make_streams(lanes: Iterable[Lane]) -> tuple[Stream, ...]:
         )
         for found in together.values()
         for first in found[:1]
+    )
+
+
+def _sides(lane: Lane) -> tuple[Side, Side] | None:
+    along = lane.along
+    if along is None:
+        return None
+    return (
+        Side("source", lane.src_group, along.src.owned, along.src.indices_per_page, lane.src_span),
+        Side("destination", lane.dst_group, along.dst.owned, along.dst.indices_per_page, lane.dst_span),
     )
 
 

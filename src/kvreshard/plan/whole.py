@@ -76,7 +76,7 @@ def pair_pages(stream: Stream, size: int, request: Request) -> PagePairs:
     name = stream.dst_group.name
     src, dst = request.src_tables[stream.src_group.name], request.dst_tables[name]
     found = PagePairs([], [], [])
-    ranges = [(0, 1)] if stream.along is None else index_ranges(stream, request.intervals[name])
+    ranges = [(0, 1)] if stream.sides is None else index_ranges(stream, request.intervals[name])
     for start, stop in ranges:
         low, high = -(-start // size), stop // size
         if high > low:

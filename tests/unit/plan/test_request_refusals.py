@@ -184,6 +184,25 @@ def overlaid() -> tuple[EngineLayout, EngineLayout]:
     return src, dst
 
 
+def test_the_ids_of_every_group_are_looked_at() -> None:
+    src, dst = overlaid()
+    good = {"one": PageTable([1, 2], 8), "two": PageTable([3, 4], 8)}
+    bad = {**good, "two": PageTable([3, 99], 8)}
+    intervals = {"one": [(0, 8)], "two": [(0, 8)]}
+    refused("group 'two'|source|page 99|[0, 9)", Request(bad, good, intervals, {}), src, dst)
+    refused("group 'two'|destination|page 99|[0, 9)", Request(good, bad, intervals, {}), src, dst)
+
+
+def test_the_pages_of_every_source_rank_are_looked_at() -> None:
+    """Two ranks share the sequence token by token; what is asked for lies on the second only."""
+    kind = Latent(4, "bfloat16")
+    src, dst = engine("prefill", kind=kind, tp=2, dcp=2, null_page=0), engine("decode", kind=kind)
+    route = compile_route(src, dst, 0)
+    assert {lane.src_rank for lane in route.lanes} == {0, 1}
+    wanted = request(src, dst, 4, [(1, 2)], src_pages=[0])
+    refused("group 'full'|source|null page 0", wanted, src, dst)
+
+
 @pytest.mark.parametrize(
     ("one", "two", "new"),
     [

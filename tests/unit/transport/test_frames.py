@@ -15,7 +15,7 @@ PLACE = FramePlace("cpu", "cpu", 0, 0)
 def make_frame(num_entries: int = 5, count: int = 50, length: int = 4096) -> Frame:
     start = np.arange(num_entries) * 1_000_000
     lengths = length + 8 * np.arange(num_entries)
-    return Frame.of(start + 4096, start + 100_000_000, lengths, 8192, 16_384, count, count)
+    return Frame.of(start + 4096, start + 100_000_000, lengths, 8192, 16_384, count, count + 10)
 
 
 def listed(cursor: FrameCursor, budget_bytes: int) -> list[tuple[int, int]]:
@@ -35,7 +35,7 @@ def test_slices_have_every_piece_once(budget_copies: int) -> None:
     cursor = FrameCursor(FramedCopies(frame, local, remote), PlacedFrame.of(frame, PLACE))
     found = listed(cursor, budget_copies * (4096 + 32 + DESCRIPTOR_COST_BYTES))
     wanted = [
-        (entry * 50 + here, entry * 50 + there)
+        (entry * 50 + here, entry * 60 + there)
         for entry in range(5)
         for here, there in zip(local.tolist(), remote.tolist(), strict=True)
     ]

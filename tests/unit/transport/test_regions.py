@@ -30,6 +30,26 @@ def test_a_piece_outside_or_across_is_refused(address: int, length: int) -> None
         locate([1000, address], [1, length])
 
 
+@pytest.mark.parametrize(
+    ("address", "length"), [(999, 1), (1149, 2), (1090, 20), (1050, 51), (4999, 2), (5009, 2), (0, 1), (2**64 - 1, 1)]
+)
+def test_a_check_refuses_what_locating_refuses(address: int, length: int) -> None:
+    with pytest.raises(TransportError, match=r"piece 1 of 2: local .*registered: "):
+        TABLE.check("local", np.array([1000, address], dtype=np.uint64), np.array([1, length], dtype=np.uint64))
+
+
+def test_a_check_lets_in_what_lies_in_one_region_or_in_several() -> None:
+    for address, length in (([1000, 1099], [100, 1]), ([5009, 1000, 1149], [1, 1, 1]), ([], [])):
+        TABLE.check("local", np.array(address, dtype=np.uint64), np.array(length, dtype=np.uint64))
+
+
+def test_a_table_knows_its_device_where_there_is_one() -> None:
+    assert RegionTable([A, B]).device == "cpu"
+    assert RegionTable([C]).device == "cuda:1"
+    assert TABLE.device is None
+    assert RegionTable().device is None
+
+
 def test_no_regions_hold_no_piece() -> None:
     with pytest.raises(TransportError, match="registered: none"):
         RegionTable().locate("local", np.array([1], dtype=np.uint64), np.array([1], dtype=np.uint64))
