@@ -12,7 +12,7 @@ from kvreshard.testing.small import engine
 
 
 def lanes_of(tp: int) -> tuple[Lane, ...]:
-    return compile_route(engine("prefill", tp=tp), engine("decode"), 0).lanes
+    return compile_route(engine("prefill", tp=tp, order="HND"), engine("decode", order="HND"), 0).lanes
 
 
 def test_lanes_of_one_rank_and_one_group_are_one_sheaf() -> None:
