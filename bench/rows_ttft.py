@@ -36,8 +36,8 @@ LENGTHS = (256, 1024)
 PAIRS = (("llama", 1, 1), ("gemma3", 1, 2))
 MORE_PAIRS = (("llama", 1, 2), ("llama", 2, 1), ("nemotron-h", 1, 1))
 NUM_WARM = 2
-NUM_ROUNDS, NUM_ROUNDS_FULL = 16, 40
-LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 6.0, 60.0  # no prompt is begun after the budget, once there are so many
+NUM_ROUNDS, NUM_ROUNDS_FULL = 24, 60
+LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 5.0, 60.0  # no prompt is begun after the budget, once there are so many
 
 
 def run(full: bool) -> Iterator[Result]:
