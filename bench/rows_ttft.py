@@ -8,6 +8,9 @@ transfers nothing.
 The in-tree connector is measured twice. *As it ships*, each of its ranks has a thread of NIXL's that spins on a core: on a machine
 with fewer cores than ranks it slows down its own engines. *With cores to spare*, those threads run only where nobody else wants to:
 what remains is the connector's own way, and there ours pays for its thread hops and for reading lease words.
+
+The four engines are started once per pair. On a busy machine one side can be slower for all of a run, its own computing included:
+the interval is that of the turns, not of starts, and `details` has the decode engines' part by itself.
 """
 
 from __future__ import annotations
