@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -75,7 +75,8 @@ def _run(command: Any, as_json: bool) -> int:
     except Exception as error:
         if not isinstance(error, _PARSER_ERROR):
             raise
-        return _fail("UsageError", str(error.format_message()), as_json)  # type: ignore[attr-defined]
+        # Chosen above for having this method; the class has no name that a type checker could know.
+        return _fail("UsageError", str(cast(Any, error).format_message()), as_json)
     if code == EXIT_INTERRUPTED:  # newer releases of Typer catch the interrupt and return this
         sys.stderr.write("interrupted\n")
     return code if isinstance(code, int) else 0

@@ -1,7 +1,7 @@
 """`kvreshard bench`: what does moving bytes cost on this machine, as the planner's cost model counts it?
 
 With `--calibrate` two rank processes are started, four constants are measured and kept in a file under this host's facts; without
-it, those in the file are shown. Commands and connectors use them only when they are told to (`cost_model`).
+it, those in the file are shown. Commands and connectors use them only when they are told to (`--cost-model`, `cost_model`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvreshard import __version__
-from kvreshard.cli.doctor_line import Line
+from kvreshard.cli.doctor_line import Line, Status
 from kvreshard.cli.terminal import bytes_text
 
 PYTHONS = ((3, 11), (3, 13))
@@ -101,9 +101,9 @@ def check_files() -> Iterator[Line]:
     if soft == resource.RLIM_INFINITY or soft >= WANTED_FILES:
         yield Line("file descriptors", "ok", text)
     else:
-        status = "error" if soft < NEEDED_FILES else "warning"
+        status: Status = "error" if soft < NEEDED_FILES else "warning"
         most = "" if hard == resource.RLIM_INFINITY else f"; the hard limit is {hard}"
-        yield Line("file descriptors", status, text, f"ulimit -n 65536{most}")  # type: ignore[arg-type]
+        yield Line("file descriptors", status, text, f"ulimit -n 65536{most}")
 
 
 def check_ptrace(setting: Path = PTRACE) -> Iterator[Line]:

@@ -12,12 +12,20 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import typer
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import EngineLayout, KvReshardError, wire
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.constants import host_facts, require_constants
 
 Side = Literal["prefill", "decode"]
+CostModelFile = Annotated[
+    Path | None,
+    typer.Option(help="Constants of this host, from `kvreshard bench --calibrate`; not given: the defaults."),
+]
 
 
 class InputError(KvReshardError):
@@ -61,6 +69,11 @@ def read_layout(path: Path) -> EngineLayout:
         return wire.decode(content, "json")
     except KvReshardError as error:
         raise type(error)(f"layout file '{path}': {error}") from None
+
+
+def read_cost_model(path: Path | None) -> CostModel:
+    """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError."""
+    return CostModel() if path is None else require_constants(path, host_facts())
 
 
 def write_whole(path: Path, content: bytes) -> None:

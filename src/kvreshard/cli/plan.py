@@ -17,13 +17,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvreshard.cli.inputs import Asked, InputError, Pair, read_pair
+from kvreshard.cli.inputs import Asked, CostModelFile, InputError, Pair, read_cost_model, read_pair
 from kvreshard.cli.plan_view import explanation_document, show_explanation
 from kvreshard.cli.tables_file import read_tables
 from kvreshard.cli.terminal import write_json
 from kvreshard.model import LayoutMismatch
 from kvreshard.model.tables import Request
 from kvreshard.plan import CopyList, Route, bind, compile_route, elect, find_unwritten, match_fields
+from kvreshard.plan.cost import CostModel
 from kvreshard.plan.explain import explain
 
 LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard describe`, instead of an engine.")]
@@ -52,6 +53,7 @@ def plan(
     pages: Annotated[int | None, typer.Option(min=1, help="Pages of each pool.")] = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this decode rank; may be given again.")] = None,
     way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    cost_model: CostModelFile = None,
     copies: Annotated[bool, typer.Option("--copies", help="Print the copy list of a request; needs --tables.")] = False,
     tables: Annotated[
         Path | None, typer.Option(help="JSON file with the request's block tables (docs/wire.md).")
@@ -66,7 +68,7 @@ def plan(
         raise InputError(f"{len(layouts)} layout files are given as arguments; give two, prefill then decode, and no options for them")  # fmt: skip
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
     pair = read_pair(model, Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1]), pages, draft)
-    routes = compile_pair(pair, rank, way.value if way else None)
+    routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model))
     if tables is not None:
         request = read_tables(tables, pair.prefill, pair.decode)
         _print_request(pair, routes, request, copies, fills, as_json)
@@ -78,7 +80,9 @@ def plan(
         show_explanation(Console(), explanation, pair.title)
 
 
-def compile_pair(pair: Pair, ranks: list[int] | None = None, way: Any = None) -> list[Route]:
+def compile_pair(
+    pair: Pair, ranks: list[int] | None = None, way: Any = None, cost: CostModel | None = None
+) -> list[Route]:
     """Proved routes of the decode ranks (all unless some are named). Raises LayoutMismatch."""
     known = pair.decode.rank_by_number
     for number in ranks or ():
@@ -86,7 +90,10 @@ def compile_pair(pair: Pair, ranks: list[int] | None = None, way: Any = None) ->
             raise LayoutMismatch(f"engine '{pair.decode.engine}' has no rank {number}; its ranks are {sorted(known)}")
     election = elect(pair.prefill, pair.decode, list(match_fields(pair.prefill, pair.decode).names))
     chosen = dict.fromkeys(ranks) if ranks else known
-    return [compile_route(pair.prefill, pair.decode, number, election=election, way=way) for number in chosen]
+    return [
+        compile_route(pair.prefill, pair.decode, number, election=election, cost=cost or CostModel(), way=way)
+        for number in chosen
+    ]
 
 
 def _print_request(pair: Pair, routes: list[Route], request: Request, copies: bool, fills: bool, as_json: bool) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from kvreshard.catalog import load, parse_engine
-from kvreshard.cli.inputs import InputError
+from kvreshard.cli.inputs import CostModelFile, InputError, read_cost_model
 from kvreshard.cli.plan import WayOption
 from kvreshard.cli.scale import fit
 from kvreshard.cli.terminal import write_json
@@ -69,6 +69,7 @@ def verify(
     ] = TransportOption.NIXL,
     push: Annotated[bool, typer.Option("--push", help="Prefill ranks write, instead of decode ranks reading.")] = False,
     way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    cost_model: CostModelFile = None,
     draft: Annotated[str | None, typer.Option(help="Model of a draft whose caches come behind: id or path.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of tables, lengths and contents.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -76,6 +77,7 @@ def verify(
     """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
     if push and way is WayOption.STAGED:
         raise InputError("--push writes directly and cannot be staged; drop --way staged or --push")
+    cost = read_cost_model(cost_model)
     found = load(model, draft)
     fitted = fit(found, parse_engine(prefill), parse_engine(decode), requests, tokens, layers)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
@@ -88,7 +90,7 @@ def verify(
                 stages("start", num_ranks, num_ranks)
                 result = run_trial(
                     ranks, fitted.prefill, fitted.decode, made,
-                    push=push, way=way.value if way else None, seed=seed, progress=stages,
+                    push=push, way=way.value if way else None, cost=cost, seed=seed, progress=stages,
                 )  # fmt: skip
         except RankDiedError as error:
             raise VerifyError(f"the verification could not be finished: {error}") from None

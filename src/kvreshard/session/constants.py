@@ -82,6 +82,20 @@ def load_constants(path: Path, host: str) -> CostModel | None:
         raise KvReshardError(f"constants file {path}: {error}; run `kvreshard bench --calibrate` again") from error
 
 
+def require_constants(path: Path, host: str) -> CostModel:
+    """The constants of a host that somebody asked for by name. Raises KvReshardError where the file has none that hold."""
+    found = load_constants(path, host)
+    if found is not None:
+        return found
+    remedy = f"`kvreshard bench --calibrate --constants {path}` measures them"
+    if not path.exists():
+        raise KvReshardError(f"there is no constants file {path}; {remedy}")
+    kept = _read(path)
+    known = "; ".join(f"({name})" for name in kept.hosts) or "none"
+    version = f" of version {kept.version}, this kvreshard uses version {VERSION}" if kept.version != VERSION else ""
+    raise KvReshardError(f"constants file {path}{version} has none of this host ({host}) but of {known}; {remedy} here")
+
+
 def save_constants(path: Path, host: str, model: CostModel) -> None:
     """Add or replace the constants of one host. Raises KvReshardError if the place holds another kind of file."""
     hosts = dict(_read(path).hosts) if path.exists() else {}

@@ -21,7 +21,7 @@ from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.request_form import RequestForm, from_form
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route, bind, compile_route, elect, match_fields
-from kvreshard.plan.cost import Way
+from kvreshard.plan.cost import CostModel, Way
 from kvreshard.session import transfer
 from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.pull import Moved
@@ -33,7 +33,7 @@ class Load(msgspec.Struct, tag=True):
     """Take part in a pair of engines, as rank `rank` of the destination or of the source.
 
     Peers are called "rank<n>"; `first_peer` is the number of the other engine's first rank. The staging buffer is
-    `staging_bytes` from `staging_address`; zero bytes: none.
+    `staging_bytes` from `staging_address`; zero bytes: none. `cost` chooses where `way` does not.
     """
 
     src: bytes
@@ -44,6 +44,7 @@ class Load(msgspec.Struct, tag=True):
     way: Way | None
     staging_address: int
     staging_bytes: int
+    cost: CostModel = CostModel()
 
 
 class Move(msgspec.Struct, tag=True):
@@ -83,7 +84,8 @@ class RankMover:
         election = elect(self._src, self._dst, list(match_fields(self._src, self._dst).names))
         ranks = election.readers[load.rank] if load.is_source else (load.rank,)
         self._routes: dict[int, Route] = {
-            rank: compile_route(self._src, self._dst, rank, election=election, way=load.way) for rank in ranks
+            rank: compile_route(self._src, self._dst, rank, election=election, cost=load.cost, way=load.way)
+            for rank in ranks
         }
         self.compile_s = time.monotonic() - started_s
         other: EngineLayout = self._dst if load.is_source else self._src

@@ -26,7 +26,7 @@ from kvreshard.model import EngineLayout, Region, wire
 from kvreshard.model.request_form import to_form
 from kvreshard.model.tables import Request
 from kvreshard.plan import elect, match_fields
-from kvreshard.plan.cost import Way
+from kvreshard.plan.cost import CostModel, Way
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome
 from kvreshard.testing.ranks import Ranks
@@ -86,6 +86,7 @@ def run_trial(
     *,
     push: bool = False,
     way: Way | None = None,
+    cost: CostModel = CostModel(),  # noqa: B008 (frozen)
     seed: int = 0,
     timeout_s: float = 120.0,
     progress: Progress = lambda stage, done, total: None,
@@ -102,7 +103,7 @@ def run_trial(
         progress("values", number, len(requests))
         write_values(src, dst, src_memory, request, seed + number)
     expected = {place: content.copy() for place, content in dst_memory.items()}
-    compile_s = _load(ranks, src, dst, way, progress)
+    compile_s = _load(ranks, src, dst, way, cost, progress)
     started_s = time.monotonic()
     outcomes = _move(ranks, src, dst, requests, push, timeout_s, progress)
     transfer_s = time.monotonic() - started_s
@@ -195,7 +196,9 @@ def _fill(
     progress("fill", len(places), len(places))
 
 
-def _load(ranks: Ranks, src: EngineLayout, dst: EngineLayout, way: Way | None, progress: Progress) -> float:
+def _load(
+    ranks: Ranks, src: EngineLayout, dst: EngineLayout, way: Way | None, cost: CostModel, progress: Progress
+) -> float:
     """Hand out the layouts; returns the longest time that a rank took to decode, elect, compile and prove."""
     src_wire, dst_wire, num_src = wire.encode(src), wire.encode(dst), len(src.ranks)
     total, longest_s = num_src + len(dst.ranks), 0.0
@@ -206,7 +209,7 @@ def _load(ranks: Ranks, src: EngineLayout, dst: EngineLayout, way: Way | None, p
         staging = ranks.address(number) + ranks.memory_bytes - STAGING_BYTES
         load = Load(
             src_wire, dst_wire, is_source, rank, num_src if is_source else 0, way, staging,
-            0 if is_source else STAGING_BYTES,
+            0 if is_source else STAGING_BYTES, cost,
         )  # fmt: skip
         longest_s = max(longest_s, ranks.served(number, load).compile_s)
     progress("compile", total, total)

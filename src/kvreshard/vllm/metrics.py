@@ -12,7 +12,7 @@ series carry vLLM's labels.
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
-| `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good |
+| `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvreshard.session.orders import Failure, Results
+from kvreshard.session.orders import Results
 from kvreshard.session.pull import Moved
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -77,7 +77,7 @@ class ReshardStats(KVConnectorStats):
         for moved in results.received.values():
             self._note_moved(moved)
         for failure in results.failed.values():
-            self._note_failure(failure)
+            self.count("failures", failure.kind)
         for cause in results.freed.values():
             self.count("leases", cause)
         for result in results.checks.values():
@@ -135,11 +135,6 @@ class ReshardStats(KVConnectorStats):
         for way, amount in (("staged", moved.num_staged_bytes), ("direct", moved.num_bytes - moved.num_staged_bytes)):
             if amount:
                 self.count("bytes", way, amount)
-
-    def _note_failure(self, failure: Failure) -> None:
-        self.count("failures", failure.kind)
-        if failure.is_quarantined:
-            self.count("quarantined")
 
 
 class ReshardPromMetrics(KVConnectorPromMetrics):

@@ -30,8 +30,9 @@ class Quarantine:
         """Blocks that are kept."""
         return sum(map(len, self._blocks.values()))
 
-    def keep(self, pairs: Iterable[tuple[str, int]]) -> None:
-        """Keep the blocks of these requests."""
+    def keep(self, pairs: Iterable[tuple[str, int]]) -> int:
+        """Keep the blocks of these requests; of how many they were not kept before."""
+        before = len(self._blocks)
         for request, rank in pairs:
             if request not in self._blocks and self.manager is not None:
                 groups = self.manager.get_blocks(request).blocks
@@ -43,6 +44,7 @@ class Quarantine:
                     *(len(blocks), request),
                 )
             self._ranks.setdefault(request, set()).add(rank)
+        return len(self._blocks) - before
 
     def give_back(self, pairs: Iterable[tuple[str, int]]) -> None:
         """Reads of these have come to rest; a request's blocks are free again when that is so on all ranks."""

@@ -134,7 +134,10 @@ class SchedulerSide:
         """What the ranks have done."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
-            self._quarantine.keep(meta.quarantined)
+            # Counted here, where ranks come together: the same request may be quarantined on each of them.
+            kept = self._quarantine.keep(meta.quarantined)
+            if kept:
+                self.stats.count("quarantined", amount=kept)
             self._quarantine.give_back(meta.settled)
         for request_id in output.finished_recving or ():
             self._consumer.ended(request_id)

@@ -40,3 +40,44 @@ def test_calibration_measures_and_keeps(run, tmp_path: Path) -> None:
     measured = json.loads(run("bench", "--calibrate", "--constants", path, "--json").stdout)
     assert json.loads(run("bench", "--constants", path, "--json").stdout)["constants"] == measured["constants"]
     assert all(value > 0 for value in measured["constants"].values())
+
+
+def dear_and_cheap_copies(tmp_path: Path) -> tuple[Path, Path]:
+    """Constants of this host by which everything, and by which nothing, is better staged."""
+    paths = tmp_path / "dear.json", tmp_path / "cheap.json"
+    save_constants(paths[0], host_facts(), CostModel(copy_s=1.0))
+    save_constants(paths[1], host_facts(), CostModel(copy_s=1e-15))
+    return paths
+
+
+def test_a_plan_chooses_by_the_constants_that_it_is_given(run, tmp_path: Path) -> None:
+    asked = ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=2,order=NHD", "--decode", "tp=4,order=NHD", "--json")
+    ways = []
+    for path in dear_and_cheap_copies(tmp_path):
+        document = json.loads(run(*asked, "--cost-model", path).stdout)
+        ways.append({reading["way"] for subject in document["subjects"] for reading in subject["readings"]})
+    assert ways == [{"staged"}, {"direct"}]
+
+
+def test_a_verification_moves_by_the_constants_that_it_is_given(run, tmp_path: Path) -> None:
+    asked = ("verify", "--model", "llama-3.1-8b", "--prefill", "tp=1,order=NHD", "--decode", "tp=2,order=NHD")
+    more = ("--layers", "1", "--tokens", "40", "--requests", "1", "--transport", "memory", "--json")
+    shares = []
+    for path in dear_and_cheap_copies(tmp_path):
+        document = json.loads(run(*asked, *more, "--cost-model", path).stdout)
+        assert document["passed"]
+        shares.append(document["num_staged_bytes"] / document["num_bytes"])
+    assert shares == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_constants_that_are_asked_for_and_not_there_are_refused(run, tmp_path: Path, command: str) -> None:
+    engines = ("--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2")
+    missing = run(command, *engines, "--cost-model", tmp_path / "none.json")
+    assert missing.exit_code == 2
+    assert "there is no constants file" in missing.stderr
+    save_constants(tmp_path / "theirs.json", "another machine", CostModel())
+    foreign = run(command, *engines, "--cost-model", tmp_path / "theirs.json")
+    assert foreign.exit_code == 2
+    assert f"none of this host ({host_facts()}) but of (another machine)" in foreign.stderr
+    assert "kvreshard bench --calibrate --constants" in foreign.stderr
