@@ -10,10 +10,12 @@ of freed pages brings other bytes, and a write to pages that were given back is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,6 +47,7 @@ SRC_PAGES = {"a": [1, 2, 3, 4, 5, 6], "b": [11, 12, 13, 14, 15, 16]}
 DST_PAGES = {"a": [2, 3, 4, 5], "b": [12, 13, 14, 15]}
 NEVER = 10**6
 QUIET_TURNS = 6
+TRIED: Counter[str] = Counter()
 
 Spans = list[tuple[tuple[int, str], int, int]]
 
@@ -161,6 +164,7 @@ class Sessions(RuleBasedStateMachine):
         src, dst = self.world.src, self.world.dst
         life.expected = dict(oracle_transfer(src.layout, dst.layout, src.memory, dst.memory, wanted))
         life.reading, life.ended_ranks, life.load_id = "loading", {}, f"d-{life.source_id}"
+        TRIED["loads"] += 1
         if watched:
             self._tell(dst, Watch(life.load_id, REMOTE, life.lease))
         self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted))
@@ -261,6 +265,7 @@ class Sessions(RuleBasedStateMachine):
         """Good weather and time enough: everything ends, exactly once, and every page comes back or is quarantined."""
         if not hasattr(self, "world"):
             return
+        TRIED["machines"] += 1
         self.world.faults[-1] = Fault()
         for seconds in (0.0, 61.0, 11.0, 0.0, 31.0, 31.0):
             self.world.clock.now_s += seconds
@@ -318,6 +323,7 @@ class Sessions(RuleBasedStateMachine):
 
     def _end(self, life: Life) -> None:
         """All ranks have said how it ended; vLLM serves it only if all went well."""
+        TRIED["ended"] += 1
         failures = [failure for failure in life.ended_ranks.values() if failure is not None]
         if not failures:
             life.reading = "loaded"
@@ -368,6 +374,15 @@ def _spans(layout: EngineLayout, pages: list[int]) -> Spans:
         for page in pages
         for start in [slab.offset_bytes + page * slab.page_stride_bytes]
     ]
+
+
+@pytest.fixture(autouse=True)
+def _tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """How much was tried, for `tests.reliability`; and that it was not nothing."""
+    TRIED.clear()
+    yield
+    for name, count in TRIED.items():
+        record_property(name, count)
 
 
 TestSessions = Sessions.TestCase
