@@ -97,7 +97,7 @@ MUTANTS = [
         "a failed load reports to nobody",
         "session/endpoint.py",
         "            if job.peer is not None:\n                self._report(",
-        "            if job.peer is not None and not failed:\n                self._report(",
+        "            if failed:\n                pass\n            elif job.peer is not None:\n                self._report(",
     ),
     Mutant(
         "no heartbeats",
