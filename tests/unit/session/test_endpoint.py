@@ -87,24 +87,6 @@ def test_a_cancelled_load_waits_for_its_reads_and_then_fails(world: World) -> No
     assert collect(world.src)[2] == {"r"}
 
 
-def test_the_last_of_several_reads_is_waited_for() -> None:
-    """Two source ranks are read; only the second read is late."""
-    world = make_world(4, 2)
-    world.grant_and_offer()
-    world.faults[1] = Fault(delay_steps=3)
-    order_load(world)
-    world.turn()
-    meet(world)
-    for _ in range(3):
-        world.turn()
-        assert collect(world.dst) == (set(), {}, set())
-        assert collect(world.src)[2] == set()
-        world.fabric.step()
-    world.turn()
-    assert collect(world.dst)[0] == {"d"}
-    world.close()
-
-
 @pytest.mark.parametrize("fault", [Fault(), Fault(fail_after_pieces=0), Fault(delay_steps=5)])
 def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) -> None:
     """Loaded, failed, and given up before it settled."""
