@@ -11,7 +11,7 @@ export PYTHON
 # A run must not depend on what else lies on the caller's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo demo-vllm test test-ci test-e2e check soak format bench mutants clean
+.PHONY: help demo demo-vllm test test-ci test-e2e check soak reliability format bench mutants clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -45,6 +45,20 @@ test-e2e: ## every pair of real engines, here and with vLLM's own connector, and
 soak: ## eight engines over NIXL, kills, stops, aborts, hostile clients, every byte checked: two minutes; BENCH=full for an hour
 	@scripts/venv test
 	@$(PY) -m tests.soak --seconds $(if $(filter full,$(BENCH)),3600,120) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+reliability: ## every run behind docs/reliability.md that needs no vLLM, then its table; BENCH=full for an hour of soak
+	@scripts/venv test
+	@mkdir -p tests/results
+	@KVRESHARD_RESULTS=tests/results/model.json $(PYTEST) -q --hypothesis-profile=ci tests/property/test_session.py
+	@KVRESHARD_RESULTS=tests/results/session.json $(PYTEST) -q tests/unit/session
+	@KVRESHARD_RESULTS=tests/results/hostile.json $(PYTEST) -q tests/faults/test_hostile_clients.py
+	@KVRESHARD_RESULTS=tests/results/faults.json $(PYTEST) -q tests/faults/test_incast.py
+	@$(PY) -m tests.fuzz.run --inputs 100000 > tests/results/fuzz.json
+	@$(PY) -m tests.faults.incast --json tests/results/incast.json
+	@$(PY) -m tests.faults.leaks --json tests/results/leaks.json
+	@$(PY) -m tests.soak --seconds $(if $(filter full,$(BENCH)),3600,120) --json tests/results/soak.json
+	@$(PY) tests/mutations/run.py session/ transport/ --json tests/results/mutants.json
+	@$(PY) -m tests.reliability --into docs/reliability.md
 
 check: ## format, lint, strict types, architecture, fast tests; before each commit
 	@scripts/venv dev

@@ -8,9 +8,11 @@ profile: `@settings(max_examples=20 * settings.default.max_examples)`.
 import importlib.util
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.outcomes import VARIABLE, Outcomes
 
 SEED_OPTION = "hypothesis_seed"
 
@@ -37,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed here when none is given, so that a green run can be repeated as well as a red one."""
     if getattr(config.option, SEED_OPTION, None) is None:
         config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
+    if VARIABLE in os.environ:
+        seed = config.getoption(SEED_OPTION)
+        config.pluginmanager.register(Outcomes(Path(os.environ[VARIABLE]), seed), "kvreshard-outcomes")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

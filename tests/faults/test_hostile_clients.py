@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -56,7 +56,10 @@ def locked_door(keys: Keys) -> Iterator[Listener]:
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_next_honest_client_is_answered(open_door: Listener, name: str) -> None:
+def test_the_next_honest_client_is_answered(
+    open_door: Listener, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("hostile clients", 1)
     with ExitStack() as kept:
         for plain in CLIENTS[name](open_door.address.port):
             kept.enter_context(plain)
@@ -64,7 +67,10 @@ def test_the_next_honest_client_is_answered(open_door: Listener, name: str) -> N
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_next_honest_client_with_a_key_is_answered(locked_door: Listener, keys: Keys, name: str) -> None:
+def test_the_next_honest_client_with_a_key_is_answered(
+    locked_door: Listener, keys: Keys, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("hostile clients", 1)
     with ExitStack() as kept:
         for plain in CLIENTS[name](locked_door.address.port):
             kept.enter_context(plain)

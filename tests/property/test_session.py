@@ -10,10 +10,12 @@ of freed pages brings other bytes, and a write to pages that were given back is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -45,6 +47,7 @@ SRC_PAGES = {"a": [1, 2, 3, 4, 5, 6], "b": [11, 12, 13, 14, 15, 16]}
 DST_PAGES = {"a": [2, 3, 4, 5], "b": [12, 13, 14, 15]}
 NEVER = 10**6
 QUIET_TURNS = 6
+TRIED: Counter[str] = Counter()
 
 Spans = list[tuple[tuple[int, str], int, int]]
 
@@ -77,8 +80,13 @@ class Life:
 class Sessions(RuleBasedStateMachine):
     """See the module."""
 
-    @initialize(src_tp=st.sampled_from([1, 2, 4]), dst_tp=st.sampled_from([1, 2]), seed=st.integers(0, 2**32 - 1))
-    def start(self, src_tp: int, dst_tp: int, seed: int) -> None:
+    @initialize(
+        src_tp=st.sampled_from([1, 2, 4]),
+        dst_tp=st.sampled_from([1, 2]),
+        seed=st.integers(0, 2**32 - 1),
+        begun=st.sampled_from(["", "a", "a", "ab"]),
+    )
+    def start(self, src_tp: int, dst_tp: int, seed: int, begun: str) -> None:
         self.rng = np.random.default_rng(seed)
         self.world: World = make_world(src_tp, dst_tp, OPTIONS)
         self.lives = {name: Life(name) for name in "ab"}
@@ -92,6 +100,9 @@ class Sessions(RuleBasedStateMachine):
             self._grant(name)
             self._offer(name)
         self.turn_all(1)
+        # Otherwise half of the histories have no load at all.
+        for name in begun:
+            self._load(name, watched=bool(seed % 2))
 
     # What the source engine does
 
@@ -152,7 +163,9 @@ class Sessions(RuleBasedStateMachine):
     @precondition(some("offered", "idle"))
     @rule(data=st.data(), watched=st.booleans())
     def load(self, data: st.DataObject, watched: bool) -> None:
-        name = data.draw(st.sampled_from(self.names("offered", "idle")))
+        self._load(data.draw(st.sampled_from(self.names("offered", "idle"))), watched)
+
+    def _load(self, name: str, watched: bool) -> None:
         life = self.lives[name]
         assert life.lease is not None
         self.sentinels.pop(name)
@@ -161,6 +174,7 @@ class Sessions(RuleBasedStateMachine):
         src, dst = self.world.src, self.world.dst
         life.expected = dict(oracle_transfer(src.layout, dst.layout, src.memory, dst.memory, wanted))
         life.reading, life.ended_ranks, life.load_id = "loading", {}, f"d-{life.source_id}"
+        TRIED["loads"] += 1
         if watched:
             self._tell(dst, Watch(life.load_id, REMOTE, life.lease))
         self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted))
@@ -261,6 +275,7 @@ class Sessions(RuleBasedStateMachine):
         """Good weather and time enough: everything ends, exactly once, and every page comes back or is quarantined."""
         if not hasattr(self, "world"):
             return
+        TRIED["machines"] += 1
         self.world.faults[-1] = Fault()
         for seconds in (0.0, 61.0, 11.0, 0.0, 31.0, 31.0):
             self.world.clock.now_s += seconds
@@ -318,6 +333,7 @@ class Sessions(RuleBasedStateMachine):
 
     def _end(self, life: Life) -> None:
         """All ranks have said how it ended; vLLM serves it only if all went well."""
+        TRIED["ended"] += 1
         failures = [failure for failure in life.ended_ranks.values() if failure is not None]
         if not failures:
             life.reading = "loaded"
@@ -368,6 +384,15 @@ def _spans(layout: EngineLayout, pages: list[int]) -> Spans:
         for page in pages
         for start in [slab.offset_bytes + page * slab.page_stride_bytes]
     ]
+
+
+@pytest.fixture(autouse=True)
+def _tell(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """How much was tried, for `tests.reliability`; and that it was not nothing."""
+    TRIED.clear()
+    yield
+    for name, count in TRIED.items():
+        record_property(name, count)
 
 
 TestSessions = Sessions.TestCase

@@ -136,7 +136,7 @@ class Engine:
             leases=sum(endpoint.num_leases for endpoint in endpoints),
             quarantined=sum(endpoint.num_quarantined for endpoint in endpoints),
             jobs=sum(len(endpoint._jobs) for endpoint in endpoints),
-            scratch_places=sum(len(endpoint._scratch._taken) for endpoint in endpoints),
+            scratch_places=sum(endpoint.num_scratch_places for endpoint in endpoints),
             pages_missing=self.pool.num_pages - self.pool.num_free - num_pages_in_use,
             pages_trespassed=self.pool.count_changed(),
             handles=sum(rank.transport._owner._windows.num_in_flight for rank in self._ranks.values()),

@@ -104,6 +104,7 @@ def test_what_ends_it(record_property: pytest.RecordProperty) -> None:
                 (silenced if listener.thread.is_alive() else ended).add(name)
         listener.stop.set()
         listener.thread.join(5)
+    record_property("hostile clients", len(CLIENTS))
     record_property("ended_by", sorted(ended))
     record_property("silenced_by", sorted(silenced))
     print(f"vLLM's listener: of {len(CLIENTS)} clients {len(ended)} ended it: {sorted(ended)}")

@@ -76,6 +76,9 @@ class Scratch:
     def region(self) -> MemoryRegion:
         return MemoryRegion(int(self._words.ctypes.data), self._words.nbytes)
 
+    def __len__(self) -> int:
+        return len(self._taken)
+
     def take(self, num_words: int) -> int | None:
         """The address of so many words, or None while there is no place."""
         start = 0
@@ -173,6 +176,11 @@ class Endpoint:
     def num_quarantined(self) -> int:
         """Loads that were given up and whose reads have not settled."""
         return len(self._given_up)
+
+    @property
+    def num_scratch_places(self) -> int:
+        """Loads that have a place for lease words."""
+        return len(self._scratch)
 
     @property
     def num_leases(self) -> int:

@@ -100,6 +100,24 @@ def test_a_cancelled_load_waits_for_its_reads_and_then_fails(world: World) -> No
     assert collect(world.src)[2] == {"r"}
 
 
+@pytest.mark.parametrize("fault", [Fault(), Fault(fail_after_pieces=0), Fault(delay_steps=5)])
+def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) -> None:
+    """Loaded, failed, and given up before it settled."""
+    world.grant_and_offer(ttl_s=1e6)
+    world.faults[-1] = fault
+    order_load(world)
+    world.turn()
+    meet(world)
+    for seconds in (0.0, OPTIONS.load_timeout_s, OPTIONS.settle_timeout_s):
+        world.clock.now_s += seconds
+        world.turn()
+    world.fabric.step(5)
+    world.turn()
+    assert [endpoint.num_scratch_places for endpoint in world.dst.endpoints.values()] == [0] * len(world.dst.endpoints)
+    received, failed, _ = collect(world.dst)
+    assert received | set(failed) == {"d"}
+
+
 def test_a_load_that_never_settles_is_quarantined_after_both_bounds(world: World) -> None:
     world.grant_and_offer(ttl_s=1e6)
     world.faults[-1] = Fault(drop=True)

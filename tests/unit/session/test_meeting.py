@@ -11,7 +11,7 @@ from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model import KvReshardError, WireError
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
-from kvreshard.session.handshake import Address, Hello, Listener
+from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.session.peers import Self, meet_engine
@@ -56,6 +56,19 @@ def test_a_rank_meets_an_engine_and_says_how_it_went(sides: tuple[Side, Side], k
     finally:
         listener.close()
     assert [(hello.engine, hello.rank, hello.is_good) for hello in heard] == [("decode", 0, True)]
+
+
+@pytest.mark.parametrize(("engine_name", "life"), [("prefill", "former"), ("other", "life")])
+def test_whoever_else_listens_there_now_is_not_read_from(sides: tuple[Side, Side], engine_name: str, life: str) -> None:
+    listener = Listener(LOCAL, sides[0].card())
+    me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
+    try:
+        with pytest.raises(HandshakeError, match=f"not '{engine_name}', incarnation {life}: it has restarted"):
+            meet_engine(
+                me, RemoteEngine(engine_name, life, listener.address), EndpointOptions(handshake_timeout_s=60.0)
+            )
+    finally:
+        listener.close()
 
 
 def other_layout(card: EngineCard, **changes: object) -> EngineCard:

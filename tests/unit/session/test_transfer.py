@@ -169,10 +169,12 @@ def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
     assert all(not transport.notifications() for transport in src.transports.values())
 
 
-def test_a_transfer_that_never_settles_is_a_timeout_and_no_report() -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_transfer_that_never_settles_is_a_timeout_and_no_report(late: int) -> None:
+    """One of two, the first or the last."""
     fabric = Fabric()
-    src = make_engine(fabric, "p", 1, "HND", 8)
-    dst = make_engine(fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(drop=index == 0))
+    src = make_engine(fabric, "p", 2, "HND", 8)
+    dst = make_engine(fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(drop=index == late))
     connect(src, dst)
     route = compile_route(src.layout, dst.layout, 0, way="direct")
     with pytest.raises(TimeoutError, match="must not be reused"):

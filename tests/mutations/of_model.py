@@ -1,0 +1,90 @@
+"""In which ways is the model broken to see whether the tests notice? See `mutant`."""
+
+from mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "a split forgets the remainder",
+        "model/ownership.py",
+        "return Interval(low, (index + 1) * extent // parts)",
+        "return Interval(low, low + extent // parts)",
+    ),
+    Mutant(
+        "more ranks than heads: the head above",
+        "model/ownership.py",
+        "        return Interval(low, low + 1)\n",
+        "        return Interval(min(low + 1, extent - 1), min(low + 1, extent - 1) + 1)\n",
+    ),
+    Mutant(
+        "cyclic: the local index forgets the start",
+        "model/ownership.py",
+        "return lap * self.run + (coordinates - lap * self.step - self.start)",
+        "return lap * self.run + (coordinates - lap * self.step) % self.run",
+    ),
+    Mutant(
+        "cyclic: the global index forgets the start",
+        "model/ownership.py",
+        "return lap * self.step + self.start + phase",
+        "return lap * self.step + phase",
+    ),
+    Mutant(
+        "cyclic: the count forgets the start",
+        "model/ownership.py",
+        "min(max(0, phase - self.start), self.run)",
+        "min(phase, self.run)",
+    ),
+    Mutant(
+        "cyclic: runs have no end",
+        "model/ownership.py",
+        "ends = np.concatenate([laps + self.start, laps + self.start + self.run])",
+        "ends = laps + self.start",
+    ),
+    Mutant(
+        "an interval has no end",
+        "model/ownership.py",
+        "ends = [self.start] if self.stop is None else [self.start, self.stop]",
+        "ends = [self.start]",
+    ),
+    Mutant(
+        "digits are merged over padding",
+        "model/address.py",
+        "continues_bytes = digit.byte_step == last.byte_step * last.extent",
+        "continues_bytes = digit.byte_step >= last.byte_step * last.extent",
+    ),
+    Mutant(
+        "a ring is taken for a sequence",
+        "model/address.py",
+        "        if self.digits[-1].extent is not None or self.digits[-1].page_step:\n            return None\n",
+        "        return None\n",
+    ),
+    Mutant(
+        "tokens per index are ignored",
+        "model/field.py",
+        "return start_token // self.tokens_per_index, stop // self.tokens_per_index",
+        "return start_token, stop",
+    ),
+    Mutant(
+        "cells that share bytes are let through",
+        "model/layout_check.py",
+        "int(np.diff(starts).min()) < run_bytes",
+        "int(np.diff(starts).min()) < 0",
+    ),
+    Mutant(
+        "cells outside their slab are let through",
+        "model/layout_check.py",
+        "((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)",
+        "(place < 0).any(axis=1)",
+    ),
+    Mutant(
+        "a later version is read",
+        "model/form.py",
+        "if not 1 <= version <= self.version:",
+        "if not 1 <= version:",
+    ),
+    Mutant(
+        "an interval may be empty",
+        "model/tables.py",
+        "if start < end or stop <= start:",
+        "if start < end or stop < start:",
+    ),
+]

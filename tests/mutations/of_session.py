@@ -1,0 +1,198 @@
+"""In which ways is a session, or the window of its transport, broken to see whether the tests notice? See `mutant`."""
+
+from mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "a lease's word is not compared",
+        "session/pull.py",
+        "        if error is None and found != lease.word:\n",
+        "        if error is None and found == ~lease.word:\n",
+    ),
+    Mutant(
+        "a word stays when the pages are given back",
+        "session/lease.py",
+        "        grant = self._grants.pop(request)\n        self._table[grant.slot] = FREE\n",
+        "        grant = self._grants.pop(request)\n",
+    ),
+    Mutant(
+        "a word stays when a lease is revoked",
+        "session/lease.py",
+        "        if grant is not None:\n            self._table[grant.slot] = FREE\n",
+        "        if grant is not None:\n            pass\n",
+    ),
+    Mutant(
+        "a lease never runs out",
+        "session/lease.py",
+        "g.deadline_s <= now_s]",
+        "g.deadline_s < 0]",
+    ),
+    Mutant(
+        "a lease ends with its first reporter",
+        "session/lease.py",
+        "if reported.issuperset(report.reporters):",
+        "if reported:",
+    ),
+    Mutant(
+        "a report may have any word",
+        "session/lease.py",
+        "grant is None or grant.word != report.word or",
+        "grant is None or",
+    ),
+    Mutant(
+        "a heartbeat may have any word",
+        "session/lease.py",
+        "grant is not None and grant.word == word and grant.deadline_s is not None",
+        "grant is not None and grant.deadline_s is not None",
+    ),
+    Mutant(
+        "a report before the offer is forgotten",
+        "session/lease.py",
+        '        if grant.is_complete:\n            self._end(request, "reported")\n        return True',
+        "        return True",
+    ),
+    Mutant(
+        "a load that is given up has no quarantine",
+        "session/job.py",
+        "self.outcome = Failure(failure.kind, text, is_quarantined=True)",
+        "self.outcome = Failure(failure.kind, text, is_quarantined=False)",
+    ),
+    Mutant(
+        "a stopped load gives its pages back at once",
+        "session/job.py",
+        "        if self.is_settled:\n            self.close()\n            self.outcome = failure",
+        "        if True:\n            self.outcome = failure",
+    ),
+    Mutant(
+        "a stopped load goes on posting",
+        "session/job.py",
+        "            self._stopped, self._stopped_s = failure, now_s\n",
+        "            self._stopped_s = now_s\n",
+    ),
+    Mutant(
+        "a load has all the time there is",
+        "session/job.py",
+        "now_s >= self.ordered_s + self.options.load_timeout_s",
+        "now_s >= self.ordered_s + 1e9",
+    ),
+    Mutant(
+        "a load that does not settle is waited for",
+        "session/job.py",
+        "elif now_s >= self._stopped_s + self.options.settle_timeout_s:",
+        "elif now_s >= self._stopped_s + 1e9:",
+    ),
+    Mutant(
+        "quarantined pages never come back",
+        "session/endpoint.py",
+        "for job in [job for job in self._given_up if job.is_settled]:",
+        "for job in [job for job in self._given_up if job.outcome is None]:",
+    ),
+    Mutant(
+        "a load whose source was not met reports to nobody",
+        "session/endpoint.py",
+        "                self._waiting_releases.append(Release(job.load.remote, job.load.lease))\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a failed load reports to nobody",
+        "session/endpoint.py",
+        "            if job.peer is not None:\n                self._report(",
+        "            if failed:\n                pass\n            elif job.peer is not None:\n                self._report(",
+    ),
+    Mutant(
+        "no heartbeats",
+        "session/endpoint.py",
+        "        for watch in self._watched.values():\n",
+        "        for watch in ():\n",
+    ),
+    Mutant(
+        "a watch never ends",
+        "session/endpoint.py",
+        "            case Unwatch():\n                self._watched.pop(order.request, None)",
+        "            case Unwatch():\n                pass",
+    ),
+    Mutant(
+        "scratch places are not given back",
+        "session/endpoint.py",
+        "            self._scratch.give(job.scratch_address)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the first settled read ends the wait",
+        "session/pull.py",
+        "    for transfer in posted:\n        error",
+        "    for transfer in posted[:1]:\n        error",
+    ),
+    Mutant(
+        "what no copy writes keeps its bytes",
+        "session/pull.py",
+        "        if request.dst_new_pages:\n",
+        "        if not request.dst_new_pages:\n",
+    ),
+    Mutant(
+        "without the staging buffer nothing is read",
+        "session/pull.py",
+        "            lists, batches = plan_reads(route, request).direct, ()\n",
+        "            lists, batches = (), ()\n",
+    ),
+    Mutant(
+        "both halves of the staging buffer are one",
+        "session/pull.py",
+        "(number % 2) * staging.half_bytes",
+        "0 * staging.half_bytes",
+    ),
+    Mutant(
+        "a peer that is being met is forgotten",
+        "session/peers.py",
+        "        if future is None or not future.done():\n            return\n        del self._known[remote]\n",
+        "        if future is None:\n            return\n        del self._known[remote]\n        if not future.done():\n            return\n",
+    ),
+    Mutant(
+        "a restarted engine is taken for its former life",
+        "session/peers.py",
+        "if (card.engine, card.incarnation) != (remote.engine, remote.incarnation):",
+        "if card.engine != remote.engine:",
+    ),
+    Mutant(
+        "any lease slot is read",
+        "session/peers.py",
+        "            if not 0 <= lease.slot < card.lease_slots:",
+        "            if lease.slot < 0:",
+    ),
+    Mutant(
+        "layouts are decoded at once",
+        "session/card.py",
+        "        with _decoding:\n",
+        "        if _decoding:\n",
+    ),
+    Mutant(
+        "a peer's window has no bound",
+        "transport/window.py",
+        "        return fits and num_slices < self._max_slices\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "a peer's window counts no bytes",
+        "transport/window.py",
+        "        return fits and num_slices < self._max_slices\n",
+        "        return num_slices < self._max_slices\n",
+    ),
+    Mutant(
+        "nothing larger than the window ever goes",
+        "transport/window.py",
+        "        if not num_slices:\n            return True\n",
+        "        if not num_slices:\n            return self.share_bytes > _LARGEST_PIECE\n",
+    ),
+    Mutant(
+        "one window for all peers",
+        "transport/owner.py",
+        "and windows.is_open(job.peer)), None)",
+        "and windows.num_in_flight < self._pace.max_in_flight), None)",
+    ),
+    Mutant(
+        "a slice that has settled stays in its window",
+        "transport/owner.py",
+        "        self._windows.leave(job.peer, cost_bytes)\n",
+        "",
+    ),
+]

@@ -1,0 +1,41 @@
+"""In which ways is a transport broken to see whether the tests notice? See `mutant`."""
+
+from mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "remote pages are counted in local ones",
+        "transport/frames.py",
+        "entries * np.int32(frame.remote_count)",
+        "entries * np.int32(frame.local_count)",
+    ),
+    Mutant(
+        "the rest of a cut entry is forgotten",
+        "transport/frames.py",
+        "self._entry += stop == num_pages",
+        "self._entry += 1",
+    ),
+    Mutant(
+        "an entry's pages start over",
+        "transport/frames.py",
+        "return self._slice(first, first + 1, start, stop)",
+        "return self._slice(first, first + 1, 0, stop - start)",
+    ),
+    Mutant(
+        "a frame's last page is not looked at", "transport/frames.py", "np.uint64((count - 1) * stride)", "np.uint64(0)"
+    ),
+    Mutant("pages behind a frame are let in", "transport/framed.py", "or high >= count:", "or False:"),
+    Mutant(
+        "only the lowest piece is looked at",
+        "transport/regions.py",
+        "or np.maximum.reduce(address + (length_bytes - _ONE)) > self._last[index]",
+        "",
+    ),
+    Mutant("long pieces are not cut", "transport/slices.py", "> MAX_PIECE_BYTES:", "> 2**62:"),
+    Mutant(
+        "each slice begins with the first row",
+        "transport/slices.py",
+        "rows[:, 0], rows[:, 1] = self.address[first:last], length_bytes",
+        "rows[:, 0], rows[:, 1] = self.address[: last - first], length_bytes",
+    ),
+]
