@@ -38,7 +38,7 @@ def drawn_by_a_run(folder: Path, *options: str) -> str:
     (folder / "test_sample.py").write_text(SAMPLE)
     (folder / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-c", os.devnull, *options, "."]
-    env = os.environ | {"CI": "true"}
+    env = os.environ | {"CI": "true", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(line for line in done.stdout.splitlines() if "drawn" in line)

@@ -21,8 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.session.answers import Answerer
 from kvreshard.session.board import AnswerBoard
@@ -51,50 +49,17 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.outbox import Outbox
 from kvreshard.session.peers import Peer, Peers, Self
-from kvreshard.session.pull import WORD_BYTES
 from kvreshard.session.recorder import Crash, Recorder
+from kvreshard.session.scratch import Scratch
 from kvreshard.transport.base import MemoryRegion, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
 
-SCRATCH_WORDS = 1 << 14
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
 MAX_OBSTACLES_LOGGED = 64
-
-
-class Scratch:
-    """Registered local memory for lease words: the places of `num_words` words, first fit."""
-
-    def __init__(self, num_words: int = SCRATCH_WORDS) -> None:
-        self._words = np.zeros(num_words, dtype=np.uint64)
-        self._taken: dict[int, int] = {}
-
-    @property
-    def region(self) -> MemoryRegion:
-        return MemoryRegion(int(self._words.ctypes.data), self._words.nbytes)
-
-    def __len__(self) -> int:
-        return len(self._taken)
-
-    def take(self, num_words: int) -> int | None:
-        """The address of so many words, or None while there is no place."""
-        start = 0
-        for first, count in sorted(self._taken.items()):
-            if first - start >= num_words:
-                break
-            start = first + count
-        if start + num_words > len(self._words):
-            return None
-        if num_words:
-            self._taken[start] = num_words
-        return self.region.address + start * WORD_BYTES
-
-    def give(self, address: int) -> None:
-        """Give a place back."""
-        self._taken.pop((address - self.region.address) // WORD_BYTES, None)
 
 
 class Endpoint:
