@@ -193,7 +193,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _details(folder: Path) -> list[str]:
-    """The runs behind three of the rows, in their own words."""
+    """The runs behind some of the rows, in their own words."""
     lines = []
     if soak := _read(folder, "soak.json"):
         lines += [f"**Soak**, seed {soak['seed']}.", ""]
@@ -229,6 +229,13 @@ def _details(folder: Path) -> list[str]:
         for row in incast["rows"]:
             rate = sum(row["num_bytes"]) / row["seconds"] / 1e6
             lines.append(_line([row["case"], f"{row['jain']:.3f}", f"{row['ratio']:.2f}", f"{rate:,.0f}"]))
+        lines.append("")
+    if mutants := _read(folder, "mutants.json"):
+        lines += ["**A session broken on purpose.**", "", _line(("broken", "in", "noticed by")), _line(["---"] * 3)]
+        for row in mutants["rows"]:
+            file, _, test = (row["killer"] or "nobody").partition("::")
+            name = f"`{file.removeprefix('tests/')}`: `{test.partition('[')[0]}`" if test else file
+            lines.append(_line([row["name"], f"`{row['path']}`", name]))
         lines.append("")
     return lines
 
