@@ -76,10 +76,10 @@ class Clocked:
         if name not in self.CALLS:
             return call
 
-        def clocked(*args: Any) -> Any:
+        def clocked(*args: Any, **named: Any) -> Any:
             started_s = time.perf_counter()
             try:
-                return call(*args)
+                return call(*args, **named)
             finally:
                 self.seconds += time.perf_counter() - started_s
 

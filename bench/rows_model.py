@@ -67,7 +67,7 @@ def _cases(shape: Shape, num_tokens: int, model: CostModel, full: bool) -> Itera
             wanted = request(arena.src, arena.dst, num_tokens, table)
             arena.fill(wanted)
             spent: dict[str, list[float]] = {way: [] for way in routes}
-            for number in range(12 if full else 6):
+            for number in range(12 if full else 5):
                 for way, route in routes.items():
                     arena.wipe(wanted) if not number else None
                     found = spend(lambda r=route: pull(mover, r, wanted, arena.dst))  # type: ignore[misc]  # noqa: B023

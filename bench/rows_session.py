@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.arena import Arena
 from bench.intree import InTree, available, tables_of
-from bench.prepare import Prepared
+from bench.prepare import Listed, Prepared
 from bench.results import Result
 from bench.rows_handshake import NUM_TOKENS, SHAPE
 from bench.shapes import Shape, pool_for, request
@@ -145,14 +145,14 @@ def _memory() -> Result:
     with Arena(src, dst, 0, (0, 1)) as arena:
         wanted = request(arena.src, arena.dst, NUM_TOKENS, "random")
         arena.mover()
-        prepared = Prepared(arena)
-        prepared.prepare(compile_route(arena.src, arena.dst, 0), wanted)  # whatever grows once, has grown
+        prepared, listed = Prepared(arena), Listed.of(wanted)
+        prepared.prepare(compile_route(arena.src, arena.dst, 0), listed)  # whatever grows once, has grown
         prepared.release()
         keep: list[Any] = []
 
         def meet() -> None:
             route = compile_route(arena.src, arena.dst, 0)
-            prepared.prepare(route, wanted)
+            prepared.prepare(route, listed)
             prepared.release()
             keep.append(route)
 

@@ -110,7 +110,7 @@ def _beside_intree(case: Case, full: bool) -> Result:
             _checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))
         ]
         found = compare(
-            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 9, budget_s=30 if full else 6
+            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 9, budget_s=30 if full else 4
         )
         raw_s = _raw_s(arena, route, wanted)
         return compared(
@@ -160,7 +160,7 @@ def _two_ways(
     arena.fill(wanted)
     works = [lambda m=m, r=r: pull(m, r, wanted, arena.dst) for m, r in zip(movers, (ours, theirs), strict=True)]
     checked = [_checked(arena, ours, wanted, work) for work in works]
-    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 6), checked[0]
+    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 4), checked[0]
 
 
 def _head_split(full: bool) -> Iterator[Result]:
@@ -204,7 +204,7 @@ def _relayout_case(name: str, changed: Shape, plain: Shape, num_tokens: int, tab
             one.fill(wanted)
             works.append(lambda m=mover, r=route, w=wanted, d=one.dst: pull(m, r, w, d))
             checked = _checked(one, route, wanted, works[-1])
-        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 6)
+        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 4)
         return compared(
             ROW, f"Llama-3.1-70B {name}, {num_tokens // 1024}k tokens, {table}, beside the same bytes unchanged", found, "0.5", 0.5, cpu=False,
             checked_bytes=checked,
