@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.outcomes import VARIABLE, Outcomes
 
 SEED_OPTION = "hypothesis_seed"
 
@@ -39,9 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Draw the seed here when none is given, so that a green run can be repeated as well as a red one."""
     if getattr(config.option, SEED_OPTION, None) is None:
         config.option.hypothesis_seed = str(random.SystemRandom().getrandbits(32))
-    if VARIABLE in os.environ:
-        seed = config.getoption(SEED_OPTION)
-        config.pluginmanager.register(Outcomes(Path(os.environ[VARIABLE]), seed), "kvreshard-outcomes")
+    if "KVRESHARD_RESULTS" in os.environ:
+        from tests.outcomes import Outcomes  # only here: this file is also run alone (unit/test_conftest.py)
+
+        path = Path(os.environ["KVRESHARD_RESULTS"])
+        config.pluginmanager.register(Outcomes(path, config.getoption(SEED_OPTION)), "kvreshard-outcomes")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

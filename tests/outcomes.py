@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-VARIABLE = "KVRESHARD_RESULTS"
-
 
 class Outcomes:
     """A plugin of pytest."""

@@ -84,7 +84,7 @@ CASES = (
 
 
 def _surroundings(network: str) -> None:
-    os.environ.update(UCX_NET_DEVICES="lo", NIXL_LOG_LEVEL="ERROR", UCX_LOG_LEVEL="error")
+    os.environ.update(UCX_NET_DEVICES="lo", UCX_MODULES="^ib", NIXL_LOG_LEVEL="ERROR", UCX_LOG_LEVEL="error")
     if network:
         os.environ["UCX_TLS"] = network
 

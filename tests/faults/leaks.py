@@ -52,7 +52,8 @@ RESTART_EVERY = 40
 PAIRS = (("hybrid-p0", "hybrid-d0"), ("heads-p1", "heads-d0"))
 LONG_S, SHORT_S = 30.0, 0.002
 ENDS = ("loaded",) * 6 + ("prefix",) * 3 + ("aborted",) * 4 + ("released", "expired", "expired", "forged", "revoked")
-ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
+# Without InfiniBand: see tests/soak/run.py.
+ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
 # Measured over 1,000 cycles: 2 to 9 MB, most of it in the first hundreds. One cache of the engines here has 1 MB.
 MAX_GROWTH_BYTES = 32 << 20
 # What may be more at one moment than at another without being a leak.

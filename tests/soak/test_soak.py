@@ -10,7 +10,7 @@ import pytest
 from tests.soak.content import Content, views
 from tests.soak.decode import Ended
 from tests.soak.pages import Pool
-from tests.soak.run import Soak
+from tests.soak.run import ENVIRONMENT, Soak
 from tests.soak.shapes import MAX_TOKENS, SHAPES, Shape
 from tests.soak.tables import all_pages, allocate, kept_tokens
 from tests.soak.tally import Tally
@@ -18,7 +18,9 @@ from tests.soak.tally import Tally
 
 @pytest.mark.nixl
 @pytest.mark.slow
-def test_some_seconds_of_everything(run_seed: int, tmp_path: Path) -> None:
+def test_some_seconds_of_everything(run_seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)  # taken back afterwards: later tests have surroundings of their own
     tally = Soak(12.0, run_seed, tmp_path / "log").run()
     assert tally.defects == []
     assert tally.lost == tally.wrong_requests == 0
