@@ -30,12 +30,16 @@ class PageTable:
     first_page: int = 0
 
     def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None:
-        array = np.asarray(pages)
-        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-            raise BindError(f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}")
+        array = np.array(pages)
+        if array.ndim != 1 or array.dtype != np.int64:
+            if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+                raise BindError(
+                    f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"
+                )
+            array = array.astype(np.int64)
         if num_tokens < 0 or first_page < 0:
             raise BindError(f"a block table holds {num_tokens} tokens from page {first_page}: must not be negative")
-        object.__setattr__(self, "pages", array.astype(np.int64))
+        object.__setattr__(self, "pages", array)
         object.__setattr__(self, "num_tokens", int(num_tokens))
         object.__setattr__(self, "first_page", int(first_page))
 

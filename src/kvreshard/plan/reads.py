@@ -162,8 +162,12 @@ def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | Pa
         else:
             lists[copies.src_rank, copies.dst_rank].append(copies)
     for (src_rank, dst_rank), found in lists.items():
-        columns = [(one.src_address, one.dst_address, one.length) for one in found]
-        yield CopyList(src_rank, dst_rank, *(np.concatenate(column) for column in zip(*columns, strict=True)))
+        if len(found) == 1:
+            yield found[0]
+            continue
+        src = np.concatenate([one.src_address for one in found])
+        dst = np.concatenate([one.dst_address for one in found])
+        yield CopyList(src_rank, dst_rank, src, dst, np.concatenate([one.length for one in found]))
 
 
 def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int) -> bool:

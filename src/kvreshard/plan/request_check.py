@@ -200,7 +200,8 @@ def _check_used_once(route: Route, touched: Sequence[Touched], request: Request)
         written[one.group.name] = one if known is None else known.union(one)
     by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)
     for group in route.dst_groups:
-        new, found = _new_pages(group, request), written.get(group.name)
+        new = _new_pages(group, request) if request.dst_new_pages else _NO_PAGES
+        found = written.get(group.name)
         pages = found.ids if found is not None else new[:0]
         if len(new):
             _once(group.pool, {group.name: pages})

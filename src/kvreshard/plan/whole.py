@@ -113,7 +113,8 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
     src_page, dst_page, times = pages.src_page, pages.dst_page, np.ones(num_pages, dtype=np.int64)
     if joins:
         starts = np.flatnonzero(np.concatenate([_FIRST, ~pages.continues]))
-        src_page, dst_page, times = src_page[starts], dst_page[starts], np.diff(starts, append=num_pages)
+        src_page, dst_page, times = src_page[starts], dst_page[starts], np.empty_like(starts)
+        times[:-1], times[-1] = starts[1:] - starts[:-1], num_pages - starts[-1]
     each = max(1, MAX_COPIES_PER_LIST // len(times))
     for first in range(0, len(frame.length), each):
         part = slice(first, first + each)
