@@ -153,6 +153,15 @@ class EngineLayout:
         return found
 
     @cached_property
+    def shape_numbers(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal axes, element size and encoding share: axes are dear to compare."""
+        numbers: dict[object, int] = {}
+        return {
+            field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+            for field in self.fields
+        }
+
+    @cached_property
     def field_by_name(self) -> Mapping[str, Field]:
         return {field.name: field for field in self.fields}
 

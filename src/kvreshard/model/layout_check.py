@@ -55,11 +55,7 @@ def check_layout(layout: EngineLayout) -> None:
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
     checked: dict[tuple[int, Geometry], Int64s] = {}
-    numbers: dict[tuple[object, ...], int] = {}
-    shapes = {
-        field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
-        for field in layout.fields
-    }
+    shapes = layout.shape_numbers
     pairs = _Pairs(layout.engine)
     num_runs = 0
     interned: dict[bytes, Int64s] = {}

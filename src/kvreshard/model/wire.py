@@ -25,7 +25,7 @@ from kvreshard.model.field import Axis, Field
 from kvreshard.model.form import Form
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
-from kvreshard.model.text import Name, plain
+from kvreshard.model.text import Name, Reference, check_references, plain
 
 FORM = "kvreshard.layout"
 LAYOUT = Form(FORM)
@@ -110,18 +110,18 @@ class _Region(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class _Slab(msgspec.Struct, forbid_unknown_fields=True):
-    pool: Name
-    region: Name
+    pool: Reference
+    region: Reference
     offset_bytes: Whole
     page_stride_bytes: Whole
     page_bytes: Whole
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True):
-    field: Name
-    region: Name
+    field: Reference
+    region: Reference
     offset_bytes: Whole
-    geometry: Name
+    geometry: Reference
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
@@ -170,6 +170,10 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
     _check_sizes(body)
+    try:
+        _check_names(body)
+    except ValueError as error:
+        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {error}") from None
     return _from_wire(body)
 
 
@@ -183,6 +187,20 @@ def _check_sizes(body: _Layout) -> None:
                 f"layout of engine '{body.engine}': {count} {what} on {len(body.ranks)} ranks; more than {MAX_SHARDS} are "
                 "not accepted"
             )
+
+
+def _check_names(body: _Layout) -> None:
+    """Raises ValueError for a reference that could break a line of a log; those that are names were looked at as names."""
+    names = {*(field.name for field in body.fields), *(group.pool for group in body.groups), *body.geometries}
+    for rank in body.ranks:
+        here = {
+            *(shard.field for shard in rank.shards),
+            *(shard.region for shard in rank.shards),
+            *(shard.geometry for shard in rank.shards),
+            *(slab.pool for slab in rank.slabs),
+            *(slab.region for slab in rank.slabs),
+        }
+        check_references(here, names | {region.name for region in rank.regions})
 
 
 def _to_wire(layout: EngineLayout) -> _Layout:

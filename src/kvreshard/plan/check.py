@@ -43,15 +43,19 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
-    meant: dict[str, list[str]] = {}
+    meant: set[str] = set()
+    alike: set[tuple[int, int]] = set()
     for lane in route.lanes:
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
         for name in lane.fields:
             if name not in meant:
-                both = src.field_by_name[name], dst.field_by_name[name]
-                meant[name] = differences(name, src.engine, both[0], dst.engine, both[1])
-                yield from meant[name]
+                meant.add(name)
+                shapes = src.shape_numbers[name], dst.shape_numbers[name]
+                if shapes not in alike:
+                    found = differences(name, src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
+                    yield from found
+                    alike.update(() if found else [shapes])
         yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
         yield from _lane_faults(lane, rank, dst, "destination")
         drawn = [(axis.name, axis.extent) for axis in lane.axes]
@@ -76,25 +80,20 @@ def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
     """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
     bases = (lane.bases.src if side == "source" else lane.bases.dst).tolist()
-    same: list[tuple[int, Field, int]] = []
+    reaches: dict[tuple[int, int], int] = {}
     for index, name in enumerate(lane.fields):
         shard, field = rank.shard_by_field.get(name), layout.field_by_name[name]
         if shard is None:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
             continue
-        number = layout.geometry_numbers[id(shard.geometry)]
-        reach = next(
-            (
-                reach
-                for seen, other, reach in same
-                if seen == number and other.element_bytes == field.element_bytes and other.axes == field.axes
-            ),
-            None,
-        )
+        same = layout.geometry_numbers[id(shard.geometry)], layout.shape_numbers[name]
+        reach = reaches.get(same)
         if reach is None:
-            reach = yield from _geometry_faults(lane, field, shard, rank, layout, side)
-            same.append((number, field, reach))
-        yield from _place_faults(shard, bases[index], reach, rank, side)
+            reach = reaches[same] = yield from _geometry_faults(lane, field, shard, rank, layout, side)
+        # Only what is wrong is worth a call: there are hundreds of fields.
+        region = rank.region_by_name[shard.region]
+        if bases[index] != region.address + shard.offset_bytes or shard.offset_bytes + reach > region.size_bytes:
+            yield from _place_faults(shard, bases[index], reach, rank, side)
 
 
 def _geometry_faults(

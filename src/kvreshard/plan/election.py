@@ -81,9 +81,9 @@ def families(src: EngineLayout, dst: EngineLayout, names: list[str]) -> tuple[Fa
     src_holders, dst_holders = _holders(src), _holders(dst)
     grouped: dict[object, list[str]] = {}
     for name in names:
-        field = dst.field_by_name[name]
-        shape = (field.axes, field.element_bytes, field.encoding)
-        grouped.setdefault((shape, tuple(src_holders[name]), tuple(dst_holders[name])), []).append(name)
+        grouped.setdefault((dst.shape_numbers[name], tuple(src_holders[name]), tuple(dst_holders[name])), []).append(
+            name
+        )
     return tuple(
         Family(
             tuple(members),

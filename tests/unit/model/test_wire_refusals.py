@@ -166,3 +166,26 @@ def test_an_ownership_is_one_of_the_two_forms() -> None:
     next(iter(value["geometries"].values()))["axes"][0]["owned"] = {"start": 0, "stop": 3, "run": 1, "step": 2}
     with pytest.raises(LayoutError, match="axis 'token': give either start and stop, or start, run and step"):
         wire.decode(json.dumps(value).encode(), "json")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [("shards", "field"), ("shards", "region"), ("shards", "geometry"), ("slabs", "pool"), ("slabs", "region")],
+)
+def test_a_reference_that_breaks_the_line_is_not_shown(part: str, key: str, encoding: wire.Encoding) -> None:
+    """References are not held to the pattern of names one by one; what is no name is refused before anything is looked up."""
+    tree = json.loads(wire.encode(engine("prefill"), "json"))
+    tree["ranks"][0][part][0][key] = "k\n2026-01-01 ERROR all is lost"
+    message = json.dumps(tree).encode() if encoding == "json" else msgspec.msgpack.encode(tree)
+    with pytest.raises(WireError, match=r"'k\?2026-01-01 ERROR all is lost' is no name") as caught:
+        wire.decode(message, encoding)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("part", "key"), [("shards", "field"), ("shards", "geometry"), ("slabs", "pool")])
+def test_a_reference_to_nothing_is_refused(part: str, key: str) -> None:
+    tree = json.loads(wire.encode(engine("prefill"), "json"))
+    tree["ranks"][0][part][0][key] = "nothing"
+    with pytest.raises((WireError, LayoutError), match="'nothing'"):
+        wire.decode(json.dumps(tree).encode(), "json")
