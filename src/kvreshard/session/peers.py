@@ -108,8 +108,9 @@ class Peers:
         found = self._known.get(remote)
         failed_s = self._failed_s.get(remote)
         if found is not None and (failed_s is None or self._clock() < failed_s + self._options.retry_s):
+            if found.done() and found.exception() is None:
+                self._forget_former(remote)
             return found
-        self._forget_former(me, remote)
         self._failed_s.pop(remote, None)
         future = self._pool.submit(self._meet, me, remote, self._options)
         self._known[remote] = future
@@ -141,8 +142,12 @@ class Peers:
         """Wait for meetings under way; the transport forgets the peers when it is closed."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _forget_former(self, me: Self, remote: RemoteEngine) -> None:
-        """A restarted engine's former life: the same name, another incarnation."""
+    def _forget_former(self, remote: RemoteEngine) -> None:
+        """A restarted engine's former life: the same name, another incarnation.
+
+        Only once the new one has answered: a reference to a life that is gone, or that never was, must not end the routes of the
+        one that is there.
+        """
         for other in [known for known in self._known if known.engine == remote.engine and known != remote]:
             logger.info("engine %s has restarted: its former routes are dropped", other.engine)
             self.forget(other)
