@@ -110,7 +110,7 @@ def _beside_intree(case: Case, full: bool) -> Result:
             _checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))
         ]
         found = compare(
-            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 9, budget_s=30 if full else 4
+            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 15, budget_s=30 if full else 6
         )
         raw_s = _raw_s(arena, route, wanted)
         return compared(
