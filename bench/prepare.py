@@ -2,7 +2,7 @@
 
 Read the block tables from lists, as an engine hands them out, check, bind, choose direct or staged, check against the regions,
 cut to slices, and make every one of NIXL's transfer requests (of staged lanes the reads). All of it on one thread, so that
-processor time is only its own: the hop to the thread that posts, which in-tree does without, is measured by itself (`hop`).
+processor time is only its own: the hop to the thread that posts, which in-tree does without, is not in it.
 """
 
 from __future__ import annotations
@@ -98,10 +98,6 @@ class Prepared:
         self._mover = Mover(self._transport, HostMemory(), {})
         self.num_reads = 0
         self.num_staged = 0
-
-    def hop(self) -> None:
-        """To the thread that owns the agent and back."""
-        self._transport._owner.call(lambda agent: None)
 
     def prepare(self, route: Route, listed: Listed) -> None:
         """Everything up to `transfer`."""

@@ -108,7 +108,7 @@ class RemoteEngineProcess:
                 [*network.on(host), sys.executable, "-m", PROCESS, path],
                 cwd=ROOT, env=environment, stdout=self._log, stderr=self._log,
             )  # fmt: skip
-            listener._listener._socket.settimeout(ANSWER_S)  # type: ignore[attr-defined]
+            listener._listener._socket.settimeout(ANSWER_S)
             self._connection: Connection = listener.accept()
         self._connection.send(setup)
         self._answer("start")

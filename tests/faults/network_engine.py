@@ -31,12 +31,12 @@ class EngineProcess:
     """The engine's own side. Public methods are what the controller may ask."""
 
     def __init__(self, setup: Setup) -> None:
-        world.MemoryTransport = lambda fabric, name, faults: NixlTransport(name)  # type: ignore[assignment,misc,return-value]
+        world.MemoryTransport = lambda fabric, name, faults: NixlTransport(name)
         keys = None if setup.key_file is None else read_keys(setup.key_file)
         options = EndpointOptions(keys=keys, **setup.options)
 
         self.setup = setup
-        self.side = world.make_side(time.monotonic, None, setup.layout(), lambda rank: None, None, options)  # type: ignore[arg-type]
+        self.side = world.make_side(time.monotonic, None, setup.layout(), lambda rank: None, None, options)
         card = self.side.card()
         self.listener = handshake.Listener(handshake.Address(setup.host, 0), card, keys=keys)
         self.told = Told()

@@ -156,5 +156,5 @@ class Engine:
 
 def _inside(agent: object) -> tuple[int, int, int]:
     """Prepared lists, registered regions and connected peers of a NIXL agent."""
-    lists = sum(len(found) for found in agent._prepared.values())  # type: ignore[attr-defined]
-    return lists, len(agent._registered), len(agent._peers)  # type: ignore[attr-defined]
+    lists = sum(len(found) for found in agent._prepared.values())
+    return lists, len(agent._registered), len(agent._peers)

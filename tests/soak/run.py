@@ -85,10 +85,10 @@ class Soak:
         pipes = {member.pipe: member for member in self._members.values() if member.process is not None}
         open_pipes = [pipe for pipe in pipes if pipe is not None and not pipe.closed]
         for pipe in connection.wait(open_pipes, TURN_S):
-            member = pipes[pipe]  # type: ignore[index]
+            member = pipes[pipe]
             try:
-                while not pipe.closed and pipe.poll():  # type: ignore[union-attr]
-                    self._hear(member, *pipe.recv())  # type: ignore[union-attr]
+                while not pipe.closed and pipe.poll():
+                    self._hear(member, *pipe.recv())
             except (EOFError, ConnectionError):
                 self._crashed(member)
         self._router.lose(time.monotonic())

@@ -85,17 +85,6 @@ def cut_stream(stream: Stream, request: Request, lanes: Iterable[Lane] | None = 
     return (CutLane(lane, pieces, src, dst) for lane in (stream.lanes if lanes is None else lanes))
 
 
-def select(pieces: Pieces, chosen: NDArray[np.bool_] | Int64s) -> Pieces:
-    """Some of the pieces, by a mask or by positions."""
-    return Pieces(
-        pieces.src_span[chosen],
-        pieces.dst_span[chosen],
-        pieces.src_low[chosen],
-        pieces.dst_low[chosen],
-        pieces.length[chosen],
-    )
-
-
 def cut_pieces(stream: Stream, intervals: Iterable[Tokens]) -> Pieces:
     """Cut intervals of tokens at the edges of both sides' spans. A state is one piece."""
     if stream.sides is None:

@@ -126,7 +126,8 @@ class _Plan:
         sheaf = framed.sheaf
         pages = WholePages.of(framed.src, framed.dst)
         wanted, can_change = _wanted(sheaf.lanes[0].choice, self.staging_bytes)
-        if can_change and len(pages.src_page):
+        # Parts of pages alone keep the lane's choice, unless its slots do not fit.
+        if can_change and (len(pages.src_page) or sheaf.slot_bytes > self.staging_bytes):
             wanted = "staged" if are_pages_cheaper_staged(sheaf, pages, self.staging_bytes) else "direct"
         if wanted == "direct":
             self.direct += direct_copies(sheaf, pages, self.min_framed)

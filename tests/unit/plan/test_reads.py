@@ -129,6 +129,19 @@ def test_a_page_that_does_not_fit_is_refused_only_where_staging_is_forced() -> N
         plan_reads(compile_route(src, dst, 0, way="staged"), request, 64)
 
 
+def test_a_part_of_a_page_that_does_not_fit_is_read_directly() -> None:
+    """A request shorter than a page has no whole one whose cost could be looked at."""
+    src, dst = pair("tp=4,order=NHD", "tp=8,order=NHD")
+    (src_group,), (dst_group,) = src.groups, dst.groups
+    tables = {src_group.name: PageTable([3], 5)}, {dst_group.name: PageTable([7], 5)}
+    request = Request(*tables, {dst_group.name: [(0, 5)]}, {})
+    route = compile_route(src, dst, 0)
+    assert route.lanes[0].choice is not None
+    assert route.lanes[0].choice.way == "staged"
+    assert plan_reads(route, request, STAGING_BYTES).batches
+    assert plan_reads(route, request, 64).direct
+
+
 @pytest.mark.parametrize("constant", ["copy_s", "read_bytes_per_s", "move_run_s", "move_bytes_per_s"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_constants_must_be_positive(constant: str, value: float) -> None:
