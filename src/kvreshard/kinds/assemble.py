@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
+from kvreshard.model.layout import share_outlines
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -99,19 +100,21 @@ def assemble(
     order = ALIASES.get(order, order)
     if order not in ORDERS:
         raise LayoutError(f"order '{order}' is not known; use one of {', '.join([*ALIASES, *ORDERS])}")
+    if num_pages <= 0:
+        raise LayoutError(f"engine '{engine}': {num_pages} pages; a size must be positive")
     by_name = _check_groups(layers, groups)
     fields: dict[str, Field] = {}
     ranks, address = [], first_address
     for number in range(grid.num_ranks):
         rank = _rank(number, by_name, groups, grid, order, num_pages, style, fields, address)
-        address += -(-rank.regions[0].size_bytes // (1 << 30)) * (1 << 30) if rank.regions else 0
+        address += -(-sum(rank.outline.region_bytes) // (1 << 30)) * (1 << 30)
         ranks.append(rank)
     ordered = [name for layer in layers for name in fields if name.startswith(layer.name + ".")]
     return EngineLayout(
         engine,
         tuple(fields[name] for name in dict.fromkeys(ordered)),
         tuple(_group(group, by_name, grid, num_pages, style, null_page) for group in groups),
-        tuple(ranks),
+        share_outlines(ranks),
     )
 
 
@@ -122,9 +125,8 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
         ranks=tuple(
             replace(
                 rank,
-                regions=tuple(
-                    replace(region, address=addresses[rank.rank][region.name], device=device) for region in rank.regions
-                ),
+                addresses=tuple(addresses[rank.rank][name] for name in rank.outline.region_names),
+                devices=(device,) * len(rank.outline.region_names),
             )
             for rank in layout.ranks
         ),
@@ -204,7 +206,7 @@ def _rank(
     size = block_bytes * num_pages
     regions = (Region(REGION, address, size),) if size else ()
     pp_tp = (("pp", stage), ("tp", place.tp_rank), *((("dcp", place.dcp_rank),) if grid.dcp_size > 1 else ()))
-    return Rank(number, pp_tp, regions, tuple(slabs), tuple(shards))
+    return Rank.of(number, pp_tp, regions, tuple(slabs), tuple(shards))
 
 
 def _place_tensors(

@@ -10,19 +10,27 @@ An `EngineLayout` is complete: a peer can compute every address from it and from
   same bytes; a page id belongs to one of them at a time.
 - `Slab`: the bytes that page p of a pool occupies at one place, padding included.
 - `Shard`: one rank's part of one field.
+- `Outline`: how a rank's memory is divided among its shards. Ranks that differ only in addresses, and in what they hold of an axis,
+  share one (`model.outline`), so that what is done for each shard is done once for all of them.
 
 Everything is checked once, here, by `layout_check`. Raises LayoutError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
+
+import numpy as np
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
+from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
+
+MAX_ADDRESS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,7 @@ class Region:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > 2**63:
+        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > MAX_ADDRESS:
             raise LayoutError(
                 f"region '{self.name}': {self.size_bytes} bytes at address {self.address}; "
                 "needs a positive size below address 2**63"
@@ -68,17 +76,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
-    """Page p of `pool` owns `page_bytes` bytes of `region` from `offset_bytes + p * page_stride_bytes`."""
-
-    pool: str
-    region: str
-    offset_bytes: int
-    page_stride_bytes: int
-    page_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Geometry:
     """How a shard lies in its pages, without where: equal for all layers of a kind on a rank."""
 
@@ -102,13 +99,74 @@ class Shard:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its number, its place in the engine's grid (for people), its memory and its shards."""
+    """One rank: its number, its place in the engine's grid (for people), and what it adds to its outline.
+
+    `addresses` and `devices`: per region of the outline. `geometries`: those that the outline's shards refer to.
+    """
 
     rank: int
     place: tuple[tuple[str, int], ...]
-    regions: tuple[Region, ...]
-    slabs: tuple[Slab, ...]
-    shards: tuple[Shard, ...]
+    outline: Outline
+    addresses: tuple[int, ...]
+    devices: tuple[str, ...]
+    geometries: tuple[Geometry, ...]
+
+    @staticmethod
+    def of(
+        rank: int,
+        place: tuple[tuple[str, int], ...],
+        regions: tuple[Region, ...],
+        slabs: tuple[Slab, ...],
+        shards: tuple[Shard, ...],
+    ) -> Rank:
+        """The rank of these regions, slabs and shards. Raises LayoutError for a shard in a region that is not listed."""
+        numbers: dict[Geometry, int] = {}
+        outline = outline_of(f"rank {rank}", regions, slabs, shards, numbers)
+        return Rank(
+            rank,
+            place,
+            outline,
+            tuple(region.address for region in regions),
+            tuple(region.device for region in regions),
+            tuple(numbers),
+        )
+
+    def __post_init__(self) -> None:
+        outline = self.outline
+        if not len(self.addresses) == len(self.devices) == len(outline.region_names):
+            raise LayoutError(
+                f"rank {self.rank}: {len(self.addresses)} addresses on {len(self.devices)} devices for "
+                f"{len(outline.region_names)} regions; each region has one of each"
+            )
+        if outline.num_geometries > len(self.geometries):
+            raise LayoutError(
+                f"rank {self.rank}: {len(self.geometries)} geometries, but a shard has number {outline.num_geometries - 1}"
+            )
+        if self.addresses and (
+            min(self.addresses) < 0
+            or min(outline.region_bytes) <= 0
+            or max(map(add, self.addresses, outline.region_bytes)) > MAX_ADDRESS
+        ):
+            _ = self.regions  # says of which one
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        outline = self.outline
+        return tuple(map(Region, outline.region_names, self.addresses, outline.region_bytes, self.devices))
+
+    @property
+    def slabs(self) -> tuple[Slab, ...]:
+        return self.outline.slabs
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        outline = self.outline
+        return tuple(
+            Shard(field, outline.region_names[region], offset, self.geometries[geometry])
+            for field, region, offset, geometry in zip(
+                outline.fields, outline.region_of, outline.offsets_bytes, outline.geometry_of, strict=True
+            )
+        )
 
     @cached_property
     def region_by_name(self) -> Mapping[str, Region]:
@@ -118,9 +176,25 @@ class Rank:
     def shard_by_field(self) -> Mapping[str, Shard]:
         return {shard.field: shard for shard in self.shards}
 
+    @cached_property
+    def bases(self) -> Int64s:
+        """Address of each shard's first cell in page 0, shape (shards,), in the outline's order."""
+        starts = np.array(self.addresses, dtype=np.int64)
+        return starts[self.outline.region_numbers] + self.outline.offsets
+
+    def with_shards(self, shards: tuple[Shard, ...]) -> Rank:
+        """The same rank and memory with other shards. Raises LayoutError as `of` does."""
+        return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
+
     def base_address(self, shard: Shard) -> int:
         """Address of the shard's first cell in page 0."""
         return self.region_by_name[shard.region].address + shard.offset_bytes
+
+
+def share_outlines(ranks: Iterable[Rank]) -> tuple[Rank, ...]:
+    """The same ranks; those with equal outlines share one object, so that what is kept for it is kept once."""
+    known: dict[Outline, Outline] = {}
+    return tuple(replace(rank, outline=known.setdefault(rank.outline, rank.outline)) for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -147,19 +221,28 @@ class EngineLayout:
         numbers: dict[Geometry, int] = {}
         found: dict[int, int] = {}
         for rank in self.ranks:
-            for shard in rank.shards:
-                if id(shard.geometry) not in found:
-                    found[id(shard.geometry)] = numbers.setdefault(shard.geometry, len(numbers))
+            for geometry in rank.geometries:
+                if id(geometry) not in found:
+                    found[id(geometry)] = numbers.setdefault(geometry, len(numbers))
         return found
 
     @cached_property
     def shape_numbers(self) -> Mapping[str, int]:
         """Field -> a number that fields of equal axes, element size and encoding share: axes are dear to compare."""
         numbers: dict[object, int] = {}
-        return {
-            field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
-            for field in self.fields
-        }
+        seen: dict[tuple[int, int, str], int] = {}
+        found: dict[str, int] = {}
+        for field in self.fields:
+            known = id(field.axes), field.element_bytes, field.encoding
+            if known not in seen:
+                seen[known] = numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+            found[field.name] = seen[known]
+        return found
+
+    @cached_property
+    def outlines(self) -> tuple[Outline, ...]:
+        """The distinct outlines of the ranks, as objects."""
+        return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

@@ -26,7 +26,8 @@ from kvreshard.model.field import Field
 from kvreshard.model.ownership import Cyclic
 
 if TYPE_CHECKING:
-    from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Shard, Slab
+    from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Shard
+    from kvreshard.model.outline import Slab
 
 Int64s = NDArray[np.int64]
 # A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.
@@ -54,50 +55,71 @@ def check_layout(layout: EngineLayout) -> None:
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    checked: dict[tuple[int, Geometry], Int64s] = {}
-    shapes = layout.shape_numbers
+    pages = _Pages(layout)
     pairs = _Pairs(layout.engine)
-    num_runs = 0
-    interned: dict[bytes, Int64s] = {}
-    forms: dict[tuple[object, ...], Rank] = {}
+    shapes = layout.shape_numbers
+    kinds_of: dict[int, dict[tuple[int, int], str]] = {}
+    placed: set[tuple[int, ...]] = set()
     for rank in layout.ranks:
-        # Most ranks differ only in what they hold of an axis. What the checks look at beside geometries is a rank's form;
-        # the rank is kept with it, so that identities stay its own.
-        names = (
-            id(rank.slabs),
-            *((region.name, region.size_bytes) for region in rank.regions),
-            *((shard.field, shard.region, shard.offset_bytes, shard.geometry.group) for shard in rank.shards),
-        )
-        if names not in forms:
+        # Most ranks differ only in what they hold of an axis and where their memory lies: what an outline says is looked at once.
+        outline = rank.outline
+        kinds = kinds_of.get(id(outline))
+        if kinds is None:
             _check_rank_names(layout, rank)
             _check_slabs(rank, pages_of_pool)
-            forms[names] = rank
-        seen: dict[tuple[int, int], Int64s] = {}
-        members: list[tuple[Shard, Int64s]] = []
-        for shard in rank.shards:
-            # Geometries are shared by identity mostly: hashing their axes anew for each layer is what would cost.
-            known = id(shard.geometry), shapes[shard.field]
-            runs = seen.get(known)
-            if runs is None:
-                runs = checked.get((known[1], shard.geometry))
-                if runs is None:
-                    field = layout.field_by_name[shard.field]
-                    where = f"rank {rank.rank}, field '{field.name}'"
-                    _check_geometry(where, field, shard.geometry, layout.group_by_name[shard.geometry.group])
-                    num_runs += _count_runs(field, shard.geometry)
-                    if num_runs > MAX_RUNS_PER_LAYOUT:
-                        raise LayoutError(
-                            f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
-                            "pieces over all its kinds of shards; more are refused"
-                        )
-                    runs = page_runs(where, field, shard.geometry)
-                    runs = checked[known[1], shard.geometry] = interned.setdefault(runs.tobytes(), runs)
-                seen[known] = runs
-            members.append((shard, runs))
-        form = (names, *((id(runs), shard.geometry.page_stride_bytes) for shard, runs in members))
-        if form not in forms:
+            kinds = kinds_of[id(outline)] = {}
+            for field, number in zip(outline.fields, outline.geometry_of, strict=True):
+                kinds.setdefault((number, shapes[field]), field)
+        runs_of = {kind: pages.runs(rank, field, rank.geometries[kind[0]]) for kind, field in kinds.items()}
+        form = (id(outline), *(id(runs) for runs in runs_of.values()), *(pages.form(g) for g in rank.geometries))
+        if form not in placed:
+            placed.add(form)
+            members = [
+                (shard, runs_of[number, shapes[shard.field]])
+                for shard, number in zip(rank.shards, outline.geometry_of, strict=True)
+            ]
             _check_places(layout, rank, members, pairs)
-            forms[form] = rank
+
+
+class _Pages:
+    """The pages of each distinct geometry, checked once (step 2), and the bytes that they have."""
+
+    def __init__(self, layout: EngineLayout) -> None:
+        self._layout, self._num_runs = layout, 0
+        self._checked: dict[tuple[int, int], Int64s] = {}
+        self._of_loops: dict[object, Int64s] = {}
+        self._of_bytes: dict[bytes, Int64s] = {}
+        self._forms: dict[tuple[str, int], int] = {}
+
+    def form(self, geometry: Geometry) -> int:
+        """A number that geometries of one group and page stride share."""
+        return self._forms.setdefault((geometry.group, geometry.page_stride_bytes), len(self._forms))
+
+    def runs(self, rank: Rank, name: str, geometry: Geometry) -> Int64s:
+        """`page_runs` of a field; those with equal runs share one array. Raises LayoutError."""
+        layout = self._layout
+        known = self._checked.get((layout.shape_numbers[name], layout.geometry_numbers[id(geometry)]))
+        if known is not None:
+            return known
+        field = layout.field_by_name[name]
+        where = f"rank {rank.rank}, field '{name}'"
+        if geometry.group not in layout.group_by_name:
+            raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
+        _check_geometry(where, field, geometry, layout.group_by_name[geometry.group])
+        run_bytes, loops = _loops(field, geometry)
+        self._num_runs += prod(count for _, count in loops)
+        if self._num_runs > MAX_RUNS_PER_LAYOUT:
+            raise LayoutError(
+                f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
+                "pieces over all its kinds of shards; more are refused"
+            )
+        key = run_bytes, tuple(loops)
+        if key not in self._of_loops:
+            runs = page_runs(where, field, geometry)
+            self._of_loops[key] = self._of_bytes.setdefault(runs.tobytes(), runs)
+        runs = self._of_loops[key]
+        self._checked[layout.shape_numbers[name], layout.geometry_numbers[id(geometry)]] = runs
+        return runs
 
 
 def _check_places(layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
@@ -119,24 +141,20 @@ def _unique(what: str, names: Iterable[str]) -> None:
 
 
 def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
-    _unique(f"rank {rank.rank}: region", (region.name for region in rank.regions))
-    _unique(f"rank {rank.rank}: field", (shard.field for shard in rank.shards))
+    _unique(f"rank {rank.rank}: region", rank.outline.region_names)
+    _unique(f"rank {rank.rank}: field", rank.outline.fields)
     pools = {group.pool for group in layout.groups}
     for slab in rank.slabs:
         if slab.pool not in pools or slab.region not in rank.region_by_name:
             raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
-    for shard in rank.shards:
-        if shard.field not in layout.field_by_name:
-            raise LayoutError(f"rank {rank.rank}: shard of field '{shard.field}', which the engine does not list")
-        if shard.geometry.group not in layout.group_by_name or shard.region not in rank.region_by_name:
+    outline = rank.outline
+    for field, offset, region in zip(outline.fields, outline.offsets_bytes, outline.region_of, strict=True):
+        if field not in layout.field_by_name:
+            raise LayoutError(f"rank {rank.rank}: shard of field '{field}', which the engine does not list")
+        if not 0 <= offset < outline.region_bytes[region]:
             raise LayoutError(
-                f"rank {rank.rank}, field '{shard.field}': group '{shard.geometry.group}' or region '{shard.region}' "
-                "is not listed"
-            )
-        if not 0 <= shard.offset_bytes < rank.region_by_name[shard.region].size_bytes:
-            raise LayoutError(
-                f"rank {rank.rank}, field '{shard.field}': starts at byte {shard.offset_bytes} of region '{shard.region}', "
-                f"which has {rank.region_by_name[shard.region].size_bytes}; check its offset"
+                f"rank {rank.rank}, field '{field}': starts at byte {offset} of region '{outline.region_names[region]}', "
+                f"which has {outline.region_bytes[region]}; check its offset"
             )
 
 
@@ -249,10 +267,6 @@ def _loops(field: Field, geometry: Geometry) -> tuple[int, list[tuple[int, int]]
     while loops and loops[0][0] == run_bytes:
         run_bytes *= loops.pop(0)[1]
     return run_bytes, loops
-
-
-def _count_runs(field: Field, geometry: Geometry) -> int:
-    return prod(count for _, count in _loops(field, geometry)[1])
 
 
 def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:

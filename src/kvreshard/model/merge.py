@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.layout import EngineLayout, Group, Rank
+from kvreshard.model.layout import EngineLayout, Group, Rank, share_outlines
 
 
 def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
@@ -39,14 +39,14 @@ def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
     for rank, part in ranked:
         for field in part.fields:
             _merge_field(found, field, rank)
-        held = {shard.geometry.group for other in part.ranks for shard in other.shards}
+        held = {geometry.group for other in part.ranks for geometry in other.geometries}
         for group in part.groups:
             _merge_group(groups, group, rank, group.name in held)
     return EngineLayout(
         engines[0],
         tuple(field for field, _ in found.values()),
         tuple(group for group, _, _ in groups.values()),
-        tuple(rank for rank, _ in ranked),
+        share_outlines(rank for rank, _ in ranked),
     )
 
 

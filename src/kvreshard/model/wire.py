@@ -23,7 +23,8 @@ from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.form import Form
-from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, Slab
+from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, share_outlines
+from kvreshard.model.outline import Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.text import Name, Reference, check_references, plain
 
@@ -280,7 +281,7 @@ def _from_wire(body: _Layout) -> EngineLayout:
         groups=tuple(
             Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
         ),
-        ranks=tuple(_ranks_from_wire(body.ranks, geometries)),
+        ranks=share_outlines(_ranks_from_wire(body.ranks, geometries)),
     )
 
 
@@ -313,7 +314,7 @@ def _rank_from_wire(rank: _Rank, slabs: tuple[Slab, ...], geometries: dict[str, 
                 f"rank {rank.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
             )
         shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
-    return Rank(
+    return Rank.of(
         rank.rank,
         tuple(rank.place.items()),
         tuple(Region(r.name, r.address, r.size_bytes, r.device) for r in rank.regions),

@@ -17,9 +17,11 @@ from collections.abc import Generator, Iterator
 from itertools import combinations
 from math import prod
 
+import numpy as np
+
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Rank, Shard
+from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import common_period, count_common
 from kvreshard.plan.lane import Lane
@@ -63,14 +65,15 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
             if drawn == _shape(dst, name):
                 lanes_of[name].append(lane)
     covered: set[tuple[int, ...]] = set()
-    for shard in rank.shards:
-        if shard.field not in src.field_by_name:
+    outline = rank.outline
+    for name, number in zip(outline.fields, outline.geometry_of, strict=True):
+        if name not in src.field_by_name:
             continue
-        lanes = lanes_of[shard.field]
-        key = (dst.geometry_numbers[id(shard.geometry)], *(id(lane) for lane in lanes))
+        lanes = lanes_of[name]
+        key = (number, *map(id, lanes))
         if key not in covered:
             covered.add(key)
-            yield from _cover_faults(shard.field, lanes, rank, dst)
+            yield from _cover_faults(name, rank.geometries[number], lanes, rank, dst)
 
 
 def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
@@ -79,25 +82,35 @@ def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
 
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
     """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
-    bases = (lane.bases.src if side == "source" else lane.bases.dst).tolist()
+    bases = lane.bases.src if side == "source" else lane.bases.dst
+    outline, shapes = rank.outline, layout.shape_numbers
     reaches: dict[tuple[int, int], int] = {}
-    for index, name in enumerate(lane.fields):
-        shard, field = rank.shard_by_field.get(name), layout.field_by_name[name]
-        if shard is None:
+    reach: list[int] = []
+    held: list[int] = []
+    for name in lane.fields:
+        number = outline.number_of_field.get(name)
+        if number is None:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
             continue
-        same = layout.geometry_numbers[id(shard.geometry)], layout.shape_numbers[name]
-        reach = reaches.get(same)
-        if reach is None:
-            reach = reaches[same] = yield from _geometry_faults(lane, field, shard, rank, layout, side)
-        # Only what is wrong is worth a call: there are hundreds of fields.
-        region = rank.region_by_name[shard.region]
-        if bases[index] != region.address + shard.offset_bytes or shard.offset_bytes + reach > region.size_bytes:
-            yield from _place_faults(shard, bases[index], reach, rank, side)
+        same = outline.geometry_of[number], shapes[name]
+        if same not in reaches:
+            field = layout.field_by_name[name]
+            reaches[same] = yield from _geometry_faults(lane, field, rank.geometries[same[0]], rank, layout, side)
+        held.append(number)
+        reach.append(min(reaches[same], MAX_ADDRESS - 1))
+    if len(bases) != len(lane.fields):
+        yield f"field '{lane.fields[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(lane.fields)} fields"
+    if not len(bases) == len(held) == len(lane.fields):
+        return
+    shards, reached = np.array(held, dtype=np.int64), np.array(reach, dtype=np.int64)
+    sizes = outline.sizes[outline.region_numbers[shards]]
+    for index in np.flatnonzero((bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reached)).tolist():
+        shard = rank.shards[held[index]]
+        yield from _place_faults(shard, int(bases[index]), reach[index], rank, side)
 
 
 def _geometry_faults(
-    lane: Lane, field: Field, shard: Shard, rank: Rank, layout: EngineLayout, side: str
+    lane: Lane, field: Field, geometry: Geometry, rank: Rank, layout: EngineLayout, side: str
 ) -> Generator[str, None, int]:
     """What a lane says of a field's geometry; returns the bytes from its first cell to behind the pool's last one."""
     source = side == "source"
@@ -105,22 +118,22 @@ def _geometry_faults(
     if field.element_bytes != lane.element_bytes:
         yield f"{who}: elements of {lane.element_bytes} bytes, its layout says {field.element_bytes}"
     maps = tuple(axis.src if source else axis.dst for axis in lane.axes)
-    for mapped, told in zip(maps, shard.geometry.axes, strict=False):
+    for mapped, told in zip(maps, geometry.axes, strict=False):
         if mapped != told:
             yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
-    if len(maps) != len(shard.geometry.axes):
-        yield f"{who}: {len(maps)} axes, its layout has {len(shard.geometry.axes)}"
+    if len(maps) != len(geometry.axes):
+        yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
     if [(axis.name, axis.extent) for axis in lane.axes] != _shape(layout, field.name):
         yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {_shape(layout, field.name)}"
     if field.sequence is not None:
         yield from _sequence_faults(lane, field.sequence, who, source)
     stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
-    if stride != shard.geometry.page_stride_bytes:
-        yield f"{who}: pages every {stride} bytes, its layout says {shard.geometry.page_stride_bytes}"
+    if stride != geometry.page_stride_bytes:
+        yield f"{who}: pages every {stride} bytes, its layout says {geometry.page_stride_bytes}"
     group = lane.src_group if source else lane.dst_group
-    if group != layout.group_by_name[shard.geometry.group]:
-        yield f"{who}: block table of group '{group.name}', its layout says '{shard.geometry.group}'"
-    inside = sum(mapped.last_byte_offset() for mapped in shard.geometry.axes)
+    if group != layout.group_by_name[geometry.group]:
+        yield f"{who}: block table of group '{group.name}', its layout says '{geometry.group}'"
+    inside = sum(mapped.last_byte_offset() for mapped in geometry.axes)
     return (group.num_pages - 1) * stride + inside + lane.element_bytes
 
 
@@ -161,9 +174,9 @@ def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iter
             )
 
 
-def _cover_faults(name: str, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:
+def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:
     field = dst.field_by_name[name]
-    held = {mapped.axis: mapped.owned for mapped in rank.shard_by_field[name].geometry.axes}
+    held = {mapped.axis: mapped.owned for mapped in geometry.axes}
     for lane in lanes:
         for axis in lane.axes:
             wanted = count_common(axis.extent, axis.chosen, axis.dst.owned)

@@ -16,7 +16,7 @@ layouts that cut one another into more than `MAX_ATOMS` or `MAX_CELLS` parts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -81,27 +81,40 @@ def families(src: EngineLayout, dst: EngineLayout, names: list[str]) -> tuple[Fa
     src_holders, dst_holders = _holders(src), _holders(dst)
     grouped: dict[object, list[str]] = {}
     for name in names:
-        grouped.setdefault((dst.shape_numbers[name], tuple(src_holders[name]), tuple(dst_holders[name])), []).append(
-            name
-        )
+        grouped.setdefault((dst.shape_numbers[name], src_holders.get(name), dst_holders[name]), []).append(name)
     return tuple(
         Family(
-            tuple(members),
-            dst.field_by_name[members[0]],
-            {rank: src.rank_by_number[rank].shard_by_field[members[0]].geometry for rank, _ in src_holders[members[0]]},
-            {rank: dst.rank_by_number[rank].shard_by_field[members[0]].geometry for rank, _ in dst_holders[members[0]]},
+            tuple(members), dst.field_by_name[members[0]], dict(_held(src, members[0])), dict(_held(dst, members[0]))
         )
         for members in grouped.values()
     )
 
 
-def _holders(layout: EngineLayout) -> defaultdict[str, list[tuple[int, int]]]:
-    """Field -> (rank, number of its geometry) of every rank that holds a part of it."""
-    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-    for rank in layout.ranks:
-        for shard in rank.shards:
-            found[shard.field].append((rank.rank, layout.geometry_numbers[id(shard.geometry)]))
+def _holders(layout: EngineLayout) -> dict[str, int]:
+    """Field -> a number that fields of equal geometry on every rank share."""
+    places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for index, outline in enumerate(layout.outlines):
+        for field, number in zip(outline.fields, outline.geometry_of, strict=True):
+            places[field].append((index, number))
+    # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
+    numbers: dict[object, int] = {}
+    known: dict[tuple[tuple[int, int], ...], int] = {}
+    found: dict[str, int] = {}
+    for field, listed in places.items():
+        place = tuple(listed)
+        if place not in known:
+            held = tuple((rank, layout.geometry_numbers[id(geometry)]) for rank, geometry in _held(layout, field))
+            known[place] = numbers.setdefault(held, len(numbers))
+        found[field] = known[place]
     return found
+
+
+def _held(layout: EngineLayout, field: str) -> Iterator[tuple[int, Geometry]]:
+    """Each rank that holds a part of the field, with its geometry."""
+    for rank in layout.ranks:
+        number = rank.outline.number_of_field.get(field)
+        if number is not None:
+            yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]
 
 
 def elect(src: EngineLayout, dst: EngineLayout, names: list[str]) -> Election:

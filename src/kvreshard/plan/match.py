@@ -31,7 +31,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     warnings: list[str] = []
     names: list[str] = []
     alike: set[tuple[int, int]] = set()
-    held = {shard.field for rank in dst.ranks for shard in rank.shards}
+    held = {field for outline in dst.outlines for field in outline.fields}
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:

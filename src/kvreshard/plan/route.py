@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
@@ -126,19 +124,9 @@ def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, d
 
 
 def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
-    numbers: dict[tuple[str, str], int] = {}
-    src_shards, dst_shards = [[rank.shard_by_field[name] for name in fields] for rank in (src, dst)]
-    return Bases(
-        np.array([src.base_address(shard) for shard in src_shards], dtype=np.int64),
-        np.array([dst.base_address(shard) for shard in dst_shards], dtype=np.int64),
-        np.array(
-            [
-                numbers.setdefault((a.region, b.region), len(numbers))
-                for a, b in zip(src_shards, dst_shards, strict=True)
-            ],
-            dtype=np.int64,
-        ),
-    )
+    from_shards, to_shards = src.outline.numbers(fields), dst.outline.numbers(fields)
+    regions = src.outline.region_numbers[from_shards] * len(dst.addresses) + dst.outline.region_numbers[to_shards]
+    return Bases(src.bases[from_shards], dst.bases[to_shards], regions)
 
 
 def _span(mapped: AxisMap, chosen: Ownership) -> Span:

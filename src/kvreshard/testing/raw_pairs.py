@@ -323,7 +323,7 @@ def _draw_rank(
             start = slab_of.offset_bytes + offset + index * own.field_step
             shards.append(Shard(field.name, slab_of.region, start, geometry))
     order = rng.permutation(len(shards)).tolist()
-    return Rank(number, (("rank", number),), regions, tuple(slabs.values()), tuple(shards[i] for i in order))
+    return Rank.of(number, (("rank", number),), regions, tuple(slabs.values()), tuple(shards[i] for i in order))
 
 
 def _draw_slabs(
@@ -369,7 +369,6 @@ def without(layout: EngineLayout, names: set[str]) -> EngineLayout:
         layout,
         fields=tuple(field for field in layout.fields if field.name not in names),
         ranks=tuple(
-            replace(rank, shards=tuple(shard for shard in rank.shards if shard.field not in names))
-            for rank in layout.ranks
+            rank.with_shards(tuple(shard for shard in rank.shards if shard.field not in names)) for rank in layout.ranks
         ),
     )

@@ -37,7 +37,7 @@ def layout(**parts: Any) -> EngineLayout:
     """A good engine of one rank, with some parts replaced."""
     geometry = parts.get("geometry", Geometry("g", 64, (TOKENS, HEADS)))
     shards = parts.get("shards", (Shard("k", "kv", parts.get("offset", 0), geometry),))
-    rank = Rank(0, (), parts.get("regions", (REGION,)), parts.get("slabs", (SLAB,)), shards)
+    rank = Rank.of(0, (), parts.get("regions", (REGION,)), parts.get("slabs", (SLAB,)), shards)
     return EngineLayout(
         "prefill", parts.get("fields", (FIELD,)), parts.get("groups", (GROUP,)), parts.get("ranks", (rank,))
     )

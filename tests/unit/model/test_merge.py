@@ -6,7 +6,7 @@ import pytest
 
 from kvreshard.kinds import Attention, Mamba1, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
-from kvreshard.model import EngineLayout, Field, Group, LayoutError, merge_ranks
+from kvreshard.model import EngineLayout, Field, Group, LayoutError, Rank, merge_ranks
 from kvreshard.model.wire import decode, encode
 
 
@@ -127,5 +127,5 @@ def with_a_page_more(layout: EngineLayout) -> EngineLayout:
     groups: tuple[Group, ...] = tuple(replace(group, num_pages=6) for group in layout.groups)
     slabs = tuple(slab for slab in layout.ranks[0].slabs if slab.offset_bytes == 0)
     shards = tuple(shard for shard in layout.ranks[0].shards if shard.field.startswith("layers.0"))
-    rank = replace(layout.ranks[0], regions=regions, slabs=slabs, shards=shards)
+    rank = Rank.of(layout.ranks[0].rank, layout.ranks[0].place, regions, slabs, shards)
     return replace(layout, groups=groups, ranks=(rank,))

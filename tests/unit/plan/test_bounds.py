@@ -35,7 +35,7 @@ def flat(name: str, axes: list[tuple[Axis, Ownership, tuple[Digit, ...]]], num_p
         (Field("f", tuple(axis for axis, _, _ in axes), 1, "bytes"),),
         (Group("g", "p", num_pages, tokens),),
         (
-            Rank(
+            Rank.of(
                 0,
                 (),
                 (Region("r", 0, HUGE),),

@@ -205,7 +205,7 @@ def test_a_sharded_length_for_a_replicated_field_is_refused() -> None:
         shard = rank.shards[0]
         channel = replace(shard.geometry.axes[1], owned=Interval(0, 2))
         geometry = replace(shard.geometry, axes=(shard.geometry.axes[0], channel))
-        halves.append(replace(rank, shards=(replace(shard, geometry=geometry),)))
+        halves.append(rank.with_shards((replace(shard, geometry=geometry),)))
     mismatch(
         "'layers.0.latent', axis 'channel'|rank 0 of engine 'decode' holds [0, 4)|[2, 4) has no source|[0, 2)",
         lambda: compile_route(replace(src, ranks=tuple(halves)), dst, 0),

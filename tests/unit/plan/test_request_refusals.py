@@ -173,7 +173,7 @@ def _as_ring(layout: EngineLayout, num_pages: int) -> EngineLayout:
             replace(shard, geometry=replace(shard.geometry, axes=tuple(map(turned, shard.geometry.axes))))
             for shard in rank.shards
         )
-        ranks.append(replace(rank, shards=shards))
+        ranks.append(rank.with_shards(shards))
     return replace(layout, ranks=tuple(ranks))
 
 

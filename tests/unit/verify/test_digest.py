@@ -78,7 +78,7 @@ def test_elements_of_any_size_follow_the_definition(element_bytes: int) -> None:
         digits=(replace(channel.digits[0], extent=5, byte_step=element_bytes),),
     )
     shard = replace(shard, geometry=replace(shard.geometry, axes=(token, wide)))
-    layout = replace(layout, fields=(field,), ranks=(replace(layout.ranks[0], shards=(shard,)),))
+    layout = replace(layout, fields=(field,), ranks=(layout.ranks[0].with_shards((shard,)),))
     content, reader = memory_of(layout)
     table, intervals = PageTable([5, 2, 7], 11), [(1, 4), (5, 11)]
     found = digest_rank(layout, 0, {"g": table}, {"g": intervals}, reader, KEY)["a.latent"]
