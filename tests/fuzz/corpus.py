@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from tests.fuzz.targets import PAIRS, TARGETS
 
-from kvreshard.model import wire
+from kvreshard.model import packed, wire
 from kvreshard.session import hello as hellos
 from kvreshard.session.card import RankCard, encode_card, make_card
 from kvreshard.session.handshake import Address
@@ -59,6 +59,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
             for name, layout in layouts.items()
         },
         "layout": {name: wire.encode(layout) for name, layout in layouts.items()},
+        "layout_packed": {name: packed.encode(layout) for name, layout in layouts.items()},
         "layout_json": {name: wire.encode(layout, "json") for name, layout in layouts.items()},
         "note": {
             "report": write_note(Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)),

@@ -1,7 +1,8 @@
-"""Can this side talk to a peer of version 1, which is nothing but bytes that were written down once?
+"""Can this side talk to a peer of an earlier version, which is nothing but bytes that were written down once?
 
-`peer/*.hex` were written by version 1 and never change. A later version reads all of them, and is read by what reads only them:
-the tests say so of today's version, and of an artificial version 2 that changes the card and everything that can change with it.
+`peer/*.hex` were written by the versions in their names and never change. A later version reads all of them, and is read by what
+reads only them: the tests say so of today's version (cards of version 2, whose layout is packed), and of an artificial version 3
+that changes the card and everything that can change with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvreshard.model import wire
 from kvreshard.model.form import Form, Step, Tree
 from kvreshard.session import card as cards
 from kvreshard.session import notes
@@ -26,11 +28,11 @@ from kvreshard.testing.small import engine
 
 PEER = Path(__file__).parent / "peer"
 PATIENCE_S = 60.0
-NAMES = ("answer", "card", "heartbeat", "hello-card", "hello-outcome", "report")
+NAMES = ("answer-v1", "card-v1", "card-v2", "heartbeat-v1", "hello-card-v1", "hello-outcome-v1", "report-v1")
 
 
-def golden(name: str) -> bytes:
-    return bytes.fromhex((PEER / f"{name}-v1.hex").read_text())
+def golden(name: str, version: int = 1) -> bytes:
+    return bytes.fromhex((PEER / f"{name}-v{version}.hex").read_text())
 
 
 def card() -> EngineCard:
@@ -39,17 +41,24 @@ def card() -> EngineCard:
 
 
 def test_nothing_is_missing() -> None:
-    assert sorted(path.stem for path in PEER.iterdir()) == sorted(f"{name}-v1" for name in NAMES)
+    assert sorted(path.stem for path in PEER.iterdir()) == sorted(NAMES)
 
 
 def test_today_reads_what_version_1_wrote() -> None:
-    assert decode_card(golden("card")) == card()
-    assert decode_card(golden("card")).decode_layout() == engine("prefill", tp=2)
+    old = decode_card(golden("card"))
+    assert old == msgspec.structs.replace(card(), layout=old.layout, ranks=old.ranks, reads_notes=1)
+    assert old.decode_layout() == engine("prefill", tp=2)
     assert read_hello(golden("hello-card")) == Hello("kvreshard.hello", 1, "card", "decode", 3)
     assert read_hello(golden("hello-outcome")) == Hello("kvreshard.hello", 1, "outcome", "decode", 3, "reads", False)
     assert read_answer(golden("answer")) == "noted"
     assert read_note(golden("report")) == Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)
     assert read_note(golden("heartbeat")) == Heartbeat(1, "d", (("r", 1), ("s", 2)))
+
+
+def test_today_reads_and_writes_version_2() -> None:
+    assert decode_card(golden("card", 2)) == card()
+    assert decode_card(golden("card", 2)).decode_layout() == engine("prefill", tp=2)
+    assert encode_card(card()) == golden("card", 2)
 
 
 def test_today_writes_what_version_1_reads() -> None:
@@ -62,7 +71,7 @@ def test_today_writes_what_version_1_reads() -> None:
 
 
 def up(tree: Tree) -> Tree:
-    return {**tree, "facts": {**tree["facts"], "since": "before version 2"}}
+    return {**tree, "facts": {**tree["facts"], "since": "before version 3"}}
 
 
 def down(tree: Tree) -> Tree:
@@ -70,25 +79,25 @@ def down(tree: Tree) -> Tree:
 
 
 @pytest.fixture
-def version_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This side is a release further: cards and notes are of version 2."""
-    monkeypatch.setattr(cards, "CARD", Form(cards.FORM, (Step(up, down),)))
+def version_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This side is a release further: cards are of version 3, notes of version 2."""
+    monkeypatch.setattr(cards, "CARD", Form(cards.FORM, (*cards.CARD.steps, Step(up, down))))
     monkeypatch.setattr(notes, "VERSION", 2)
 
 
 def newer_card() -> EngineCard:
-    """What an engine of version 2 says of itself."""
-    return msgspec.structs.replace(card(), facts={"model": "m", "since": "version 2"})
+    """What an engine of version 3 says of itself."""
+    return msgspec.structs.replace(card(), facts={"model": "m", "since": "version 3"})
 
 
-@pytest.mark.usefixtures("version_2")
-def test_version_2_reads_the_card_of_version_1_with_the_default_that_was_meant() -> None:
+@pytest.mark.usefixtures("version_3")
+def test_version_3_reads_the_card_of_version_1_with_the_default_that_was_meant() -> None:
     found = decode_card(golden("card"))
-    assert (found.version, found.facts, found.reads_notes) == (2, {"model": "m", "since": "before version 2"}, 1)
+    assert (found.version, found.facts, found.reads_notes) == (3, {"model": "m", "since": "before version 3"}, 1)
 
 
-@pytest.mark.usefixtures("version_2")
-def test_version_2_reads_notes_of_version_1_and_knows_who_reads_no_others() -> None:
+@pytest.mark.usefixtures("version_3")
+def test_version_3_reads_notes_of_version_1_and_knows_who_reads_no_others() -> None:
     assert read_note(golden("report")) == Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)
     assert read_note(write_note(Heartbeat(2, "d", ()))) == Heartbeat(2, "d", ())
     assert read_note(write_note(Heartbeat(3, "d", ()))) is None
@@ -105,11 +114,12 @@ def ask_as_bytes(address: Address, hello: bytes) -> bytes:
         return bytes(dealer.recv_multipart()[-1])
 
 
-@pytest.mark.usefixtures("version_2")
-def test_a_listener_of_version_2_answers_version_1_in_version_1() -> None:
+@pytest.mark.usefixtures("version_3")
+def test_a_listener_of_version_3_answers_version_1_in_version_1() -> None:
     listener = Listener(Address("127.0.0.1", 0), newer_card())
     try:
-        old = msgspec.structs.replace(card(), reads_notes=2)
+        plain = wire.encode(card().decode_layout())
+        old = msgspec.structs.replace(card(), reads_notes=2, layout=plain)
         got = ask_as_bytes(listener.address, golden("hello-card"))
         assert msgspec.msgpack.decode(got, type=EngineCard) == msgspec.structs.replace(old, version=1)
         assert read_answer(ask_as_bytes(listener.address, golden("hello-outcome"))) == "noted"
@@ -139,13 +149,13 @@ def old_listener() -> Iterator[tuple[Address, list[Any]]]:
         thread.join()
 
 
-@pytest.mark.usefixtures("version_2")
-def test_an_asker_of_version_2_can_work_with_a_listener_of_version_1(old_listener: tuple[Address, list[Any]]) -> None:
+@pytest.mark.usefixtures("version_3")
+def test_an_asker_of_version_3_can_work_with_a_listener_of_version_1(old_listener: tuple[Address, list[Any]]) -> None:
     address, told = old_listener
     found = fetch_card(address, "decode", 0, PATIENCE_S)
     tell_outcome(address, "decode", 0, "fine", True, PATIENCE_S)
-    assert (found.version, found.facts["since"], found.reads_notes) == (2, "before version 2", 1)
+    assert (found.version, found.facts["since"], found.reads_notes) == (3, "before version 3", 1)
     # Its hellos are of version 1 and have all that version 1 asks for.
     required = msgspec.msgpack.decode(golden("hello-card")).keys()
     assert all(hello["version"] == 1 and hello.keys() >= required for hello in told)
-    assert told[0]["reads_card"] == 2
+    assert told[0]["reads_card"] == 3

@@ -18,6 +18,7 @@ import typer
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import EngineLayout, KvReshardError, wire
+from kvreshard.model.parts import MAX_MESSAGE_BYTES
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, require_constants
 
@@ -64,7 +65,7 @@ def read_bytes(path: Path, max_bytes: int, what: str) -> bytes:
 
 def read_layout(path: Path) -> EngineLayout:
     """The layout that `kvreshard describe` wrote. Every error names the file."""
-    content = read_bytes(path, wire.MAX_MESSAGE_BYTES, "layout file")
+    content = read_bytes(path, MAX_MESSAGE_BYTES, "layout file")
     try:
         return wire.decode(content, "json")
     except KvReshardError as error:

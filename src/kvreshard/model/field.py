@@ -64,7 +64,7 @@ class Field:
         names = [axis.name for axis in self.axes]
         if not names or len(set(names)) != len(names):
             raise LayoutError(f"field '{self.name}': axes {names}; needs at least one, each with a name of its own")
-        if sum(axis.extent is None for axis in self.axes) > 1:
+        if [axis.extent for axis in self.axes].count(None) > 1:
             raise LayoutError(f"field '{self.name}': has more than one sequence axis among {names}")
 
     @property

@@ -186,10 +186,12 @@ def _check_slabs_apart(rank: Rank, region: str, slabs: list[Slab], pages_of_pool
     extents = []
     for stride, members in by_stride.items():
         members.sort(key=lambda slab: slab.offset_bytes)
+        ends = [s.offset_bytes + (pages_of_pool[s.pool] - 1) * stride + s.page_bytes for s in members]
+        if len(by_stride) == 1 and all(end <= slab.offset_bytes for end, slab in zip(ends, members[1:], strict=False)):
+            return
         cluster: list[Slab] = []
         cluster_end = 0
-        for slab in members:
-            end = slab.offset_bytes + (pages_of_pool[slab.pool] - 1) * stride + slab.page_bytes
+        for slab, end in zip(members, ends, strict=True):
             if cluster and slab.offset_bytes < cluster_end:
                 cluster.append(slab)
                 cluster_end = max(cluster_end, end)

@@ -7,100 +7,66 @@ vectors). The form carries its name and version first:
    earlier one is brought up to this one (`form`).
 2. The body is decoded strictly by type and within the bounds below, then becomes an `EngineLayout`, which checks itself.
 
-Geometries that several shards share are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists
-and texts than the bounds, unknown forms, wrong types, keys that do not resolve. Raises WireError, or LayoutError when a
+Geometries that several shards share are written once, under a key. Between engines a layout travels packed (`packed`). Refused:
+messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the bounds (`parts`), unknown forms, wrong types, keys that do not resolve. Raises WireError, or LayoutError when a
 well-formed layout is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from sys import intern
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kvreshard.model.address import AxisMap, Digit
-from kvreshard.model.errors import LayoutError, WireError
-from kvreshard.model.field import Axis, Field
+from kvreshard.model.errors import WireError
+from kvreshard.model.field import Field
 from kvreshard.model.form import Form
-from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, share_outlines
+from kvreshard.model.layout import EngineLayout, Geometry, Rank, Region, Shard, share_outlines
 from kvreshard.model.outline import Slab
-from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.parts import (
+    MAX_AXES,
+    MAX_FIELDS,
+    MAX_GEOMETRIES,
+    MAX_GROUPS,
+    MAX_MESSAGE_BYTES,
+    MAX_PER_RANK,
+    MAX_RANKS,
+    AxisForm,
+    AxisMapForm,
+    GroupForm,
+    HeaderForm,
+    Whole,
+    axes_of,
+    axis_form,
+    axis_map_form,
+    axis_map_of,
+    check_sizes,
+    group_form,
+    group_of,
+)
 from kvreshard.model.text import Name, Reference, check_references, plain
 
 FORM = "kvreshard.layout"
 LAYOUT = Form(FORM)
 VERSION = LAYOUT.version
-# A 61-layer model on 64 ranks takes about 0.4 MB; a hundredfold is generous, and bounds what a peer can make us hold.
-MAX_MESSAGE_BYTES = 64 << 20
-# What a peer can make us compute grows with these. The largest engine that is planned for has 512 ranks; a model has some
-# hundred layers of a few fields each.
-MAX_RANKS = 1024
-MAX_FIELDS = MAX_PER_RANK = 1 << 14
-MAX_GROUPS = 256
-MAX_GEOMETRIES = 1 << 16
-MAX_SHARDS = 1 << 18
-MAX_AXES = 16
-
 Encoding = Literal["msgpack", "json"]
-
-
-# Both encodings take the same numbers: JSON knows larger ones, which could be read and not be written again.
-Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class _Header(msgspec.Struct):
-    form: str
-    version: int
-
-
-class _Owned(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    start: Whole
-    stop: Whole | None = None
-    run: Whole | None = None
-    step: Whole | None = None
-
-
-class _Digit(msgspec.Struct, forbid_unknown_fields=True):
-    extent: Whole | None
-    page_step: Whole
-    byte_step: Whole
-
-
-class _AxisMap(msgspec.Struct, forbid_unknown_fields=True):
-    axis: Name
-    owned: _Owned
-    digits: Annotated[list[_Digit], msgspec.Meta(max_length=MAX_AXES)]
+Read = TypeVar("Read", covariant=True)
 
 
 class _Geometry(msgspec.Struct, forbid_unknown_fields=True):
     group: Name
     page_stride_bytes: Whole
-    axes: Annotated[list[_AxisMap], msgspec.Meta(max_length=MAX_AXES)]
-
-
-class _Axis(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: Name
-    extent: Whole | None
-    tokens_per_index: Whole = 1
-    keep_partial: bool = False
+    axes: Annotated[list[AxisMapForm], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     name: Name
-    axes: Annotated[list[_Axis], msgspec.Meta(max_length=MAX_AXES)]
+    axes: Annotated[list[AxisForm], msgspec.Meta(max_length=MAX_AXES)]
     element_bytes: Whole
     encoding: Name
     optional: bool = False
-
-
-class _Group(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: Name
-    pool: Name
-    num_pages: Whole
-    tokens_per_page: Whole | None
-    null_page: Whole | None = None
-    window_tokens: Whole | None = None
 
 
 class _Region(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -138,9 +104,29 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     engine: Name
     fields: Annotated[list[_Field], msgspec.Meta(max_length=MAX_FIELDS)]
-    groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)]
+    groups: Annotated[list[GroupForm], msgspec.Meta(max_length=MAX_GROUPS)]
     geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
     ranks: Annotated[list[_Rank], msgspec.Meta(max_length=MAX_RANKS)]
+
+
+class _Reader(Protocol[Read]):
+    def decode(self, message: bytes, /) -> Read: ...
+
+
+# Made at import: engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the
+# same one end the process (0.22: a segmentation fault in 7 of 10 tries).
+_headers: dict[Encoding, _Reader[HeaderForm]] = {
+    "msgpack": msgspec.msgpack.Decoder(HeaderForm),
+    "json": msgspec.json.Decoder(HeaderForm),
+}
+_bodies: dict[Encoding, _Reader[_Layout]] = {
+    "msgpack": msgspec.msgpack.Decoder(_Layout),
+    "json": msgspec.json.Decoder(_Layout),
+}
+_trees: dict[Encoding, _Reader[dict[str, Any]]] = {
+    "msgpack": msgspec.msgpack.Decoder(dict[str, Any]),
+    "json": msgspec.json.Decoder(dict[str, Any]),
+}
 
 
 def encode(layout: EngineLayout, encoding: Encoding = "msgpack", version: int | None = None) -> bytes:
@@ -160,34 +146,26 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     """The layout that `encode` wrote. Raises WireError or LayoutError; never anything else."""
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
-    read = msgspec.json.decode if encoding == "json" else msgspec.msgpack.decode
     try:
-        header = read(message, type=_Header)
+        header = _headers[encoding].decode(message)
         LAYOUT.check(header.form, header.version)
         if header.version == LAYOUT.version:
-            body = read(message, type=_Layout)
+            body = _bodies[encoding].decode(message)
         else:
-            body = msgspec.convert(LAYOUT.rise(read(message, type=dict[str, Any])), _Layout)
+            body = msgspec.convert(LAYOUT.rise(_trees[encoding].decode(message)), _Layout)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
-    _check_sizes(body)
+    check_sizes(
+        body.engine,
+        len(body.ranks),
+        shards=sum(len(rank.shards) for rank in body.ranks),
+        slabs=sum(len(rank.slabs) for rank in body.ranks),
+    )
     try:
         _check_names(body)
     except ValueError as error:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {error}") from None
     return _from_wire(body)
-
-
-def _check_sizes(body: _Layout) -> None:
-    for what, count in {
-        "shards": sum(len(rank.shards) for rank in body.ranks),
-        "slabs": sum(len(rank.slabs) for rank in body.ranks),
-    }.items():
-        if count > MAX_SHARDS:
-            raise WireError(
-                f"layout of engine '{body.engine}': {count} {what} on {len(body.ranks)} ranks; more than {MAX_SHARDS} are "
-                "not accepted"
-            )
 
 
 def _check_names(body: _Layout) -> None:
@@ -212,7 +190,8 @@ def _to_wire(layout: EngineLayout) -> _Layout:
         for shard in rank.shards:
             key = keys.setdefault(shard.geometry, f"g{len(keys)}")
             shards.append(_Shard(shard.field, shard.region, shard.offset_bytes, key))
-        regions = [_Region(r.name, r.address, r.size_bytes, r.device) for r in rank.regions]
+        # Interned: msgspec leaves out a default only if it is the same object.
+        regions = [_Region(r.name, r.address, r.size_bytes, intern(r.device)) for r in rank.regions]
         slabs = [_Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs]
         ranks.append(_Rank(rank.rank, dict(rank.place), regions, slabs, shards))
     return _Layout(
@@ -222,48 +201,26 @@ def _to_wire(layout: EngineLayout) -> _Layout:
         fields=[
             _Field(
                 field.name,
-                [_Axis(a.name, a.extent, a.tokens_per_index, a.keep_partial) for a in field.axes],
+                [axis_form(axis) for axis in field.axes],
                 field.element_bytes,
                 field.encoding,
                 field.optional,
             )
             for field in layout.fields
         ],
-        groups=[
-            _Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in layout.groups
-        ],
+        groups=[group_form(group) for group in layout.groups],
         geometries={key: _geometry_to_wire(geometry) for geometry, key in keys.items()},
         ranks=ranks,
     )
 
 
 def _geometry_to_wire(geometry: Geometry) -> _Geometry:
-    axes = []
-    for mapped in geometry.axes:
-        owned = mapped.owned
-        held = (
-            _Owned(owned.start, owned.stop)
-            if isinstance(owned, Interval)
-            else _Owned(owned.start, run=owned.run, step=owned.step)
-        )
-        axes.append(_AxisMap(mapped.axis, held, [_Digit(d.extent, d.page_step, d.byte_step) for d in mapped.digits]))
-    return _Geometry(geometry.group, geometry.page_stride_bytes, axes)
+    return _Geometry(geometry.group, geometry.page_stride_bytes, [axis_map_form(mapped) for mapped in geometry.axes])
 
 
 def _from_wire(body: _Layout) -> EngineLayout:
     geometries = {
-        key: Geometry(
-            wire.group,
-            wire.page_stride_bytes,
-            tuple(
-                AxisMap(
-                    axis.axis,
-                    _owned_from_wire(axis),
-                    tuple(Digit(d.extent, d.page_step, d.byte_step) for d in axis.digits),
-                )
-                for axis in wire.axes
-            ),
-        )
+        key: Geometry(wire.group, wire.page_stride_bytes, tuple(axis_map_of(axis) for axis in wire.axes))
         for key, wire in body.geometries.items()
     }
     return EngineLayout(
@@ -271,27 +228,16 @@ def _from_wire(body: _Layout) -> EngineLayout:
         fields=tuple(
             Field(
                 field.name,
-                tuple(Axis(a.name, a.extent, a.tokens_per_index, a.keep_partial) for a in field.axes),
+                axes_of(field.axes),
                 field.element_bytes,
                 field.encoding,
                 field.optional,
             )
             for field in body.fields
         ),
-        groups=tuple(
-            Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
-        ),
+        groups=tuple(group_of(group) for group in body.groups),
         ranks=share_outlines(_ranks_from_wire(body.ranks, geometries)),
     )
-
-
-def _owned_from_wire(axis: _AxisMap) -> Ownership:
-    owned = axis.owned
-    if (owned.run is None) != (owned.step is None) or (owned.run is not None and owned.stop is not None):
-        raise LayoutError(f"axis '{axis.axis}': give either start and stop, or start, run and step")
-    if owned.run is not None and owned.step is not None:
-        return Cyclic(owned.start, owned.run, owned.step)
-    return Interval(owned.start, owned.stop)
 
 
 def _ranks_from_wire(ranks: list[_Rank], geometries: dict[str, Geometry]) -> Iterator[Rank]:

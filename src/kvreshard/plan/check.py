@@ -45,24 +45,22 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
-    meant: set[str] = set()
-    alike: set[tuple[int, int]] = set()
+    first_of_shape = {number: name for name, number in dst.shape_numbers.items()}
+    compared: set[tuple[int, int]] = set()
     for lane in route.lanes:
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
         for name in lane.fields:
-            if name not in meant:
-                meant.add(name)
-                shapes = src.shape_numbers[name], dst.shape_numbers[name]
-                if shapes not in alike:
-                    found = differences(name, src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
-                    yield from found
-                    alike.update(() if found else [shapes])
+            shapes = src.shape_numbers[name], dst.shape_numbers[name]
+            if shapes not in compared:
+                compared.add(shapes)
+                yield from differences(name, src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
         yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
         yield from _lane_faults(lane, rank, dst, "destination")
-        drawn = [(axis.name, axis.extent) for axis in lane.axes]
+        shape = [(axis.name, axis.extent) for axis in lane.axes]
+        drawn = {number for number, name in first_of_shape.items() if _shape(dst, name) == shape}
         for name in lane.fields:
-            if drawn == _shape(dst, name):
+            if dst.shape_numbers[name] in drawn:
                 lanes_of[name].append(lane)
     covered: set[tuple[int, ...]] = set()
     outline = rank.outline
@@ -87,17 +85,17 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Ite
     reaches: dict[tuple[int, int], int] = {}
     reach: list[int] = []
     held: list[int] = []
-    for name in lane.fields:
-        number = outline.number_of_field.get(name)
+    for name, number in zip(lane.fields, map(outline.number_of_field.get, lane.fields), strict=True):
         if number is None:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
             continue
         same = outline.geometry_of[number], shapes[name]
         if same not in reaches:
-            field = layout.field_by_name[name]
-            reaches[same] = yield from _geometry_faults(lane, field, rank.geometries[same[0]], rank, layout, side)
+            field, geometry = layout.field_by_name[name], rank.geometries[same[0]]
+            bytes_behind = yield from _geometry_faults(lane, field, geometry, rank, layout, side)
+            reaches[same] = min(bytes_behind, MAX_ADDRESS - 1)
         held.append(number)
-        reach.append(min(reaches[same], MAX_ADDRESS - 1))
+        reach.append(reaches[same])
     if len(bases) != len(lane.fields):
         yield f"field '{lane.fields[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(lane.fields)} fields"
     if not len(bases) == len(held) == len(lane.fields):

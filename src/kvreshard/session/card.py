@@ -14,30 +14,34 @@ differs with both values. Geometry is not its business: that is proved by the pl
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
-from kvreshard.model.form import Form
+from kvreshard.model import EngineLayout, LayoutMismatch, WireError, packed, wire
+from kvreshard.model.form import Form, Step, Tree
+from kvreshard.model.parts import MAX_RANKS
 from kvreshard.model.text import Name, plain
 from kvreshard.session import notes
 from kvreshard.session.board import ENTRY_BYTES
 
 FORM = "kvreshard.card"
-# A card of a new version carries a layout of the version that was new then: its steps take the layout along.
-CARD = Form(FORM)
+
+
+def _with_plain_layout(tree: Tree) -> Tree:
+    """Version 1 read layouts in the plain form only; version 2 reads both."""
+    return {**tree, "layout": wire.encode(packed.decode(tree["layout"]))}
+
+
+# A card of a new version carries a layout of the form that was new then: its steps take the layout along.
+CARD = Form(FORM, (Step(up=dict, down=_with_plain_layout),))
 VERSION = CARD.version
 MAX_CARD_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
 MAX_LEASE_SLOTS = 1 << 32
 WORD_BYTES = 8
-# Engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the same one end
-# the process (0.22: a segmentation fault in 7 of 10 tries). Nothing is lost: decoding holds the interpreter's lock anyway.
-_decoding = threading.Lock()
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +59,7 @@ class RankCard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """One engine, complete. `layout` is in the wire form of `model.wire`.
+    """One engine, complete. `layout` is in the form of `model.packed`; from a peer of version 1, in that of `model.wire`.
 
     `reads_notes`: the newest version of notes that its ranks read; a card that does not say reads version 1.
     """
@@ -66,13 +70,12 @@ class EngineCard(msgspec.Struct, frozen=True):
     incarnation: Name
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_FACTS)]
     layout: bytes
-    ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=wire.MAX_RANKS)]
+    ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=MAX_RANKS)]
     reads_notes: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
-        with _decoding:
-            layout = wire.decode(self.layout)
+        layout = packed.decode(self.layout)
         if layout.engine != self.engine:
             raise WireError(f"the card of engine '{self.engine}' carries the layout of engine '{layout.engine}'")
         _check_ranks(layout, self.ranks)
@@ -106,7 +109,7 @@ def make_card(
         layout.engine,
         incarnation,
         dict(facts),
-        wire.encode(layout),
+        packed.encode(layout),
         tuple(ranks),
         notes.VERSION,
     )

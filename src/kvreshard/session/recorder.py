@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvreshard import __version__
+from kvreshard.model import wire
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.request_form import to_form
 from kvreshard.plan.bind import bind
@@ -160,4 +161,9 @@ def _copies(crash: Crash) -> tuple[FlightCopies | None, str]:
 
 
 def _side(card: EngineCard) -> FlightSide:
-    return FlightSide(card.engine, card.incarnation, dict(card.facts), card.layout)
+    """With the layout in the plain form, which any version's `replay` and other programs read; one that is wrong stays as it came."""
+    try:
+        layout = wire.encode(card.decode_layout())
+    except KvReshardError:
+        layout = card.layout
+    return FlightSide(card.engine, card.incarnation, dict(card.facts), layout)

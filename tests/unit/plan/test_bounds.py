@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvreshard.model import EngineLayout, LayoutError, LayoutMismatch, WireError, wire
+from kvreshard.model import EngineLayout, LayoutError, LayoutMismatch, WireError, packed, parts, wire
 from kvreshard.model import layout_check as checks
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard, Slab
+from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard
+from kvreshard.model.outline import Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.parts import MAX_RANKS
 from kvreshard.plan import election, pattern, route
 from kvreshard.plan.route import compile_route
 from kvreshard.testing.small import engine
@@ -104,15 +106,18 @@ def test_too_many_parts(monkeypatch: pytest.MonkeyPatch, room: object, bound: st
     ("bound", "told"), [("MAX_SHARDS", r"engine 'prefill': 4 shards on 2 ranks; more than 3 are not accepted")]
 )
 def test_lists_of_a_message_are_bounded_together(monkeypatch: pytest.MonkeyPatch, bound: str, told: str) -> None:
-    message = wire.encode(engine("prefill", tp=2))
-    monkeypatch.setattr(wire, bound, 3)
+    layout = engine("prefill", tp=2)
+    plain, message = wire.encode(layout), packed.encode(layout)
+    monkeypatch.setattr(parts, bound, 3)
     with pytest.raises(WireError, match=told):
-        wire.decode(message)
+        wire.decode(plain)
+    with pytest.raises(WireError, match=told):
+        packed.decode(message)
 
 
 def test_lists_of_a_message_are_bounded_one_by_one() -> None:
     layout = engine("prefill")
-    many = tuple(replace(layout.ranks[0], rank=number) for number in range(wire.MAX_RANKS + 1))
+    many = tuple(replace(layout.ranks[0], rank=number) for number in range(MAX_RANKS + 1))
     with pytest.raises(WireError, match=r"length <= 1024 - at `\$\.ranks`"):
         wire.decode(wire.encode(replace(layout, ranks=many)))
 

@@ -10,6 +10,8 @@ import pytest
 from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model import KvReshardError, WireError
+from kvreshard.model.form import Form, Step
+from kvreshard.session import card as cards
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
@@ -90,8 +92,10 @@ def other_layout(card: EngineCard, **changes: object) -> EngineCard:
     ],
 )
 def test_a_card_that_lies_is_refused_and_told(
-    sides: tuple[Side, Side], change: Callable[[EngineCard], EngineCard], told: str
+    sides: tuple[Side, Side], change: Callable[[EngineCard], EngineCard], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A liar does not look at what it says to write it for older peers.
+    monkeypatch.setattr(cards, "CARD", Form(cards.FORM, (Step(up=dict, down=dict),)))
     heard: list[Hello] = []
     listener = Listener(LOCAL, change(sides[0].card()), heard.append)
     try:
