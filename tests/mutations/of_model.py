@@ -87,4 +87,49 @@ MUTANTS = [
         "if start < end or stop <= start:",
         "if start < end or stop < start:",
     ),
+    Mutant(
+        "ranks of one outline: page strides are not looked at",
+        "model/layout_check.py",
+        ", *(pages.form(g) for g in rank.geometries))",
+        ")",
+    ),
+    Mutant(
+        "ranks of one outline: pages of the first only",
+        "model/layout_check.py",
+        "pages.runs(rank, field, rank.geometries[kind[0]])",
+        "pages.runs(rank, field, layout.ranks[0].geometries[kind[0]])",
+    ),
+    Mutant(
+        "packed: numbers go one too far", "model/packed.py", "max(numbers) >= len(things)", "max(numbers) > len(things)"
+    ),
+    Mutant(
+        "packed: every device is the first",
+        "model/packed.py",
+        "if len(set(rank.devices)) == 1 else rank.devices",
+        "if rank.devices else rank.devices",
+    ),
+    Mutant(
+        "packed: optional fields are not told",
+        "model/packed.py",
+        "shape.element_bytes, shape.encoding, shape.optional) for",
+        "shape.element_bytes, shape.encoding, False) for",
+    ),
+    Mutant(
+        "an outline forgets offsets",
+        "model/layout.py",
+        "return starts[self.outline.region_numbers] + self.outline.offsets",
+        "return starts[self.outline.region_numbers]",
+    ),
+    Mutant(
+        "an address may end above all memory",
+        "model/layout.py",
+        "            or max(map(add, self.addresses, outline.region_bytes)) > MAX_ADDRESS\n",
+        "",
+    ),
+    Mutant(
+        "slabs of one stride are not compared",
+        "model/layout_check.py",
+        "if len(by_stride) == 1 and all(",
+        "if len(by_stride) == 1 or all(",
+    ),
 ]

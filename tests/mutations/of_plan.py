@@ -378,4 +378,29 @@ MUTANTS = [
         "return Touched(group, table.pages, low - table.first_page, high - table.first_page)",
         "return Touched(group, table.pages, low - table.first_page, high - table.first_page - 1)",
     ),
+    Mutant(
+        "geometries of a field are not told apart",
+        "plan/election.py",
+        "places[field].append((index, number))",
+        "places[field].append((index, 0))",
+    ),
+    Mutant(
+        "an outline stands for its first rank",
+        "plan/election.py",
+        "yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]",
+        "yield rank.rank, layout.ranks[0].geometries[rank.outline.geometry_of[number]]",
+    ),
+    Mutant(
+        "regions of the destination are all one",
+        "plan/route.py",
+        " * len(dst.addresses) + dst.outline.region_numbers[to_shards]",
+        "",
+    ),
+    Mutant(
+        "the proof does not look at bounds",
+        "plan/check.py",
+        " | (outline.offsets[shards] > sizes - reached)",
+        "",
+    ),
+    Mutant("the proof does not look at addresses", "plan/check.py", "(bases != rank.bases[shards]) | ", ""),
 ]

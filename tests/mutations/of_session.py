@@ -160,10 +160,10 @@ MUTANTS = [
         "            if lease.slot < 0:",
     ),
     Mutant(
-        "layouts are decoded at once",
-        "session/card.py",
-        "        with _decoding:\n",
-        "        if _decoding:\n",
+        "a layout's types are learned when the first comes",
+        "model/packed.py",
+        "_body = msgspec.msgpack.Decoder(_Packed)\n",
+        "_body = type('Late', (), {'decode': lambda self, message: msgspec.msgpack.decode(message, type=_Packed)})()\n",
     ),
     Mutant(
         "a peer's window has no bound",

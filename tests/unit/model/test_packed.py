@@ -197,3 +197,11 @@ def test_columns_have_one_length() -> None:
         Outline(("kv",), (), (), (), (), (), ())
     with pytest.raises(LayoutError, match=r"numbers begin at 0"):
         Outline(("kv",), (8,), (), ("k",), (0,), (0,), (-1,))
+
+
+@pytest.mark.parametrize("address", [-8, 2**63 - 8])
+def test_an_address_of_any_rank_lies_in_memory(address: int) -> None:
+    tree = tree_of(engine("prefill", tp=2))
+    tree["ranks"][1]["addresses"] = [address]
+    with pytest.raises(LayoutError, match=f"region 'kv': .* bytes at address {address}"):
+        packed.decode(msgspec.msgpack.encode(tree))

@@ -9,8 +9,24 @@ import pytest
 
 from kvreshard.kinds import Attention, Latent, Opaque
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
-from kvreshard.model import Axis, Cyclic, EngineLayout, Interval, LayoutMismatch
-from kvreshard.plan import Lane, Route, compile_route, match_fields
+from kvreshard.model import (
+    Axis,
+    AxisMap,
+    Cyclic,
+    Digit,
+    EngineLayout,
+    Field,
+    Geometry,
+    Group,
+    Interval,
+    LayoutMismatch,
+    Rank,
+    Region,
+    Shard,
+    Slab,
+)
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove
 from kvreshard.testing.small import GROUP, engine
 
@@ -218,3 +234,37 @@ def test_bases_are_proved_field_by_field() -> None:
     mismatch(
         "'layers.0.k', source rank 0: first cell at address 1000004", lambda: prove(routed(swapped, ONE), SRC, DST)
     )
+
+
+def two_fields(name: str, regions: tuple[tuple[str, int], ...]) -> EngineLayout:
+    """One rank, one page of one state: fields `a` and `b` of 8 bytes each, back to back from address 4096 on."""
+    geometry = Geometry("g", 16, (AxisMap("channel", Interval(0, 8), (Digit(8, 0, 1),)),))
+    places = {"a": 0, "b": 8}
+    held = tuple(
+        Region(region, 4096 + sum(s for _, s in regions[:n]), size) for n, (region, size) in enumerate(regions)
+    )
+    shards, slabs = [], []
+    for number, (field, place) in enumerate(places.items()):
+        region = held[min(number, len(held) - 1)]
+        offset = place - (region.address - 4096)
+        shards.append(Shard(field, region.name, offset, geometry))
+        slabs.append(Slab("p", region.name, offset, 16, 8))
+    return EngineLayout(
+        name,
+        tuple(Field(field, (Axis("channel", 8),), 1, "bytes") for field in places),
+        (Group("g", "p", 1, None),),
+        (Rank.of(0, (), held, tuple(slabs), tuple(shards)),),
+    )
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_copy_never_goes_on_into_another_region(side: str) -> None:
+    """Two fields lie back to back on both sides, on one of them in regions of their own, which are registered apart."""
+    whole, apart = (("kv", 16),), (("k", 8), ("v", 8))
+    src = two_fields("prefill", apart if side == "source" else whole)
+    dst = two_fields("decode", apart if side == "destination" else whole)
+    request = Request({"g": PageTable([0], 4)}, {"g": PageTable([0], 4)}, {"g": [(0, 4)]}, {})
+    copies = [copy for part in bind(compile_route(src, dst, 0), request) for copy in part.length.tolist()]
+    assert copies == [8, 8]
+    one = two_fields("prefill", whole), two_fields("decode", whole)
+    assert [part.length.tolist() for part in bind(compile_route(*one, 0), request)] == [[16]]
