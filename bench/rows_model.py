@@ -26,6 +26,7 @@ WITHIN = 1.10
 PAIRS = (
     ("HND 2 -> 1 heads", "tp=4,order=HND", "tp=8,order=HND"),
     ("HND 1 -> 2 heads", "tp=8,order=HND", "tp=4,order=HND"),
+    ("HND 2 -> 4 heads", "tp=4,order=HND", "tp=2,order=HND"),
     ("NHD 2 -> 1 heads", "tp=4,order=NHD", "tp=8,order=NHD"),
     ("NHD 4 -> 1 heads", "tp=2,order=NHD", "tp=8,order=NHD"),
     ("HND 8 -> 2 heads", "tp=1,order=HND", "tp=4,order=HND"),

@@ -301,7 +301,7 @@ MUTANTS = [
     Mutant(
         "batches are packed that do not fit",
         "plan/stage.py",
-        " or filled + batch.slots_bytes > buffer_bytes",
+        " or filled + batch.slots_bytes > fill_bytes(buffer_bytes)",
         "",
     ),
     Mutant(

@@ -29,13 +29,14 @@ from kvreshard.plan.cost import Choice
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
-from kvreshard.plan.stage import Batch, find_slots, pack, stage_pages, stage_pieces
+from kvreshard.plan.stage import Batch, fill_bytes, find_slots, pack, stage_pages, stage_pieces
 from kvreshard.plan.stream import Sheaf, Stream
 from kvreshard.plan.whole import MIN_FRAMED_COPIES, PagePairs, WholePages, direct_copies, pair_pages, part_copies
 
 Int64s = NDArray[np.int64]
-# Batches take turns, which the model does not count: where it finds both ways alike, reading directly was 14 to 18 % faster.
-STAGING_MARGIN = 0.85
+# Scattered pages for which the model finds both ways alike took 13 to 19 % longer staged; stretches that it finds 8 % faster staged
+# were 1.4 times as fast (docs/design/0014).
+STAGING_MARGIN = 0.95
 # Longer lists stay apart, so that their arrays are not copied once more.
 MAX_GATHERED = 1 << 12
 
@@ -182,7 +183,7 @@ def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int
         return False  # moving the bytes once more costs all that staging could save
     groups = num_pages
     if sheaf.joins_boxes:
-        groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // staging_bytes
+        groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // fill_bytes(staging_bytes)
     staged_s = model.staged_s(
         sheaf.num_boxes * groups, sheaf.box_bytes * num_pages, sheaf.num_runs * num_pages, num_bytes
     )
@@ -205,7 +206,7 @@ def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: 
         groups = pieces
         if len(boxes.lengths) == 1 and boxes.slot_bytes == lane.src_page_stride_bytes:
             groups = 1 + int(np.count_nonzero(np.diff(slots.src_page[:, 0]) != 1))
-            groups += pieces * boxes.slot_bytes // staging_bytes
+            groups += pieces * boxes.slot_bytes // fill_bytes(staging_bytes)
         num_reads += num_fields * groups * len(boxes.lengths)
         num_read_bytes += num_fields * pieces * boxes.slot_bytes
         num_runs += num_fields * pieces * len(slots.pattern.lengths)

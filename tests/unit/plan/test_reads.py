@@ -6,7 +6,7 @@ import pytest
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import CopyList, PageCopies, bind, compile_route
+from kvreshard.plan import CopyList, PageCopies, bind, compile_route, stage
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.reads import plan_reads
 
@@ -167,3 +167,28 @@ def test_short_lists_of_a_source_are_posted_as_one() -> None:
     assert rows([one.flat() if isinstance(one, PageCopies) else one for one in plan.direct]) == rows(
         list(bind(route, request))
     )
+
+
+@pytest.mark.parametrize("fill_bytes", [1, 4096, 100_000])
+def test_a_batch_is_no_larger_than_a_cache_or_one_slot(fill_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the buffer is; and the batches read and move what one large batch does."""
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    pages = np.arange(1, 126)
+    route, request = compile_route(src, dst, 0, way="staged"), make_request(src, dst, pages, pages)
+    whole = plan_reads(route, request, STAGING_BYTES)
+    monkeypatch.setattr(stage, "FILL_BYTES", fill_bytes)
+    parts = plan_reads(route, request, STAGING_BYTES)
+    one_slot = 2 * 16 * 128 * 2  # K and V of one head
+    assert {batch.slots_bytes <= max(fill_bytes, one_slot) for batch in parts.batches} == {True}
+    assert len(parts.batches) > len(whole.batches)
+    assert sum(batch.num_bytes for batch in parts.batches) == sum(batch.num_bytes for batch in whole.batches)
+
+    def sources(batches: tuple[stage.Batch, ...]) -> list[int]:
+        return sorted(
+            start + byte
+            for batch in batches
+            for start, length in zip(batch.reads.src_address.tolist(), batch.reads.length.tolist(), strict=True)
+            for byte in range(0, length, 256)
+        )
+
+    assert sources(parts.batches) == sources(whole.batches)
