@@ -1,6 +1,6 @@
 """For one request and a staged lane: what is read into the staging buffer, and how is it permuted from there?
 
-A batch is as many slots (`slot`) as `FILL_BYTES` and the buffer hold, or one:
+A batch is as many slots (`slot`) as `fill_bytes` hold, or one:
 
 1. Take pairs of pages in the order of the source, cut from whole pages (`whole`) or looked up per piece (`bind`).
 2. Reads: every box of every page, merged where both sides continue, and that for every field.
@@ -34,7 +34,9 @@ Int64s = NDArray[np.int64]
 MAX_JOINTS = 8
 # What was read is permuted while it is still in a cache, and the first batch is permuted early. Of 3 to 16 MiB, 4 were the fastest in
 # six cases of 167 MB (HND TP 8 -> 4: 30 ms, 36 with 16 MiB; page 16 -> 64: 50 and 60), and below 3 the posts cost more than is saved.
-FILL_BYTES = 4 << 20
+# Of 671 MB it made no difference, and each batch costs 0.07 ms of processor time: so many per lane, then they grow.
+FILL_BYTES, MAX_FILL_BYTES = 4 << 20, 16 << 20
+MAX_SMALL_BATCHES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,9 +81,9 @@ class Slots:
     dst_page: Int64s
 
 
-def fill_bytes(buffer_bytes: int) -> int:
-    """How much one batch fills of a buffer, unless a single slot is larger."""
-    return min(buffer_bytes, FILL_BYTES)
+def fill_bytes(buffer_bytes: int, total_bytes: int = 0) -> int:
+    """How much one batch fills of a buffer where so much is staged, unless a single slot is larger."""
+    return min(buffer_bytes, max(FILL_BYTES, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
 def find_slots(cut: CutLane) -> Iterator[Slots]:
@@ -179,7 +181,7 @@ def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
             f"{buffer_bytes}; give a larger buffer or read directly"
         )
     src_at, dst_at = src_page * lane.src_page_stride_bytes, dst_page * lane.dst_page_stride_bytes
-    fill = fill_bytes(buffer_bytes)
+    fill = fill_bytes(buffer_bytes, len(src_at) * boxes.slot_bytes * len(pattern.bases.src))
     pieces_each = min(len(src_at), max(1, fill // boxes.slot_bytes))
     fields_each = max(1, fill // (boxes.slot_bytes * pieces_each))
     for first in range(0, len(src_at), pieces_each):

@@ -177,6 +177,7 @@ def test_a_batch_is_no_larger_than_a_cache_or_one_slot(fill_bytes: int, monkeypa
     route, request = compile_route(src, dst, 0, way="staged"), make_request(src, dst, pages, pages)
     whole = plan_reads(route, request, STAGING_BYTES)
     monkeypatch.setattr(stage, "FILL_BYTES", fill_bytes)
+    monkeypatch.setattr(stage, "MAX_SMALL_BATCHES", 1 << 40)
     parts = plan_reads(route, request, STAGING_BYTES)
     one_slot = 2 * 16 * 128 * 2  # K and V of one head
     assert {batch.slots_bytes <= max(fill_bytes, one_slot) for batch in parts.batches} == {True}
@@ -192,3 +193,9 @@ def test_a_batch_is_no_larger_than_a_cache_or_one_slot(fill_bytes: int, monkeypa
         )
 
     assert sources(parts.batches) == sources(whole.batches)
+
+
+def test_batches_grow_where_there_would_be_very_many() -> None:
+    sizes = [stage.fill_bytes(1 << 30, total << 20) >> 20 for total in (1, 128, 256, 512, 4096)]
+    assert sizes == [4, 4, 8, 16, 16]
+    assert stage.fill_bytes(1 << 20, 4096 << 20) == 1 << 20
