@@ -43,7 +43,7 @@ def run(full: bool) -> Iterator[Result]:
         model = calibrate(ranks)
     cases = []
     for name, src, dst in PAIRS:
-        for num_tokens in (512, 2048, 8192) if full else (1024,):
+        for num_tokens in (512, 2048, 8192) if full else (512,):
             cases += list(_cases(Shape(name, "llama-3.1-70b", src, dst, None), num_tokens, model, full))
     right = [case for case in cases if case["loss"] <= WITHIN]
     share = len(right) / len(cases)

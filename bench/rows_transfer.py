@@ -110,7 +110,7 @@ def _beside_intree(case: Case, full: bool) -> Result:
             _checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))
         ]
         found = compare(
-            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 15, budget_s=30 if full else 6
+            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 15, budget_s=30 if full else 4
         )
         raw_s = _raw_s(arena, route, wanted)
         return compared(
@@ -160,7 +160,7 @@ def _two_ways(
     arena.fill(wanted)
     works = [lambda m=m, r=r: pull(m, r, wanted, arena.dst) for m, r in zip(movers, (ours, theirs), strict=True)]
     checked = [_checked(arena, ours, wanted, work) for work in works]
-    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 4), checked[0]
+    return compare(*works, pairs=15 if full else 7, budget_s=30 if full else 3), checked[0]
 
 
 def _head_split(full: bool) -> Iterator[Result]:
@@ -204,7 +204,7 @@ def _relayout_case(name: str, changed: Shape, plain: Shape, num_tokens: int, tab
             one.fill(wanted)
             works.append(lambda m=mover, r=route, w=wanted, d=one.dst: pull(m, r, w, d))
             checked = _checked(one, route, wanted, works[-1])
-        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 4)
+        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 3)
         return compared(
             ROW, f"Llama-3.1-70B {name}, {num_tokens // 1024}k tokens, {table}, beside the same bytes unchanged", found, "0.5", 0.5, cpu=False,
             checked_bytes=checked,
@@ -236,7 +236,7 @@ def _raw(full: bool) -> Iterator[Result]:
             pull(mover, route, wanted, arena.dst)
 
         checked = [_checked(arena, route, wanted, work) for work in (raw, ours)]
-        found = compare(ours, raw, pairs=21 if full else 11, budget_s=20 if full else 6)
+        found = compare(ours, raw, pairs=21 if full else 11, budget_s=20 if full else 4)
         yield compared(
             ROW, f"{shape.name}, {num_tokens // 1024}k tokens, fresh, beside raw NIXL with one descriptor per region", found, "0.95 of it", 0.95, cpu=False,
             checked_bytes=checked[0], plain_copy_ms=time_plain_copy(checked[0]) * 1e3, gb_per_s=checked[0] / found.ours.wall_s / 1e9,

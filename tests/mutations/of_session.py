@@ -160,10 +160,10 @@ MUTANTS = [
         "            if lease.slot < 0:",
     ),
     Mutant(
-        "a layout's types are learned when the first comes",
-        "model/packed.py",
-        "_body = msgspec.msgpack.Decoder(_Packed)\n",
-        "_body = type('Late', (), {'decode': lambda self, message: msgspec.msgpack.decode(message, type=_Packed)})()\n",
+        "a card's types are learned when the first comes",
+        "session/card.py",
+        "_decoder = msgspec.msgpack.Decoder(EngineCard)\n\n",
+        "_decoder = type('Late', (), {'decode': lambda self, told: msgspec.msgpack.decode(told, type=EngineCard)})()\n\n",
     ),
     Mutant(
         "a peer's window has no bound",
