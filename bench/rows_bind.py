@@ -88,7 +88,7 @@ def _shape(shape: Shape, full: bool) -> Iterator[Result]:
                     intree.read(*tables, post=False)  # noqa: B023
 
                 found = compare(
-                    ours, theirs, pairs=31 if num_tokens <= 8192 else 11, budget_s=6 if full else 0.6, between=release
+                    ours, theirs, pairs=31 if num_tokens <= 8192 else 11, budget_s=6 if full else 0.4, between=release
                 )
                 release()
                 calls_s = []

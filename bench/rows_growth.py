@@ -6,7 +6,7 @@ looks at the exponent of the growth (1 is linear) and at the ratio of the larges
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -26,17 +26,15 @@ POOLS = (1000, 3000, 10_000, 30_000, 100_000)
 def run(full: bool) -> Iterator[Result]:
     """Two curves. The points are in the details, for the plots."""
     tokens = list(TOKENS if full else TOKENS[::2])
-    points = {
-        kind: [_prepare_ms(num_tokens, pool_for(SHAPE, tokens[-1]), kind) for num_tokens in tokens]
-        for kind in ("fresh", "random")
-    }
+    pool = pool_for(SHAPE, tokens[-1])
+    points = {kind: _prepare_ms(tokens, pool, kind) for kind in ("fresh", "random")}
     slope = float(np.polyfit(np.log(tokens[-3:]), np.log(points["random"][-3:]), 1)[0])
     yield Result(
         ROW, f"{SHAPE.name}: exponent of the growth in tokens, random tables", slope, 1.0, "", slope, None, "linear: below 1.1", slope < 1.1,
         "", {"tokens": tokens, "ms": points},
     )  # fmt: skip
     pools = list(POOLS if full else POOLS[::2])
-    flat = [_prepare_ms(8192, pool, "random") for pool in pools]
+    flat = [ms for pool in pools for ms in _prepare_ms([8192], pool, "random")]
     ratio = flat[-1] / flat[0]
     yield Result(
         ROW, f"{SHAPE.name}: 8k tokens, pool of {pools[-1]} pages beside {pools[0]}", flat[-1], flat[0], "ms CPU", flat[0] / flat[-1], None,
@@ -44,15 +42,18 @@ def run(full: bool) -> Iterator[Result]:
     )  # fmt: skip
 
 
-def _prepare_ms(num_tokens: int, pool: int, kind: str) -> float:
-    src, dst = SHAPE.layouts(max(pool, pool_for(SHAPE, num_tokens)))
+def _prepare_ms(lengths: Sequence[int], pool: int, kind: str) -> list[float]:
+    src, dst = SHAPE.layouts(max(pool, pool_for(SHAPE, max(lengths))))
     with Arena(src, dst, 0, compile_route(src, dst, 0).src_ranks) as arena:
         route = compile_route(arena.src, arena.dst, 0)
         arena.mover()
-        prepared, listed = Prepared(arena), Listed.of(request(arena.src, arena.dst, num_tokens, kind))
+        prepared, spent = Prepared(arena), []
+        for num_tokens in lengths:
+            listed = Listed.of(request(arena.src, arena.dst, num_tokens, kind))
 
-        def once() -> None:
-            prepared.prepare(route, listed)
-            prepared.release()
+            def once() -> None:
+                prepared.prepare(route, listed)  # noqa: B023 (called here)
+                prepared.release()
 
-        return median_s(once, 7) * 1e3
+            spent.append(median_s(once, 7) * 1e3)
+        return spent

@@ -64,7 +64,7 @@ def _idle() -> Result:
     api = load_nixl()
     agent: Any = api.nixl_agent(f"spinning-{os.getpid()}", api.nixl_agent_config(enable_prog_thread=True))
     time.sleep(1.0)
-    theirs = _busy_share(IDLE_S / 2)
+    theirs = _busy_share(IDLE_S / 4)
     del agent
     return Result(
         ROW, "idle rank, no lease, share of a core", ours * 100, theirs * 100, "% of a core", theirs / max(ours, 1e-6), None,

@@ -40,7 +40,7 @@ PAIRS = (("gemma3", 1, 2),)
 MORE_PAIRS = (("llama", 1, 1), ("llama", 1, 2), ("llama", 2, 1), ("nemotron-h", 1, 1))
 NUM_WARM = 2
 NUM_ROUNDS, NUM_ROUNDS_FULL = 24, 60
-LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 5.0, 60.0  # no prompt is begun after the budget, once there are so many
+LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 3.0, 60.0  # no prompt is begun after the budget, once there are so many
 
 
 def run(full: bool) -> Iterator[Result]:
