@@ -45,7 +45,7 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
-    first_of_shape = {number: name for name, number in dst.shape_numbers.items()}
+    one_of_shape = {number: name for name, number in dst.shape_numbers.items()}
     compared: set[tuple[int, int]] = set()
     for lane in route.lanes:
         if lane.dst_rank != rank.rank:
@@ -58,7 +58,7 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
         yield from _lane_faults(lane, rank, dst, "destination")
         shape = [(axis.name, axis.extent) for axis in lane.axes]
-        drawn = {number for number, name in first_of_shape.items() if _shape(dst, name) == shape}
+        drawn = {number for number, name in one_of_shape.items() if _shape(dst, name) == shape}
         for name in lane.fields:
             if dst.shape_numbers[name] in drawn:
                 lanes_of[name].append(lane)
