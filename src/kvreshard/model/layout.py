@@ -210,7 +210,6 @@ class EngineLayout:
         from kvreshard.model.layout_check import check_layout
 
         check_layout(self)
-        _ = self.geometry_numbers  # at birth, once: a peer's layout must not pay for ours
 
     @cached_property
     def geometry_numbers(self) -> Mapping[int, int]:

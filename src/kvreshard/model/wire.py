@@ -14,7 +14,6 @@ well-formed layout is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from sys import intern
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -236,22 +235,11 @@ def _from_wire(body: _Layout) -> EngineLayout:
             for field in body.fields
         ),
         groups=tuple(group_of(group) for group in body.groups),
-        ranks=share_outlines(_ranks_from_wire(body.ranks, geometries)),
+        ranks=share_outlines(_rank_from_wire(rank, geometries) for rank in body.ranks),
     )
 
 
-def _ranks_from_wire(ranks: list[_Rank], geometries: dict[str, Geometry]) -> Iterator[Rank]:
-    """The ranks; those with equal slabs, as most have, share one tuple, which is then made and checked once."""
-    before: list[_Slab] = []
-    slabs: tuple[Slab, ...] = ()
-    for rank in ranks:
-        if rank.slabs != before:
-            before = rank.slabs
-            slabs = tuple(Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs)
-        yield _rank_from_wire(rank, slabs, geometries)
-
-
-def _rank_from_wire(rank: _Rank, slabs: tuple[Slab, ...], geometries: dict[str, Geometry]) -> Rank:
+def _rank_from_wire(rank: _Rank, geometries: dict[str, Geometry]) -> Rank:
     shards = []
     for shard in rank.shards:
         geometry = geometries.get(shard.geometry)
@@ -264,6 +252,6 @@ def _rank_from_wire(rank: _Rank, slabs: tuple[Slab, ...], geometries: dict[str, 
         rank.rank,
         tuple(rank.place.items()),
         tuple(Region(r.name, r.address, r.size_bytes, r.device) for r in rank.regions),
-        slabs,
+        tuple(Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs),
         tuple(shards),
     )

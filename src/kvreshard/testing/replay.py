@@ -7,7 +7,7 @@
 4. Move the request over the memory transport, through staging as then, and compare both sides by digests in logical coordinates;
    what no copy writes in new pages must be zero.
 
-Refused with ReplayError: more memory than the machine has free. Bad layouts in a record raise what `model.wire` raises.
+Refused with ReplayError: more memory than the machine has free. Bad layouts in a record raise what `model.packed` raises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.kinds.assemble import relocate
-from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, wire
+from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, packed
 from kvreshard.model.layout import Rank
 from kvreshard.model.request_form import from_form
 from kvreshard.model.tables import PageTable, Request
@@ -65,11 +65,11 @@ class Replayed:
 
 def replay(flight: Flight, seed: int = 0) -> Replayed:
     """Do a recorded load again. Raises KvReshardError for a record whose layouts or request are none, or ReplayError."""
-    dst, request = wire.decode(flight.dst.layout), from_form(flight.transfer)
+    dst, request = packed.decode(flight.dst.layout), from_form(flight.transfer)
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
         return Replayed("never met", reason, dst, None, request)
-    src = wire.decode(flight.src.layout)
+    src = packed.decode(flight.src.layout)
     try:
         card.check_facts(_card(flight.dst), _card(flight.src), flight.allow_mismatch)
         route = compile_route(src, dst, flight.rank)

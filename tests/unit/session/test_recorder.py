@@ -22,6 +22,7 @@ from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Load, RemoteEngine
 from kvreshard.session.peers import Self, meet_engine
 from kvreshard.session.recorder import MIN_INTERVAL_S, SUFFIX, Recorder
+from kvreshard.testing.replay import replay
 from kvreshard.testing.small import request
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
@@ -102,6 +103,21 @@ def test_a_refused_pair_is_recorded_with_both_layouts(world: World, tmp_path: Pa
     assert (flight.failure.kind, flight.copies, flight.copies_error) == (
         "mismatch", None, "the engines were not routed",
     )  # fmt: skip
+
+
+def test_a_source_whose_layout_is_none_is_recorded_as_it_came(world: World, tmp_path: Path) -> None:
+    card = msgspec.structs.replace(world.src.card(), layout=b"no layout")
+    world.meeting_error.append(WireError("not a layout"))
+    for endpoint in world.dst.endpoints.values():
+        assert endpoint._me is not None
+        endpoint._me.refused[REMOTE] = card
+    fail(world)
+    flight = decode_flight(records(tmp_path)[0].read_bytes())
+    assert flight.src is not None
+    assert (flight.src.engine, flight.src.layout) == (card.engine, b"no layout")
+    assert wire.decode(flight.dst.layout) == world.dst.layout
+    with pytest.raises(WireError, match=r"not a layout \(packed, 9 bytes\)"):
+        replay(flight)
 
 
 def test_a_request_that_cannot_be_bound_says_why_there_is_no_list(world: World, tmp_path: Path) -> None:
