@@ -24,7 +24,8 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route
-from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.mover import Mover
+from kvreshard.session.staging import Staging
 from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion

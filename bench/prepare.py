@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bench.arena import STAGING_BYTES, Arena
@@ -17,6 +17,7 @@ from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.session.mover import Mover
+from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Direction
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
@@ -96,6 +97,7 @@ class Prepared:
         self._agent = self._transport._owner._agent
         self._keeping = _Keeping(self._agent._agent)
         self._mover = Mover(self._transport, HostMemory(), {})
+        self._staging = Staging(arena.staging_address, STAGING_BYTES)
         self.num_reads = 0
         self.num_staged = 0
 
@@ -103,14 +105,15 @@ class Prepared:
         """Everything up to `transfer`."""
         request = listed.request()
         plan = plan_reads(route, request, STAGING_BYTES // 2)
-        staged = [replace(b.reads, dst_address=b.reads.dst_address + self._arena.staging_address) for b in plan.batches]
+        staged = self._staging.place(plan.batches)
+        direct = [(copies.src_rank, self._mover.ready(Direction.READ, copies)) for copies in plan.direct]
         self.num_reads, self.num_staged = 0, len(staged)
         self._agent._agent = self._keeping
         try:
-            for copies in (*plan.direct, *staged):
-                peer = f"source {copies.src_rank}"
+            for src_rank, copies in (*direct, *((one.batch.reads.src_rank, one.reads) for one in staged)):
+                peer = f"source {src_rank}"
                 own_name, table = self._transport._peer(peer)
-                cursor = self._transport._cursor(self._mover.ready(Direction.READ, copies), table, peer)
+                cursor = self._transport._cursor(copies, table, peer)
                 while not cursor.exhausted:
                     piece = cursor.take(BUDGET_BYTES)
                     self._agent.start(own_name, Direction.READ, piece)

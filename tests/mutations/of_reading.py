@@ -92,8 +92,20 @@ MUTANTS = [
     Mutant(
         "staged fields all go to the first",
         "plan/stage.py",
-        "slice(field, field + fields_each), reads",
-        "slice(0, fields_each), reads",
+        "bases.dst[field:stop]",
+        "bases.dst[: stop - field]",
+    ),
+    Mutant(
+        "staged fields read another field's source",
+        "plan/stage.py",
+        "reads.part(*rows)",
+        "reads.part(0, rows[1] - rows[0])",
+    ),
+    Mutant(
+        "fields of a later batch are read behind those before",
+        "plan/stage.py",
+        " % fields_each * (num_pieces",
+        " * (num_pieces",
     ),
     Mutant(
         "a packed batch is permuted from where it was",
@@ -104,13 +116,13 @@ MUTANTS = [
     Mutant(
         "batches are packed that do not fit",
         "plan/stage.py",
-        " or filled + batch.slots_bytes > fill_bytes(buffer_bytes)",
+        " or filled + batch.slots_bytes > most",
         "",
     ),
     Mutant(
         "batches of two ranks are packed",
         "plan/stage.py",
-        "waiting[0].reads.src_rank != rank or ",
+        "waiting[0].reads.src_rank != batch.reads.src_rank or ",
         "",
     ),
     Mutant(

@@ -4,6 +4,18 @@ from mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a batch is read into the half that is being permuted",
+        "session/staging.py",
+        "number % 2 * self.half_bytes",
+        "number // 2 % 2 * self.half_bytes",
+    ),
+    Mutant(
+        "batches are handed out source by source",
+        "session/staging.py",
+        "[placed[number] for number in range(len(batches))]",
+        "list(placed.values())",
+    ),
+    Mutant(
         "a lease's word is not compared",
         "session/pull.py",
         "        if error is None and found != lease.word:\n",
@@ -137,9 +149,9 @@ MUTANTS = [
     ),
     Mutant(
         "both halves of the staging buffer are one",
-        "session/pull.py",
-        "(number % 2) * staging.half_bytes",
-        "0 * staging.half_bytes",
+        "session/staging.py",
+        "number % 2 * self.half_bytes",
+        "0 * self.half_bytes",
     ),
     Mutant(
         "a peer that is being met is forgotten",

@@ -4,6 +4,30 @@ from mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a part begins where its whole does",
+        "transport/base.py",
+        '("first", self.first + first)',
+        '("first", self.first)',
+    ),
+    Mutant(
+        "a part of a part has its own place",
+        "transport/base.py",
+        '("first", self.first + first)',
+        '("first", first)',
+    ),
+    Mutant(
+        "a part takes the budget, whatever it costs",
+        "transport/slices.py",
+        "if int(placed.cost_bytes[last]) - before > budget_bytes:",
+        "if False:",
+    ),
+    Mutant(
+        "rows of a whole that was cut are taken for its pieces",
+        "transport/slices.py",
+        " or groups[0].length_bytes is not length",
+        "",
+    ),
+    Mutant(
         "remote pages are counted in local ones",
         "transport/frames.py",
         "entries * np.int32(frame.remote_count)",

@@ -24,8 +24,8 @@ from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.mover import Staging
 from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Results
+from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport

@@ -31,6 +31,11 @@ class CopyList:
     def num_bytes(self) -> int:
         return int(self.length.sum())
 
+    def part(self, first: int, stop: int) -> CopyList:
+        """Copies `[first, stop)`."""
+        rows = slice(first, stop)
+        return CopyList(self.src_rank, self.dst_rank, self.src_address[rows], self.dst_address[rows], self.length[rows])
+
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PageFrame:

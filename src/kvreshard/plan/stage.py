@@ -26,7 +26,7 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.plan.lane import Lane, Overlap
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.refine import Loop
-from kvreshard.plan.slot import Slot
+from kvreshard.plan.slot import Slot, Step
 
 Int64s = NDArray[np.int64]
 # A request whose pages divide one another meets the other side's in one way, and in two more at its ends. Page sizes that do not
@@ -148,12 +148,13 @@ def stage_pages(lane: Lane, overlap: Overlap, src_page: Int64s, dst_page: Int64s
 def pack(batches: Iterable[Batch], buffer_bytes: int) -> Iterator[Batch]:
     """The same batches, neighbours of one source rank as one where they fit the buffer together."""
     waiting: list[Batch] = []
+    filled, most = 0, fill_bytes(buffer_bytes)
     for batch in batches:
-        rank, filled = batch.reads.src_rank, sum(one.slots_bytes for one in waiting)
-        if waiting and (waiting[0].reads.src_rank != rank or filled + batch.slots_bytes > fill_bytes(buffer_bytes)):
+        if waiting and (waiting[0].reads.src_rank != batch.reads.src_rank or filled + batch.slots_bytes > most):
             yield _packed(waiting)
-            waiting = []
+            waiting, filled = [], 0
         waiting.append(batch)
+        filled += batch.slots_bytes
     if waiting:
         yield _packed(waiting)
 
@@ -173,60 +174,49 @@ def _packed(batches: list[Batch]) -> Batch:
 
 
 def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
-    pattern, slot, src_page, dst_page = slots.pattern, slots.slot, slots.src_page, slots.dst_page
-    boxes = slot.boxes
-    if boxes.slot_bytes > buffer_bytes:
+    boxes, num_slots = slots.slot.boxes, len(slots.src_page)
+    slot_bytes, num_fields = boxes.slot_bytes, len(slots.pattern.bases.src)
+    if slot_bytes > buffer_bytes:
         raise BindError(
-            f"fields {lane.fields[0]}, ...: one page needs {boxes.slot_bytes} bytes of staging, the buffer has "
+            f"fields {lane.fields[0]}, ...: one page needs {slot_bytes} bytes of staging, the buffer has "
             f"{buffer_bytes}; give a larger buffer or read directly"
         )
-    src_at, dst_at = src_page * lane.src_page_stride_bytes, dst_page * lane.dst_page_stride_bytes
-    fill = fill_bytes(buffer_bytes, len(src_at) * boxes.slot_bytes * len(pattern.bases.src))
-    pieces_each = min(len(src_at), max(1, fill // boxes.slot_bytes))
-    fields_each = max(1, fill // (boxes.slot_bytes * pieces_each))
-    for first in range(0, len(src_at), pieces_each):
+    src_at, dst_at = slots.src_page * lane.src_page_stride_bytes, slots.dst_page * lane.dst_page_stride_bytes
+    fill = fill_bytes(buffer_bytes, num_slots * slot_bytes * num_fields)
+    pieces_each = min(num_slots, max(1, fill // slot_bytes))
+    fields_each = max(1, fill // (slot_bytes * pieces_each))
+    for first in range(0, num_slots, pieces_each):
         part = slice(first, first + pieces_each)
-        # Fields differ by their bases only: what is read of one is found once.
-        at_slot = np.arange(len(src_at[part]), dtype=np.int64)[:, None] * boxes.slot_bytes + boxes.slot_offsets
-        at_source = src_at[part] + boxes.src_offsets
-        lengths = np.broadcast_to(boxes.lengths, at_source.shape)
-        reads = _join(at_source.reshape(-1), at_slot.reshape(-1), lengths.reshape(-1))
-        for field in range(0, len(pattern.bases.src), fields_each):
-            yield _batch(lane, pattern, slot, slice(field, field + fields_each), reads, dst_at[part])
+        yield from _of_pieces(lane, slots, src_at[part], dst_at[part], fields_each)
 
 
-def _batch(
-    lane: Lane,
-    pattern: Pattern,
-    slot: Slot,
-    fields: slice,
-    reads: tuple[Int64s, Int64s, Int64s],
-    dst_at: Int64s,
-) -> Batch:
-    src_bases, dst_bases = pattern.bases.src[fields], pattern.bases.dst[fields]
-    (source, place, length), num_pieces, slot_bytes = reads, len(dst_at), slot.boxes.slot_bytes
-    slots = np.arange(len(src_bases), dtype=np.int64) * (num_pieces * slot_bytes)
-    copies = CopyList(
+def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, dst_at: Int64s, fields_each: int) -> Iterator[Batch]:
+    """Batches of `fields_each` fields of the pieces at these byte offsets, shapes (n, boxes) and (n, pages)."""
+    bases, slot, boxes, num_pieces = slots.pattern.bases, slots.slot, slots.slot.boxes, len(src_at)
+    slot_bytes, num_fields = boxes.slot_bytes, len(bases.src)
+    at_slot = np.arange(num_pieces, dtype=np.int64)[:, None] * slot_bytes + boxes.slot_offsets
+    at_source = src_at + boxes.src_offsets
+    lengths = np.broadcast_to(boxes.lengths, at_source.shape)
+    source, place, length = _join(at_source.reshape(-1), at_slot.reshape(-1), lengths.reshape(-1))
+    # Fields differ by their bases only: the reads of one are found once, and written out for all of them at once.
+    field_at = np.arange(num_fields, dtype=np.int64) % fields_each * (num_pieces * slot_bytes)
+    reads = CopyList(
         lane.src_rank,
         lane.dst_rank,
-        (src_bases[:, None] + source).reshape(-1),
-        (slots[:, None] + place).reshape(-1),
-        np.tile(length, len(src_bases)),
+        (bases.src[:, None] + source).reshape(-1),
+        (field_at[:, None] + place).reshape(-1),
+        np.tile(length, num_fields),
     )
-    moves = tuple(
-        Move(
-            step.length,
-            step.loops,
-            step.slot_offset,
-            step.dst_offset,
-            slot_bytes,
-            dst_bases,
-            dst_at[:, step.column],
-        )
-        for step in slot.steps
-    )
-    num_slots = len(src_bases) * num_pieces
-    return Batch(copies, moves, num_slots * slot.copied_bytes, num_slots * slot_bytes)
+    steps = [(step, dst_at[:, step.column]) for step in slot.steps]
+    for field in range(0, num_fields, fields_each):
+        stop = min(num_fields, field + fields_each)
+        moves = [_move(step, slot_bytes, bases.dst[field:stop], pages) for step, pages in steps]
+        num_slots, rows = (stop - field) * num_pieces, (field * len(length), stop * len(length))
+        yield Batch(reads.part(*rows), tuple(moves), num_slots * slot.copied_bytes, num_slots * slot_bytes)
+
+
+def _move(step: Step, slot_bytes: int, dst_bases: Int64s, dst_pages: Int64s) -> Move:
+    return Move(step.length, step.loops, step.slot_offset, step.dst_offset, slot_bytes, dst_bases, dst_pages)
 
 
 def _join(src: Int64s, dst: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:

@@ -28,7 +28,6 @@ from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.lease import LeaseBook, LeaseTable
-from kvreshard.session.mover import Staging
 from kvreshard.session.notes import Heartbeat, Question, Report, heartbeats, read_note, write_note
 from kvreshard.session.orders import (
     Cancel,
@@ -51,6 +50,7 @@ from kvreshard.session.outbox import Outbox
 from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
+from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,26 +11,10 @@ from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
 from kvreshard.plan.fill import find_unwritten
+from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Copies, Direction, Transfer, Transport
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.local import LocalMemory
-
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """A registered buffer for staged lanes: `size_bytes` from `address`. One request at a time fills it.
-
-    It is used as two halves in turn: while one is permuted, the other is read into.
-    """
-
-    address: int
-    size_bytes: int
-    taken: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def half_bytes(self) -> int:
-        """Bytes of one half, which one batch fills."""
-        return self.size_bytes // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
@@ -26,6 +26,7 @@ from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
 from kvreshard.session.mover import Mover
+from kvreshard.session.staging import PlacedBatch
 from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
 
 WORD_BYTES = 8
@@ -153,15 +154,14 @@ def _run_batches(
     if staging is None or not batches:
         return
     try:
-        before: tuple[Batch, int, Transfer] | None = None
-        for number, batch in enumerate(batches):
-            address = staging.address + (number % 2) * staging.half_bytes
-            reads = replace(batch.reads, dst_address=batch.reads.dst_address + address)
+        before: tuple[PlacedBatch, Transfer] | None = None
+        for placed in staging.place(batches):
+            peer = mover.peers[placed.batch.reads.src_rank]
             try:
-                transfer = mover.post(Direction.READ, reads)
+                transfer = mover.transport.post(peer, Direction.READ, placed.reads)
             except TransportError:
                 if before is not None:
-                    yield from settled(before[2])
+                    yield from settled(before[1])
                 raise
             note(transfer)
             if before is not None:
@@ -169,7 +169,7 @@ def _run_batches(
                 if error is not None:
                     yield from settled(transfer)
                     raise error
-            before = batch, address, transfer
+            before = placed, transfer
         if before is not None:
             error = yield from _permute_when_read(mover, *before)
             if error is not None:
@@ -179,14 +179,14 @@ def _run_batches(
 
 
 def _permute_when_read(
-    mover: Mover, batch: Batch, address: int, transfer: Transfer
+    mover: Mover, placed: PlacedBatch, transfer: Transfer
 ) -> Generator[Transfer | None, None, Exception | None]:
     error = yield from settled(transfer)
     if error is None:
-        for move in batch.moves:
+        for move in placed.batch.moves:
             loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
             mover.memory.move(
-                address,
+                placed.address,
                 move.slot_bytes,
                 move.dst_bases,
                 move.dst_pages,

@@ -65,6 +65,37 @@ class TransportContract:
         expected.check()
 
     @_READ_WRITE
+    @pytest.mark.parametrize("long_bytes", [1, 20 << 20], ids=lambda long_bytes: f"{long_bytes}")
+    def test_parts_of_a_list_arrive_exactly(self, ranks: Ranks, direction: Direction, long_bytes: int) -> None:
+        """Parts of one piece, of none and of many; with a piece that a transport may have to cut."""
+        long = (
+            np.array([8 << 20], dtype=np.uint64),
+            np.array([8 << 20], dtype=np.uint64),
+            np.array([long_bytes], dtype=np.uint64),
+        )
+        short = random_pieces(np.random.default_rng(8), 400, end_byte=8 << 20)
+        local, remote, length = (np.concatenate(column) for column in zip(short, long, strict=True))
+        pieces = local, remote, length
+        expected = Expectation(ranks)
+        expected.copied(0, 1, direction, pieces)
+        num_pieces, sizes = len(pieces[2]), []
+        stops = [1, 1, 7, num_pieces // 2, num_pieces]
+        for report in ranks.run_parts(0, 1, direction, copies_of(ranks, 0, 1, pieces), stops):
+            sizes.append((report.num_bytes, report.num_descriptors))
+        parts = np.split(pieces[2], stops[:-1])
+        assert sizes == [(int(part.sum()), len(part)) for part in parts]
+        expected.check()
+
+    def test_a_part_of_a_list_that_leaves_the_regions_is_refused(self, ranks: Ranks) -> None:
+        """Also where only another part does: nothing of the list moves."""
+        before = ranks.memory(0).copy()
+        for outside in (ranks.address(0) + MEMORY_BYTES, ranks.address(0) - 1):
+            copies = Copies.of([ranks.address(0), outside], [ranks.address(1)] * 2, 1)
+            with pytest.raises(TransportError, match="not inside one registered region"):
+                ranks.run_parts(0, 1, Direction.READ, copies, [1])
+        assert np.array_equal(ranks.memory(0), before)
+
+    @_READ_WRITE
     @pytest.mark.parametrize(
         ("local_stride", "remote_stride"), [(4096, 4096), (8192, 4096), (4096, 12_288)], ids=lambda step: f"{step}"
     )

@@ -23,8 +23,9 @@ from kvreshard.model.tables import Request
 from kvreshard.plan import Route, bind, compile_route, elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.session import transfer
-from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.mover import Mover
 from kvreshard.session.pull import Moved
+from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import HostMemory
 

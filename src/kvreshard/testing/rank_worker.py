@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -74,6 +75,17 @@ class Post(msgspec.Struct, tag=True):
     remote_address: bytes
     length_bytes: bytes
     notify: bytes | None
+
+
+class PostParts(msgspec.Struct, tag=True):
+    """Start a copy list part after part, each up to the next of `stops`; the arrays are as in `Post`, the last job is told."""
+
+    peer: str
+    direction: Direction
+    local_address: bytes
+    remote_address: bytes
+    length_bytes: bytes
+    stops: list[int]
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -131,8 +143,8 @@ class Close(msgspec.Struct, tag=True):
 
 
 Request = (
-    Hello | Metadata | Connect | Disconnect | Post | PostFramed | Cancel | Wait | Notify | Notifications | Attend
-    | Reset | Close
+    Hello | Metadata | Connect | Disconnect | Post | PostFramed | PostParts | Cancel | Wait | Notify | Notifications
+    | Attend | Reset | Close
     | Load | Move | Await
 )  # fmt: skip
 
@@ -196,7 +208,7 @@ class RankWorker:
         match request:
             case Metadata():
                 return Answer(data=transport.metadata())
-            case Post() | PostFramed():
+            case Post() | PostFramed() | PostParts():
                 return self._post(transport, request)
             case Wait():
                 return Answer(report=self._wait(request))
@@ -244,21 +256,26 @@ class RankWorker:
         self._transport.register([self._region])
         return Answer(address=self._region.address, start_s=time.monotonic() - started_s)
 
-    def _post(self, transport: Transport, request: Post | PostFramed) -> Answer:
+    def _post(self, transport: Transport, request: Post | PostFramed | PostParts) -> Answer:
         arrays = (request.local_address, request.remote_address, request.length_bytes)
         local, remote, length = (np.frombuffer(array, dtype=np.uint64) for array in arrays)
-        copies: Copies | FramedCopies
+        copies: list[Copies | FramedCopies]
+        notify = request.notify if isinstance(request, Post) else None
         if isinstance(request, Post):
-            copies, notify = Copies(local, remote, length), request.notify
+            copies = [Copies(local, remote, length)]
+        elif isinstance(request, PostParts):
+            whole = Copies(local, remote, length)
+            copies = [whole.part(first, stop) for first, stop in pairwise([0, *request.stops])]
         else:
             # Equal frames are one object, as in an engine: what a transport prepares for it is used again.
             key = (*arrays, request.numbers)
             frame = self._frames.setdefault(key, Frame(local, remote, length, *request.numbers))
             pages = (np.frombuffer(page, dtype=np.int64) for page in (request.local_page, request.remote_page))
-            copies, notify = FramedCopies(frame, *pages), None
-        transfer = transport.post(request.peer, request.direction, copies, notify)
-        self._num_jobs += 1
-        self._jobs[self._num_jobs] = transfer
+            copies = [FramedCopies(frame, *pages)]
+        for one in copies:
+            transfer = transport.post(request.peer, request.direction, one, notify)
+            self._num_jobs += 1
+            self._jobs[self._num_jobs] = transfer
         return Answer(job=self._num_jobs)
 
     def _wait(self, request: Wait) -> Report:

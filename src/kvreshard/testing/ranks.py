@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -120,6 +120,16 @@ class Ranks(abc.ABC):
         pages = (copies.local_page.astype(np.int64).tobytes(), copies.remote_page.astype(np.int64).tobytes())
         request = ask.PostFramed(f"rank{peer}", direction, local, remote, length, numbers, *pages)
         return self._done(rank, peer, self.wait(rank, self.served(rank, request).job))
+
+    def run_parts(
+        self, rank: int, peer: int, direction: Direction, copies: Copies, stops: Sequence[int]
+    ) -> list[Report]:
+        """`run` of a copy list that is posted part after part, each up to the next of `stops`."""
+        arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
+        local, remote, length = (array.tobytes() for array in arrays)
+        request = ask.PostParts(f"rank{peer}", direction, local, remote, length, list(stops))
+        last = self.served(rank, request).job
+        return [self._done(rank, peer, self.wait(rank, job)) for job in range(last - len(stops) + 1, last + 1)]
 
     def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
         """How a job of `rank` ended; its state is "pending" if it has not within the time."""

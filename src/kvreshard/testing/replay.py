@@ -30,7 +30,8 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.session import card
 from kvreshard.session.flight import Flight, FlightCopies, FlightSide, summarize
-from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.mover import Mover
+from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory

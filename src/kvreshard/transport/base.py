@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -84,11 +84,12 @@ class MemoryRegion:
         return f"[{self.address:#x}, {self.end:#x}) on {self.device}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Copies:
     """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
 
-    The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here.
+    The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here. Copies that are posted one
+    part after another are made whole and posted as `part`s, which know their `whole`: it is checked once for all of them.
 
     Raises:
         TransportError: if the arrays differ in length, are not whole numbers of one dimension, hold a negative number
@@ -98,10 +99,15 @@ class Copies:
     local_address: Addresses
     remote_address: Addresses
     length_bytes: Addresses
+    whole: Copies | None = field(default=None, init=False)
+    first: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        is_signed = True
         for name in ("local_address", "remote_address", "length_bytes"):
-            object.__setattr__(self, name, _as_uint64(name, getattr(self, name)))
+            given = getattr(self, name)
+            is_signed &= isinstance(given, np.ndarray) and given.dtype == np.int64
+            object.__setattr__(self, name, _as_uint64(name, given))
         local, remote, length = self.local_address, self.remote_address, self.length_bytes
         if not local.size == remote.size == length.size:
             raise TransportError(
@@ -113,6 +119,8 @@ class Copies:
         if not np.minimum.reduce(length):
             row = int(np.flatnonzero(length == 0)[0])
             raise TransportError(f"piece {row} of {length.size} has length 0; leave empty pieces out of the list")
+        if is_signed:
+            return  # two numbers below 2^63 do not leave the address space
         longest = int(np.maximum.reduce(length))
         for name, address in (("local", local), ("remote", remote)):
             if int(np.maximum.reduce(address)) + longest <= _ADDRESS_SPACE_BYTES:
@@ -134,13 +142,28 @@ class Copies:
             length = np.broadcast_to(length, local.shape)
         return Copies(local, np.asarray(remote_address), length)
 
+    def part(self, first: int, stop: int) -> Copies:
+        """Pieces `[first, stop)`, row `self.first + first` of the whole and those after it. Raises TransportError for rows outside."""
+        if not 0 <= first <= stop <= len(self):
+            raise TransportError(f"pieces [{first}, {stop}) of {len(self)}")
+        rows, found = slice(first, stop), object.__new__(Copies)
+        for name, value in (
+            ("local_address", self.local_address[rows]),
+            ("remote_address", self.remote_address[rows]),
+            ("length_bytes", self.length_bytes[rows]),
+            ("whole", self if self.whole is None else self.whole),
+            ("first", self.first + first),
+        ):
+            object.__setattr__(found, name, value)
+        return found
+
     def __len__(self) -> int:
         return int(self.length_bytes.size)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all pieces together."""
-        return int(self.length_bytes.sum(dtype=np.uint64))
+        return int(np.add.reduce(self.length_bytes))
 
 
 def _as_uint64(name: str, values: ArrayLike) -> Addresses:
@@ -295,7 +318,7 @@ class Transport(Protocol):
     def post(
         self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
     ) -> Transfer:
-        """Start copying; an empty list is done at once. `notify` reaches the peer after the last byte, once, and not
+        """Start copying; an empty list is done at once, and a part of a list is checked with its whole. `notify` reaches the peer after the last byte, once, and not
         at all if the transfer fails. Refused: unknown peer, pieces out of bounds on either side (nothing moves).
         """
 

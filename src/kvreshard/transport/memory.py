@@ -271,8 +271,9 @@ class MemoryTransport:
             if isinstance(copies, FramedCopies):
                 place(copies.frame, table, remote_table, f"remote of {peer!r}")
                 copies = copies.flat()
-            table.check("local", copies.local_address, copies.length_bytes)
-            remote_table.check(f"remote of {peer!r}", copies.remote_address, copies.length_bytes)
+            checked = copies if copies.whole is None else copies.whole
+            table.check("local", checked.local_address, checked.length_bytes)
+            remote_table.check(f"remote of {peer!r}", checked.remote_address, checked.length_bytes)
             transfer = Transfer(peer, direction, copies, self._clock)
             fault = self._faults(self._num_posts, transfer)
             self._num_posts += 1

@@ -47,10 +47,10 @@ from kvreshard.transport.base import (
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, PlacedFrame, place
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
-from kvreshard.transport.owner import Job, Owner
+from kvreshard.transport.owner import Cursor, Job, Owner
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-from kvreshard.transport.slices import SliceCursor
+from kvreshard.transport.slices import PartCursor, PlacedCopies, SliceCursor
 
 
 class NixlTransport:
@@ -86,6 +86,10 @@ class NixlTransport:
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         # Where each frame lies, as long as the regions of both sides are the ones it was checked against.
         self._places: WeakKeyDictionary[Frame, tuple[RegionTable, RegionTable, PlacedFrame | None]] = (
+            WeakKeyDictionary()
+        )
+        # The same of copies that are posted part by part.
+        self._wholes: WeakKeyDictionary[Copies, tuple[RegionTable, RegionTable, PlacedCopies | None]] = (
             WeakKeyDictionary()
         )
         self._owner = Owner(
@@ -155,17 +159,25 @@ class NixlTransport:
         self._owner.post(Job(transfer, own_name, cursor, notify))
         return transfer
 
-    def _cursor(self, copies: Copies | FramedCopies, remote: RegionTable, side: str) -> SliceCursor | FrameCursor:
+    def _cursor(self, copies: Copies | FramedCopies, remote: RegionTable, side: str) -> Cursor:
         table = self._open_table()
-        if isinstance(copies, Copies):
-            return SliceCursor(copies, table, remote, side)
-        known = self._places.get(copies.frame)
-        if known is None or known[0] is not table or known[1] is not remote:
-            found = place(copies.frame, table, remote, side)
-            known = table, remote, None if found is None else PlacedFrame.of(copies.frame, found)
-            self._places[copies.frame] = known
-        placed = known[2]
-        return SliceCursor(copies.flat(), table, remote, side) if placed is None else FrameCursor(copies, placed)
+        if isinstance(copies, FramedCopies):
+            frame = self._places.get(copies.frame)
+            if frame is None or frame[0] is not table or frame[1] is not remote:
+                found = place(copies.frame, table, remote, side)
+                frame = table, remote, None if found is None else PlacedFrame.of(copies.frame, found)
+                self._places[copies.frame] = frame
+            if frame[2] is not None:
+                return FrameCursor(copies, frame[2])
+            copies = copies.flat()
+        if copies.whole is not None:
+            whole = self._wholes.get(copies.whole)
+            if whole is None or whole[0] is not table or whole[1] is not remote:
+                whole = table, remote, PlacedCopies.of(copies.whole, table, remote, side)
+                self._wholes[copies.whole] = whole
+            if whole[2] is not None:
+                return PartCursor(whole[2], copies.first, len(copies))
+        return SliceCursor(copies, table, remote, side)
 
     def cancel(self, transfer: Transfer) -> None:
         """See `Transport.cancel`."""

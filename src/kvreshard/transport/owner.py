@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransportError
-from kvreshard.transport.frames import FrameCursor, FrameSlice
+from kvreshard.transport.frames import FrameSlice
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending
-from kvreshard.transport.slices import Slice, SliceBudget, SliceCursor
+from kvreshard.transport.slices import Slice, SliceBudget
 from kvreshard.transport.window import Windows
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,23 @@ class Agent(Protocol):
     def close(self) -> None: ...
 
 
+class Cursor(Protocol):
+    """What is left to post of a transfer, handed out slice by slice."""
+
+    @property
+    def exhausted(self) -> bool: ...
+    def drop(self) -> None: ...
+    def take(self, budget_bytes: int) -> Slice | FrameSlice:
+        """The next pieces, at least one, whose cost together stays within the budget. Not when exhausted."""
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """A transfer on its way through the owner. `peer` is the agent's own name, `handles` the slices in flight and their cost."""
 
     transfer: Transfer
     peer: str
-    cursor: SliceCursor | FrameCursor
+    cursor: Cursor
     notify: bytes | None
     handles: list[tuple[object, int]] = field(default_factory=list)
     error: TransportError | None = None

@@ -59,13 +59,14 @@ class RegionTable:
         return RegionTable(rest)
 
     def check(self, side: str, address: Addresses, length_bytes: Addresses) -> None:
-        """`locate` without saying where: a look at the lowest and the highest byte where one region has them all."""
+        """`locate` without saying where: a look at the lowest and the highest byte where there is one region only."""
         if not address.size:
             return
-        lowest = np.minimum.reduce(address)
-        index = int(self._start.searchsorted(lowest, side="right")) - 1
-        if index < 0 or np.maximum.reduce(address + (length_bytes - _ONE)) > self._last[index]:
-            self.locate(side, address, length_bytes)
+        if len(self.regions) == 1:
+            low, high = np.minimum.reduce(address), np.maximum.reduce(address + (length_bytes - _ONE))
+            if self._start[0] <= low and high <= self._last[0]:
+                return
+        self.locate(side, address, length_bytes)
 
     def locate(self, side: str, address: Addresses, length_bytes: Addresses) -> NDArray[np.intp]:
         """The index into `regions` for each piece, shape (n,).
@@ -77,19 +78,25 @@ class RegionTable:
         if not address.size:
             return index
         last = address + (length_bytes - _ONE)
+        # Below all regions the index is -1, which is the last of them: its end says nothing then.
+        if np.minimum.reduce(index) < 0 or np.logical_or.reduce(last > self._last[index]):
+            raise self._outside(side, address, length_bytes, index)
+        return index
+
+    def _outside(
+        self, side: str, address: Addresses, length_bytes: Addresses, index: NDArray[np.intp]
+    ) -> TransportError:
         inside = index >= 0
         if self.regions:
-            inside &= last <= self._last[np.maximum(index, 0)]
-        if not inside.all():
-            outside = np.flatnonzero(~inside)
-            row = int(outside[0])
-            start = int(address[row])
-            raise TransportError(
-                f"piece {row} of {address.size}: {side} [{start:#x}, {start + int(length_bytes[row]):#x}) is not "
-                f"inside one registered region ({outside.size} such pieces); registered: {self.describe()}; "
-                "register the memory before metadata() is taken, and cut pieces where a region ends"
-            )
-        return index
+            inside &= address + (length_bytes - _ONE) <= self._last[index]
+        outside = np.flatnonzero(~inside)
+        row = int(outside[0])
+        start = int(address[row])
+        return TransportError(
+            f"piece {row} of {address.size}: {side} [{start:#x}, {start + int(length_bytes[row]):#x}) is not "
+            f"inside one registered region ({outside.size} such pieces); registered: {self.describe()}; "
+            "register the memory before metadata() is taken, and cut pieces where a region ends"
+        )
 
     def describe(self) -> str:
         """The regions in words, at most four of them."""

@@ -6,7 +6,8 @@ thread that posts answers nobody. So:
 1. `SliceCursor` cuts pieces above 16 MiB, gives every piece a cost, and groups pieces by memory kind on both sides,
    because a NIXL list has one kind.
 2. `take(budget)` hands out the next pieces up to a cost, as the arrays that NIXL wants, without a loop over pieces.
-3. `SliceBudget` corrects the budget from the time that each post took.
+3. Copies that are posted part by part are placed once (`PlacedCopies`); a `PartCursor` hands out the rows of a part.
+4. `SliceBudget` corrects the budget from the time that each post took.
 """
 
 from __future__ import annotations
@@ -132,6 +133,72 @@ class SliceCursor:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedCopies:
+    """What every post of a part of some copies needs of them: NIXL's rows of both sides as in `Slice`, and the cost of all rows
+    before each, shape (n + 1,).
+    """
+
+    local: NDArray[np.uint64]
+    remote: NDArray[np.uint64]
+    local_kind: str
+    remote_kind: str
+    cost_bytes: NDArray[np.uint64]
+
+    @staticmethod
+    def of(copies: Copies, local: RegionTable, remote: RegionTable, remote_side: str) -> PlacedCopies | None:
+        """Found once for all parts; None where a row is not a piece: memory of two kinds, pieces that must be cut.
+
+        Raises:
+            TransportError: a piece is outside the regions.
+        """
+        length = copies.length_bytes
+        sides = (
+            _side("local", local, copies.local_address, length),
+            _side(remote_side, remote, copies.remote_address, length),
+        )
+        groups = _groups(*sides, length)
+        if len(groups) != 1 or groups[0].length_bytes is not length:
+            return None
+        ours, theirs = (side.rows(0, len(length), length) for side in sides)
+        return PlacedCopies(ours, theirs, *groups[0].kinds, np.concatenate([_NO_COST, groups[0].cost]))
+
+
+class PartCursor:
+    """Hands out `num_pieces` rows of placed copies from row `first` on, slice by slice."""
+
+    __slots__ = ("_placed", "_row", "_stop")
+
+    def __init__(self, placed: PlacedCopies, first: int, num_pieces: int) -> None:
+        self._placed = placed
+        self._row, self._stop = first, first + num_pieces
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all pieces were handed out or dropped."""
+        return self._row == self._stop
+
+    def drop(self) -> None:
+        """Hand out no more."""
+        self._row = self._stop
+
+    def take(self, budget_bytes: int) -> Slice:
+        """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
+        placed, first, last = self._placed, self._row, self._stop
+        before = int(placed.cost_bytes[first])
+        if int(placed.cost_bytes[last]) - before > budget_bytes:
+            reached = int(placed.cost_bytes.searchsorted(np.uint64(before + budget_bytes), side="right")) - 1
+            last = max(first + 1, reached)
+        self._row = last
+        cost_bytes = int(placed.cost_bytes[last]) - before
+        return Slice(
+            placed.local[first:last], placed.remote[first:last], placed.local_kind, placed.remote_kind, cost_bytes
+        )
+
+
+_NO_COST = np.zeros(1, dtype=np.uint64)
+
+
 def _side(name: str, table: RegionTable, address: Addresses, length_bytes: Addresses) -> _Side:
     """Raises TransportError if a piece is outside the table's regions."""
     if table.device is not None:
@@ -160,7 +227,7 @@ def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
 
 def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
     names = ("cpu", "cuda")
-    cost = np.cumsum(length + np.uint64(DESCRIPTOR_COST_BYTES))
+    cost = np.add.accumulate(length + np.uint64(DESCRIPTOR_COST_BYTES))
     return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost)
 
 

@@ -19,8 +19,8 @@ from kvreshard.model import wire
 from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.mover import Staging
 from kvreshard.session.recorder import Recorder
+from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport

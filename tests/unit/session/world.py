@@ -17,7 +17,7 @@ from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.mover import Mover, Staging
+from kvreshard.session.mover import Mover
 from kvreshard.session.orders import (
     EndpointOptions,
     Failure,
@@ -29,6 +29,7 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.recorder import Recorder
+from kvreshard.session.staging import Staging
 from kvreshard.testing.small import engine, request
 from kvreshard.transport.base import MemoryRegion, Transfer
 from kvreshard.transport.local import HostMemory

@@ -108,6 +108,31 @@ class TestAgent:
             near.close()
             far.close()
 
+    def test_a_part_is_checked_against_the_regions_of_now(self) -> None:
+        """What was found of its whole is of use no longer when a region has gone, or the peer has come back with others."""
+        near, far, again = NixlTransport("near"), NixlTransport("far"), NixlTransport("far")
+        here, there = np.zeros(8192, dtype=np.uint8), np.full(8192, 7, dtype=np.uint8)
+        try:
+            near.register([region(here[:4096]), region(here[4096:])])
+            far.register([region(there)])
+            again.register([region(there[:4096])])
+            whole = strided(here, there, 2, 5)
+            near.add_peer("far", far.metadata())
+            near.post("far", Direction.READ, whole.part(0, 1)).wait(30.0)
+            near.deregister([region(here[4096:])])
+            with pytest.raises(TransportError, match="piece 1 of 2: local"):
+                near.post("far", Direction.READ, whole.part(0, 1))
+            near.register([region(here[4096:])])
+            near.post("far", Direction.READ, whole.part(1, 2)).wait(30.0)
+            near.remove_peer("far")
+            near.add_peer("far", again.metadata())
+            with pytest.raises(TransportError, match="piece 1 of 2: remote"):
+                near.post("far", Direction.READ, whole.part(0, 1))
+            assert (int(np.count_nonzero(here[:4096])), int(np.count_nonzero(here[4096:]))) == (5, 5)
+        finally:
+            for transport in (near, far, again):
+                transport.close()
+
     def test_a_callback_may_post_and_notify(self) -> None:
         near, far = NixlTransport("near"), NixlTransport("far")
         here, there = np.zeros(4096, dtype=np.uint8), np.full(4096, 7, dtype=np.uint8)

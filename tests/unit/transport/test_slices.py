@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvreshard.transport.base import Copies, MemoryRegion
+from kvreshard.transport.base import Copies, MemoryRegion, TransportError
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import (
     DESCRIPTOR_COST_BYTES,
@@ -11,12 +11,15 @@ from kvreshard.transport.slices import (
     MAX_BUDGET_BYTES,
     MAX_PIECE_BYTES,
     MIN_BUDGET_BYTES,
+    PartCursor,
+    PlacedCopies,
     Slice,
     SliceBudget,
     SliceCursor,
 )
 
 LOCAL = RegionTable([MemoryRegion(0, 2**40), MemoryRegion(2**41, 2**40, "cuda:3")])
+LOCAL_HOST, REMOTE_HOST = RegionTable([MemoryRegion(0, 2**40)]), RegionTable([MemoryRegion(2**50, 2**41)])
 REMOTE = RegionTable([MemoryRegion(2**50, 2**41), MemoryRegion(2**52, 2**41, "cuda:1")])
 
 
@@ -74,6 +77,42 @@ def test_dropping_ends_the_cursor() -> None:
     cursor.drop()
     assert cursor.exhausted
     assert SliceCursor(Copies.of([], [], []), LOCAL, REMOTE, "remote").exhausted
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 20_000, 100_000, 2**40])
+def test_parts_are_the_rows_of_their_whole(budget_bytes: int) -> None:
+    index = np.arange(1000, dtype=np.uint64)
+    copies = Copies.of(index * np.uint64(100), index * np.uint64(50) + np.uint64(2**50), (index % np.uint64(40)) + 1)
+    placed = PlacedCopies.of(copies, LOCAL_HOST, REMOTE_HOST, "remote")
+    assert placed is not None
+    for first, stop in ((0, 1), (0, 1000), (17, 500), (999, 1000)):
+        cursor, slices = PartCursor(placed, first, stop - first), []
+        while not cursor.exhausted:
+            slices.append(cursor.take(budget_bytes))
+        rows = slice(first, stop)
+        for name, address in (("local", copies.local_address), ("remote", copies.remote_address)):
+            found = np.concatenate([getattr(piece, name) for piece in slices])
+            assert np.array_equal(found[:, 0], address[rows])
+            assert np.array_equal(found[:, 1], copies.length_bytes[rows])
+            assert not found[:, 2].any()
+        for piece in slices:
+            assert (piece.local_kind, piece.remote_kind) == ("cpu", "cpu")
+            assert piece.cost_bytes == int(piece.local[:, 1].sum()) + DESCRIPTOR_COST_BYTES * len(piece.local)
+            assert piece.cost_bytes <= budget_bytes or len(piece.local) == 1
+    assert PartCursor(placed, 5, 0).exhausted
+    cursor = PartCursor(placed, 5, 10)
+    cursor.take(1)
+    cursor.drop()
+    assert cursor.exhausted
+
+
+def test_copies_whose_rows_are_not_pieces_have_no_place() -> None:
+    """They are posted as if they were not parts."""
+    two_kinds = Copies.of([1, 2**41], [2**50, 2**50 + 5], 1)
+    assert PlacedCopies.of(two_kinds, LOCAL, REMOTE, "remote") is None
+    assert PlacedCopies.of(Copies.of([1], [2**50], MAX_PIECE_BYTES + 1), LOCAL_HOST, REMOTE_HOST, "remote") is None
+    with pytest.raises(TransportError, match="piece 1 of 2: remote"):
+        PlacedCopies.of(Copies.of([1, 2], [2**50, 2**50 - 1], 1), LOCAL_HOST, REMOTE_HOST, "remote")
 
 
 def test_the_budget_finds_the_link_speed() -> None:
