@@ -105,7 +105,7 @@ class Prepared:
         """Everything up to `transfer`."""
         request = listed.request()
         plan = plan_reads(route, request, STAGING_BYTES // 2)
-        staged = self._staging.place(plan.batches)
+        staged = list(self._staging.place(plan.batches))
         direct = [(copies.src_rank, self._mover.ready(Direction.READ, copies)) for copies in plan.direct]
         self.num_reads, self.num_staged = 0, len(staged)
         self._agent._agent = self._keeping

@@ -10,6 +10,12 @@ MUTANTS = [
         "number // 2 % 2 * self.half_bytes",
     ),
     Mutant(
+        "the buffer is given back while a batch is read into it",
+        "session/pull.py",
+        "            yield from settled(before[1])\n",
+        "            pass\n",
+    ),
+    Mutant(
         "batches are handed out source by source",
         "session/staging.py",
         "[placed[number] for number in range(len(batches))]",

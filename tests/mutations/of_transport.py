@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "only the lowest piece is looked at",
         "transport/regions.py",
-        "or np.maximum.reduce(address + (length_bytes - _ONE)) > self._last[index]",
-        "",
+        "np.maximum.reduce(address + (length_bytes - _ONE))",
+        "np.minimum.reduce(address + (length_bytes - _ONE))",
     ),
     Mutant("long pieces are not cut", "transport/slices.py", "> MAX_PIECE_BYTES:", "> 2**62:"),
     Mutant(

@@ -153,49 +153,43 @@ def _run_batches(
     staging = mover.staging
     if staging is None or not batches:
         return
+    before: tuple[PlacedBatch, Transfer] | None = None
     try:
-        before: tuple[PlacedBatch, Transfer] | None = None
         for placed in staging.place(batches):
             peer = mover.peers[placed.batch.reads.src_rank]
-            try:
-                transfer = mover.transport.post(peer, Direction.READ, placed.reads)
-            except TransportError:
-                if before is not None:
-                    yield from settled(before[1])
-                raise
+            transfer = mover.transport.post(peer, Direction.READ, placed.reads)
             note(transfer)
-            if before is not None:
-                error = yield from _permute_when_read(mover, *before)
-                if error is not None:
-                    yield from settled(transfer)
-                    raise error
-            before = placed, transfer
+            read, before = before, (placed, transfer)
+            if read is not None:
+                yield from _permute_when_read(mover, *read)
         if before is not None:
-            error = yield from _permute_when_read(mover, *before)
-            if error is not None:
-                raise error
+            last, before = before, None
+            yield from _permute_when_read(mover, *last)
+    except Exception:
+        if before is not None:
+            yield from settled(before[1])
+        raise
     finally:
         staging.taken.release()
 
 
-def _permute_when_read(
-    mover: Mover, placed: PlacedBatch, transfer: Transfer
-) -> Generator[Transfer | None, None, Exception | None]:
+def _permute_when_read(mover: Mover, placed: PlacedBatch, transfer: Transfer) -> Generator[Transfer | None, None, None]:
+    """Raises the transfer's error, or the driver's when it gave up waiting."""
     error = yield from settled(transfer)
-    if error is None:
-        for move in placed.batch.moves:
-            loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
-            mover.memory.move(
-                placed.address,
-                move.slot_bytes,
-                move.dst_bases,
-                move.dst_pages,
-                move.length,
-                loops,
-                move.slot_offset,
-                move.dst_offset,
-            )
-    return error
+    if error is not None:
+        raise error
+    for move in placed.batch.moves:
+        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
+        mover.memory.move(
+            placed.address,
+            move.slot_bytes,
+            move.dst_bases,
+            move.dst_pages,
+            move.length,
+            loops,
+            move.slot_offset,
+            move.dst_offset,
+        )
 
 
 def _check_words(
