@@ -108,6 +108,30 @@ MUTANTS = [
         " * (num_pieces",
     ),
     Mutant(
+        "slots do not go into their page",
+        "plan/stage.py",
+        "dst_page * lane.dst_page_stride_bytes + slot.shift_bytes)",
+        "dst_page * lane.dst_page_stride_bytes)",
+    ),
+    Mutant(
+        "slots of every form are read together",
+        "plan/stage.py",
+        "together.setdefault(slots.slot.form, [])",
+        "together.setdefault(None, [])",
+    ),
+    Mutant(
+        "slots that are read together keep the destination's order",
+        "plan/stage.py",
+        "src_page[order], dst_at[order]",
+        "src_page[order], dst_at",
+    ),
+    Mutant(
+        "fields at other addresses are of one form",
+        "plan/slot.py",
+        "boxes.lengths, pattern.bases.src, pattern.bases.dst)",
+        "boxes.lengths)",
+    ),
+    Mutant(
         "a packed batch is permuted from where it was",
         "plan/stage.py",
         "slot_offset=move.slot_offset + filled",

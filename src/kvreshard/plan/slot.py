@@ -4,7 +4,7 @@ A slot is what one piece (an overlap of two pages, of one field) needs from the 
 neighbouring pages of a fresh table become one large read. It is found once per overlap of a lane:
 
 1. `find_boxes` joins the runs of a pattern over gaps that are cheaper read than left out.
-2. `make_slot` folds the runs from slot to page into loops: `Step`s.
+2. `make_slot` folds the runs from slot to page into loops: `Step`s, and says how far into the destination's pages they go.
 3. Where a source page meets several destination pages, `join_patterns` makes it one slot instead of several.
 """
 
@@ -54,7 +54,9 @@ def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Runs of `length` bytes from a slot to page `column` of the slot's destination pages, by loops."""
+    """Runs of `length` bytes from a slot to page `column` of the slot's destination pages, by loops; `dst_offset` is counted
+    from the slot's `shift_bytes`.
+    """
 
     length: int
     column: int
@@ -65,28 +67,36 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Boxes to read and steps to permute them; `copied_bytes` of one field come out of it. `dst_pages`: the distinct
-    destination pages of the pattern, ascending.
+    """Boxes to read and steps to permute them, all `shift_bytes` into the destination's pages; `copied_bytes` of one field
+    come out of it. `dst_pages`: the distinct destination pages of the pattern, ascending.
+
+    `form`: what slots have in common that differ only in which pages they meet and how far into them they go.
     """
 
     boxes: Boxes
     steps: tuple[Step, ...]
     dst_pages: Int64s
+    shift_bytes: int
     copied_bytes: int
+    form: object
 
 
 def make_slot(pattern: Pattern, max_gap_bytes: int) -> Slot:
     """The slot of one overlap, which must not be empty."""
     boxes = find_boxes(pattern, max_gap_bytes)
     pages = np.unique(pattern.dst_pages)
+    shift_bytes = int(pattern.dst_offsets.min())
     found: list[Step] = []
     for length in np.unique(pattern.lengths).tolist():
         for column, page in enumerate(pages.tolist()):
             chosen = np.flatnonzero((pattern.lengths == length) & (pattern.dst_pages == page))
-            runs = zip(boxes.run_slot_offsets[chosen].tolist(), pattern.dst_offsets[chosen].tolist(), strict=True)
+            offsets = pattern.dst_offsets[chosen] - shift_bytes
+            runs = zip(boxes.run_slot_offsets[chosen].tolist(), offsets.tolist(), strict=True)
             for strip in fold([Strip(0, page, slot, dst, ()) for slot, dst in runs]):
                 found.append(Step(length, column, strip.src_byte, strip.dst_byte, strip.loops))
-    return Slot(boxes, tuple(found), pages, int(pattern.lengths.sum()))
+    steps, columns = tuple(found), (boxes.src_offsets, boxes.lengths, pattern.bases.src, pattern.bases.dst)
+    form = (steps, len(pages), *(column.tobytes() for column in columns))
+    return Slot(boxes, steps, pages, shift_bytes, int(pattern.lengths.sum()), form)
 
 
 def join_patterns(patterns: Sequence[Pattern]) -> Pattern | None:

@@ -45,7 +45,7 @@ class Move:
 
         staging[(f * num_pieces + k) * slot_bytes + slot_offset + ...] -> dst_bases[f] + dst_pages[k] + dst_offset + ...
 
-    `length` bytes at a time. `dst_pages`: byte offsets of pages, shape (num_pieces,).
+    `length` bytes at a time. `dst_pages`: byte offsets of the places in pages where the steps begin, shape (num_pieces,).
     """
 
     length: int
@@ -71,14 +71,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """Slots of one kind: page ids in the source's order, of the source's boxes, shape (n, boxes), and of the slot's destination
-    pages, shape (n, pages); or (n, 1) where that is one page.
+    """Slots of one form, in the source's order: page ids of the source's boxes, shape (n, boxes), and where the slot's steps begin
+    in the destination's pages, in bytes of its pool, shape (n, pages); or (n, 1) where that is one page.
     """
 
     pattern: Pattern
     slot: Slot
     src_page: Int64s
-    dst_page: Int64s
+    dst_at: Int64s
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0) -> int:
@@ -87,7 +87,21 @@ def fill_bytes(buffer_bytes: int, total_bytes: int = 0) -> int:
 
 
 def find_slots(cut: CutLane) -> Iterator[Slots]:
-    """What a lane of a checked request moves, as slots. All that one source span gives is one slot where that can be."""
+    """What a lane of a checked request moves, as slots. All that one source span gives is one slot where that can be, and source
+    pages that go to several places of a destination page are read together.
+    """
+    together: dict[object, list[Slots]] = {}
+    for slots in _find_slots(cut):
+        together.setdefault(slots.slot.form, []).append(slots)
+    for alike in together.values():
+        src_page = np.concatenate([one.src_page for one in alike])
+        dst_at = np.concatenate([one.dst_at for one in alike])
+        order = np.argsort(src_page[:, 0], kind="stable")
+        yield Slots(alike[0].pattern, alike[0].slot, src_page[order], dst_at[order])
+
+
+def _find_slots(cut: CutLane) -> Iterator[Slots]:
+    """The same, one for each overlap or joint of overlaps, in the order of the destination."""
     lane, pieces = cut.lane, cut.pieces
     overlaps, which = distinct_overlaps(pieces)
     is_empty = [not len(lane.pattern(overlap).lengths) for overlap in overlaps]
@@ -127,8 +141,7 @@ def _slots(cut: CutLane, overlaps: tuple[Overlap, ...], rows: Int64s) -> Slots:
         ],
         axis=1,
     )
-    order = np.argsort(src_page[:, 0], kind="stable")
-    return Slots(pattern, slot, src_page[order], dst_page[order])
+    return Slots(pattern, slot, src_page, dst_page * lane.dst_page_stride_bytes + slot.shift_bytes)
 
 
 def stage_pieces(cut: CutLane, buffer_bytes: int) -> Iterator[Batch]:
@@ -141,8 +154,9 @@ def stage_pages(lane: Lane, overlap: Overlap, src_page: Int64s, dst_page: Int64s
     """Batches of pairs of pages that overlap alike, in the source's order, shape (n,). Raises BindError as `stage_pieces`."""
     pattern = lane.pattern(overlap)
     if len(pattern.lengths):
-        slots = Slots(pattern, lane.slot(overlap), src_page[:, None], dst_page[:, None])
-        yield from _batches(lane, slots, buffer_bytes)
+        slot = lane.slot(overlap)
+        dst_at = dst_page[:, None] * lane.dst_page_stride_bytes + slot.shift_bytes
+        yield from _batches(lane, Slots(pattern, slot, src_page[:, None], dst_at), buffer_bytes)
 
 
 def pack(batches: Iterable[Batch], buffer_bytes: int) -> Iterator[Batch]:
@@ -181,13 +195,13 @@ def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
             f"fields {lane.fields[0]}, ...: one page needs {slot_bytes} bytes of staging, the buffer has "
             f"{buffer_bytes}; give a larger buffer or read directly"
         )
-    src_at, dst_at = slots.src_page * lane.src_page_stride_bytes, slots.dst_page * lane.dst_page_stride_bytes
+    src_at = slots.src_page * lane.src_page_stride_bytes
     fill = fill_bytes(buffer_bytes, num_slots * slot_bytes * num_fields)
     pieces_each = min(num_slots, max(1, fill // slot_bytes))
     fields_each = max(1, fill // (slot_bytes * pieces_each))
     for first in range(0, num_slots, pieces_each):
         part = slice(first, first + pieces_each)
-        yield from _of_pieces(lane, slots, src_at[part], dst_at[part], fields_each)
+        yield from _of_pieces(lane, slots, src_at[part], slots.dst_at[part], fields_each)
 
 
 def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, dst_at: Int64s, fields_each: int) -> Iterator[Batch]:

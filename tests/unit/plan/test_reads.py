@@ -195,6 +195,28 @@ def test_a_batch_is_no_larger_than_a_cache_or_one_slot(fill_bytes: int, monkeypa
     assert sources(parts.batches) == sources(whole.batches)
 
 
+@pytest.mark.parametrize("first", [0, 32, 40, 1000])
+@pytest.mark.parametrize("prefill", ["page=16", "page=16,order=HND"])
+def test_neighbours_that_go_to_several_places_of_a_page_are_one_read(prefill: str, first: int) -> None:
+    """Four source pages fill one destination page: each lies elsewhere in it, and they are neighbours all the same."""
+    src, dst = pair(f"tp=4,{prefill}", "tp=4,order=NHD,page=64" if "HND" in prefill else "tp=4,order=HND,page=64")
+    (src_group,), (dst_group,) = src.groups, dst.groups
+    dst_pages = scattered()[: -(-NUM_TOKENS // 64)]
+    tables = (
+        {src_group.name: PageTable(np.arange(1, 126), NUM_TOKENS)},
+        {dst_group.name: PageTable(dst_pages, NUM_TOKENS)},
+    )
+    request = Request(*tables, {dst_group.name: [(first, NUM_TOKENS)]}, {})
+    route = compile_route(src, dst, 0, way="staged")
+    plan = plan_reads(route, request, STAGING_BYTES)
+    num_fields = sum(len(lane.bases.src) for lane in route.lanes)
+    # One read of a field per batch that it is in; and one more for a part of a page.
+    assert sum(batch.reads.num_copies for batch in plan.batches) <= num_fields * (2 if first == 40 else 1) + len(
+        plan.batches
+    )
+    assert sum(batch.num_bytes for batch in plan.batches) == sum(one.num_bytes for one in bind(route, request))
+
+
 def test_batches_grow_where_there_would_be_very_many() -> None:
     sizes = [stage.fill_bytes(1 << 30, total << 20) >> 20 for total in (1, 128, 256, 512, 4096)]
     assert sizes == [4, 4, 8, 16, 16]
