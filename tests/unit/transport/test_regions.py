@@ -38,6 +38,17 @@ def test_a_check_refuses_what_locating_refuses(address: int, length: int) -> Non
         TABLE.check("local", np.array([1000, address], dtype=np.uint64), np.array([1, length], dtype=np.uint64))
 
 
+@pytest.mark.parametrize(("address", "length"), [(999, 1), (1050, 51), (1099, 2), (1100, 1), (0, 1), (2**64 - 1, 1)])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_only_region_has_the_first_and_the_last_piece(address: int, length: int, last: bool) -> None:
+    """One region, as most peers' transports have, is looked at by its ends only."""
+    table, order = RegionTable([A]), slice(None, None, 1 if last else -1)
+    pieces = np.array([1000, address], dtype=np.uint64)[order], np.array([100, length], dtype=np.uint64)[order]
+    with pytest.raises(TransportError, match=r"piece [01] of 2: local .*registered: "):
+        table.check("local", *pieces)
+    table.check("local", np.array([1000, 1099], dtype=np.uint64), np.array([100, 1], dtype=np.uint64))
+
+
 def test_a_check_lets_in_what_lies_in_one_region_or_in_several() -> None:
     for address, length in (([1000, 1099], [100, 1]), ([5009, 1000, 1149], [1, 1, 1]), ([], [])):
         TABLE.check("local", np.array(address, dtype=np.uint64), np.array(length, dtype=np.uint64))
