@@ -71,8 +71,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """Slots of one form, in the source's order: page ids of the source's boxes, shape (n, boxes), and where the slot's steps begin
-    in the destination's pages, in bytes of its pool, shape (n, pages); or (n, 1) where that is one page.
+    """Slots of one form, in the source's order once `find_slots` has put them together: page ids of the source's boxes, shape
+    (n, boxes), and where the slot's steps begin in the destination's pages, in bytes of its pool, shape (n, pages); or (n, 1)
+    where that is one page.
     """
 
     pattern: Pattern

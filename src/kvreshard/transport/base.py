@@ -318,8 +318,9 @@ class Transport(Protocol):
     def post(
         self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
     ) -> Transfer:
-        """Start copying; an empty list is done at once, and a part of a list is checked with its whole. `notify` reaches the peer after the last byte, once, and not
-        at all if the transfer fails. Refused: unknown peer, pieces out of bounds on either side (nothing moves).
+        """Start copying; an empty list is done at once, and a part of a list is checked with its whole. `notify` reaches the
+        peer after the last byte, once, and not at all if the transfer fails. Refused: unknown peer, pieces out of bounds on
+        either side (nothing moves).
         """
 
     def cancel(self, transfer: Transfer) -> None:
