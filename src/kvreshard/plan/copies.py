@@ -57,13 +57,18 @@ class PageFrame:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageCopies:
-    """Every entry of a frame for every pair of pages `src_page[i]`, `dst_page[i]`; arrays of shape (num_pages,)."""
+    """Every entry of a frame for every pair of pages `src_page[i]`, `dst_page[i]`; arrays of shape (num_pairs,).
+
+    `run_pages`: how many pages each pair begins, neighbours on both sides that are one copy together; only where pages lie without
+    gaps, or all are 1. They are few then, and listed one by one. None: one page a pair.
+    """
 
     src_rank: int
     dst_rank: int
     frame: PageFrame
     src_page: Int64s
     dst_page: Int64s
+    run_pages: Int64s | None = None
 
     @property
     def num_copies(self) -> int:
@@ -71,17 +76,19 @@ class PageCopies:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.frame.length.sum()) * len(self.src_page)
+        num_pages = len(self.src_page) if self.run_pages is None else int(self.run_pages.sum())
+        return int(self.frame.length.sum()) * num_pages
 
     def flat(self) -> CopyList:
         """The same copies, one by one."""
         frame = self.frame
+        run_pages = np.ones(len(self.src_page), dtype=np.int64) if self.run_pages is None else self.run_pages
         return CopyList(
             self.src_rank,
             self.dst_rank,
             (frame.src_start[:, None] + self.src_page * frame.src_stride_bytes).reshape(-1),
             (frame.dst_start[:, None] + self.dst_page * frame.dst_stride_bytes).reshape(-1),
-            np.repeat(frame.length, len(self.src_page)),
+            (frame.length[:, None] * run_pages).reshape(-1),
         )
 
 

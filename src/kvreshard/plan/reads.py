@@ -71,7 +71,7 @@ class _Framed:
 def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_framed: int = MIN_FRAMED_COPIES) -> ReadPlan:
     """Everything that the route's destination rank reads for a request. `staging_bytes`: of one batch, 0 without a buffer.
 
-    Whole pages without neighbours stay together as `PageCopies` from `min_framed` copies on.
+    Whole pages are posted by their frame, page by page, from `min_framed` copies on; fewer are listed, neighbours together.
 
     Raises BindError.
     """
@@ -157,9 +157,9 @@ def _wanted(choice: Choice | None, staging_bytes: int) -> tuple[str, bool]:
 
 def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | PageCopies]:
     """The same copies with the short lists of one source rank as one: a post costs as much as a hundred copies."""
-    lists: defaultdict[tuple[int, int], list[CopyList]] = defaultdict(list)
+    lists: defaultdict[tuple[int, int], list[CopyList | PageCopies]] = defaultdict(list)
     for copies in direct:
-        if isinstance(copies, PageCopies) or copies.num_copies > MAX_GATHERED:
+        if copies.num_copies > MAX_GATHERED or (isinstance(copies, PageCopies) and copies.run_pages is None):
             yield copies
         else:
             lists[copies.src_rank, copies.dst_rank].append(copies)
@@ -167,9 +167,10 @@ def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | Pa
         if len(found) == 1:
             yield found[0]
             continue
-        src = np.concatenate([one.src_address for one in found])
-        dst = np.concatenate([one.dst_address for one in found])
-        yield CopyList(src_rank, dst_rank, src, dst, np.concatenate([one.length for one in found]))
+        flat = [one.flat() if isinstance(one, PageCopies) else one for one in found]
+        src = np.concatenate([one.src_address for one in flat])
+        dst = np.concatenate([one.dst_address for one in flat])
+        yield CopyList(src_rank, dst_rank, src, dst, np.concatenate([one.length for one in flat]))
 
 
 def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int) -> bool:

@@ -2,7 +2,7 @@
 
 1. Cut the intervals of a stream into whole pages, which are a stretch of both block tables, and parts of a page.
 2. Put the whole pages of streams with one frame together, in the order of the source.
-3. Neighbours on both sides become one copy where that leaves few; else pages stay together with their frame.
+3. Neighbours on both sides become one copy where that leaves few; else every page is one of its frame.
 
 Nothing is listed per page and lane. `bind` says the same of any pair of pages, and is what this is tested against.
 """
@@ -66,6 +66,13 @@ class WholePages:
         continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)
         return WholePages(src_page, dst_page, continues, int(np.count_nonzero(continues)))
 
+    def runs(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Source page, destination page and number of pages of every run that continues on both sides."""
+        starts = np.flatnonzero(np.concatenate([_FIRST, ~self.continues]))
+        run_pages = np.empty_like(starts)
+        run_pages[:-1], run_pages[-1] = starts[1:] - starts[:-1], len(self.src_page) - starts[-1]
+        return self.src_page[starts], self.dst_page[starts], run_pages
+
     def num_src_runs(self) -> int:
         """Runs of neighbouring source pages, whatever the destination looks like."""
         return 1 + int(np.count_nonzero(self.src_page[1:] - self.src_page[:-1] != 1))
@@ -99,8 +106,8 @@ def _ids(table: PageTable, span: Span, low: int, high: int) -> Int64s:
     return table.pages[low - table.first_page : high - table.first_page]
 
 
-def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[CopyList | PageCopies]:
-    """Whole pages of a sheaf's frame, read directly; by frame from `min_framed` copies on."""
+def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[PageCopies]:
+    """Whole pages of a sheaf's frame, read directly: one by one from `min_framed` copies on, else neighbours together."""
     frame, num_pages = sheaf.frame, len(pages.src_page)
     if not num_pages:
         return
@@ -110,21 +117,13 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
     if num_copies >= min_framed and not (joins and pages.joined > MAX_JOINED * num_pages):
         yield PageCopies(src_rank, dst_rank, frame, pages.src_page, pages.dst_page)
         return
-    src_page, dst_page, times = pages.src_page, pages.dst_page, np.ones(num_pages, dtype=np.int64)
-    if joins:
-        starts = np.flatnonzero(np.concatenate([_FIRST, ~pages.continues]))
-        src_page, dst_page, times = src_page[starts], dst_page[starts], np.empty_like(starts)
-        times[:-1], times[-1] = starts[1:] - starts[:-1], num_pages - starts[-1]
-    each = max(1, MAX_COPIES_PER_LIST // len(times))
-    for first in range(0, len(frame.length), each):
+    src_page, dst_page, run_pages = (
+        pages.runs() if joins else (pages.src_page, pages.dst_page, np.ones_like(pages.src_page))
+    )
+    each = max(1, MAX_COPIES_PER_LIST // sheaf.num_runs)
+    for first in range(0, len(src_page), each):
         part = slice(first, first + each)
-        yield CopyList(
-            src_rank,
-            dst_rank,
-            (frame.src_start[part, None] + src_page * frame.src_stride_bytes).reshape(-1),
-            (frame.dst_start[part, None] + dst_page * frame.dst_stride_bytes).reshape(-1),
-            (frame.length[part, None] * times).reshape(-1),
-        )
+        yield PageCopies(src_rank, dst_rank, frame, src_page[part], dst_page[part], run_pages[part])
 
 
 _FIRST = np.ones(1, dtype=bool)

@@ -42,7 +42,7 @@ class Mover:
         reading = direction is Direction.READ
         if isinstance(copies, PageCopies):
             if reading:
-                return FramedCopies(self._frame(copies.frame), copies.dst_page, copies.src_page)
+                return FramedCopies(self._frame(copies.frame), copies.dst_page, copies.src_page, copies.run_pages)
             copies = copies.flat()
         local, remote = copies.dst_address, copies.src_address
         if not reading:

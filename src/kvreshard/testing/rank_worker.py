@@ -105,6 +105,7 @@ class PostFramed(msgspec.Struct, tag=True):
     numbers: tuple[int, int, int, int]
     local_page: bytes
     remote_page: bytes
+    run_pages: bytes | None
 
 
 class Wait(msgspec.Struct, tag=True):
@@ -270,7 +271,8 @@ class RankWorker:
             # Equal frames are one object, as in an engine: what a transport prepares for it is used again.
             key = (*arrays, request.numbers)
             frame = self._frames.setdefault(key, Frame(local, remote, length, *request.numbers))
-            pages = (np.frombuffer(page, dtype=np.int64) for page in (request.local_page, request.remote_page))
+            told = (request.local_page, request.remote_page, request.run_pages)
+            pages = [np.frombuffer(page, dtype=np.int64) for page in told if page is not None]
             copies = [FramedCopies(frame, *pages)]
         for one in copies:
             transfer = transport.post(request.peer, request.direction, one, notify)

@@ -118,7 +118,8 @@ class Ranks(abc.ABC):
         local, remote, length = (array.tobytes() for array in arrays)
         numbers = (frame.local_stride_bytes, frame.remote_stride_bytes, frame.local_count, frame.remote_count)
         pages = (copies.local_page.astype(np.int64).tobytes(), copies.remote_page.astype(np.int64).tobytes())
-        request = ask.PostFramed(f"rank{peer}", direction, local, remote, length, numbers, *pages)
+        runs = None if copies.run_pages is None else copies.run_pages.astype(np.int64).tobytes()
+        request = ask.PostFramed(f"rank{peer}", direction, local, remote, length, numbers, *pages, runs)
         return self._done(rank, peer, self.wait(rank, self.served(rank, request).job))
 
     def run_parts(

@@ -8,7 +8,7 @@ Refused, with a `TransportError`: frames that leave the address space, pages tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +38,11 @@ class Frame:
     local_count: int
     remote_count: int
 
+    page_bytes: int = field(init=False)
+    """Bytes of all entries of one page."""
+    is_dense: bool = field(init=False)
+    """Whether neighbouring pages of every entry touch, on both sides."""
+
     def __post_init__(self) -> None:
         numbers = (self.local_stride_bytes, self.remote_stride_bytes, self.local_count - 1, self.remote_count - 1)
         if min(numbers) < 0 or not len(self.length_bytes):
@@ -54,6 +59,12 @@ class Frame:
         ):
             if int(address.max()) + span > _ADDRESS_SPACE_BYTES:
                 raise TransportError(f"the {name} pages of a frame leave the 64-bit address space")
+        strides = self.local_stride_bytes, self.remote_stride_bytes
+        lengths = self.length_bytes
+        object.__setattr__(self, "page_bytes", int(np.add.reduce(lengths)))
+        object.__setattr__(
+            self, "is_dense", strides == (lengths[0], lengths[0]) and bool((lengths == lengths[0]).all())
+        )
 
     @staticmethod
     def of(
@@ -92,25 +103,38 @@ class Frame:
 class FramedCopies:
     """All entries of a frame for the pairs of pages `local_page[i]`, `remote_page[i]`, whole numbers of shape (n,).
 
+    `run_pages[i]`: how many neighbouring pages of both sides are one piece from there on; None for one each. Pages of which more
+    than one are a piece must lie without gaps.
+
     Raises:
-        TransportError: the arrays differ in length, or a page is not one of the frame's.
+        TransportError: the arrays differ in length, a page is not one of the frame's, or a run is empty or has gaps.
     """
 
     frame: Frame
     local_page: NDArray[np.int64]
     remote_page: NDArray[np.int64]
+    run_pages: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        if self.local_page.shape != self.remote_page.shape or self.local_page.ndim != 1:
-            raise TransportError(f"{self.local_page.shape} local pages for {self.remote_page.shape} remote ones")
+        runs = self.run_pages
+        if (
+            not self.local_page.shape == self.remote_page.shape == (self.local_page if runs is None else runs).shape
+            or self.local_page.ndim != 1
+        ):
+            also = "" if runs is None else f" in runs of {runs.shape}"
+            raise TransportError(f"{self.local_page.shape} local pages for {self.remote_page.shape} remote ones{also}")
         if not len(self.local_page):
             return
+        if runs is not None:
+            least, most = np.minimum.reduce(runs), np.maximum.reduce(runs)
+            if least < 1 or (most > 1 and not self.frame.is_dense):
+                raise TransportError(f"runs of {least} to {most} pages; a run has one, or more of pages without gaps")
         sides = (
             ("local", self.local_page, self.frame.local_count),
             ("remote", self.remote_page, self.frame.remote_count),
         )
         for name, page, count in sides:
-            low, high = np.minimum.reduce(page), np.maximum.reduce(page)
+            low, high = np.minimum.reduce(page), np.maximum.reduce(page if runs is None else page + (runs - 1))
             if low < 0 or high >= count:
                 raise TransportError(f"{name} pages from {low} to {high}, but the frame has [0, {count})")
 
@@ -120,7 +144,8 @@ class FramedCopies:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pieces together."""
-        return int(self.frame.length_bytes.sum(dtype=np.uint64)) * len(self.local_page)
+        num_pages = len(self.local_page) if self.run_pages is None else int(np.add.reduce(self.run_pages))
+        return self.frame.page_bytes * num_pages
 
     def flat(self) -> Copies:
         """The same pieces, one by one."""
@@ -130,5 +155,11 @@ class FramedCopies:
         return Copies(
             (frame.local_address[:, None] + local).reshape(-1),
             (frame.remote_address[:, None] + remote).reshape(-1),
-            np.repeat(frame.length_bytes, len(local)),
+            (frame.length_bytes[:, None] * self.runs()).reshape(-1),
         )
+
+    def runs(self) -> Addresses:
+        """Pages of each pair, shape (n,)."""
+        if self.run_pages is None:
+            return np.ones(len(self.local_page), dtype=np.uint64)
+        return self.run_pages.astype(np.uint64)

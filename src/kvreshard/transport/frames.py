@@ -6,6 +6,7 @@ from it by index. Measured per copy: 13 ns, against 20 to 25 ns for a listed one
 1. `place` looks up each entry's region on both sides, from its first page's first byte to its last page's last.
 2. `FrameCursor` hands out rectangles of entries and pages up to a cost, like `slices.SliceCursor`.
 3. A `FrameSlice` is a rectangle as indices: entry * pages of the pool + page.
+4. Runs of pages are few and as long as they are: those are listed (`PlacedFrame.listed`), without a look at the regions.
 
 Returned as None, to be posted one by one: frames whose entries lie on several devices, whose pieces must be cut, or that have
 more pieces than a 32-bit index can tell apart.
@@ -19,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.transport.base import Addresses
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
+from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PlacedCopies, cut
 
 MAX_INDEX = 1 << 31
 
@@ -87,8 +89,8 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedFrame:
-    """What every post of a frame needs of it: its place, each entry's first index per side, shape (entries, 1), and the cost of
-    one page of all entries before each.
+    """What every post of a frame needs of it: its place, each entry's first index per side, shape (entries, 1), the cost of
+    one page of all entries before each, and of how many pages a piece may be.
     """
 
     frame: Frame
@@ -96,6 +98,7 @@ class PlacedFrame:
     local_base: NDArray[np.int32]
     remote_base: NDArray[np.int32]
     cost_bytes: list[int]
+    max_run_pages: int
 
     @staticmethod
     def of(frame: Frame, place: FramePlace) -> PlacedFrame:
@@ -103,11 +106,38 @@ class PlacedFrame:
         entries = np.arange(len(frame.length_bytes), dtype=np.int32)[:, None]
         cost = np.add.accumulate(frame.length_bytes + np.uint64(DESCRIPTOR_COST_BYTES))
         bases = entries * np.int32(frame.local_count), entries * np.int32(frame.remote_count)
-        return PlacedFrame(frame, place, *bases, [0, *cost.tolist()])
+        longest = int(frame.length_bytes.max())
+        return PlacedFrame(frame, place, *bases, [0, *cost.tolist()], MAX_PIECE_BYTES // longest)
+
+    def listed(self, copies: FramedCopies) -> PlacedCopies:
+        """The same pieces as rows, runs cut so that none is above `MAX_PIECE_BYTES`."""
+        frame, runs = self.frame, copies.runs()
+        local, remote = (page.astype(np.uint64) for page in (copies.local_page, copies.remote_page))
+        if len(runs) and int(np.maximum.reduce(runs)) > self.max_run_pages:
+            owner, ahead, runs = cut(runs, self.max_run_pages)
+            local, remote = local[owner] + ahead, remote[owner] + ahead
+        lengths = frame.length_bytes[:, None] * runs
+        place, cost = self.place, np.zeros(lengths.size + 1, dtype=np.uint64)
+        np.add.accumulate(lengths.reshape(-1) + np.uint64(DESCRIPTOR_COST_BYTES), out=cost[1:])
+        return PlacedCopies(
+            _rows(frame.local_address, local * np.uint64(frame.local_stride_bytes), lengths, place.local_device),
+            _rows(frame.remote_address, remote * np.uint64(frame.remote_stride_bytes), lengths, place.remote_device),
+            place.local_kind,
+            place.remote_kind,
+            cost,
+        )
+
+
+def _rows(start: Addresses, page_bytes: Addresses, lengths: Addresses, device: int) -> NDArray[np.uint64]:
+    """NIXL's rows of pieces of `lengths`, shape (entries, pages), of pages that begin `page_bytes` behind page 0."""
+    rows = np.empty((*lengths.shape, 3), dtype=np.uint64)
+    rows[:, :, 0] = start[:, None] + page_bytes
+    rows[:, :, 1], rows[:, :, 2] = lengths, device
+    return rows.reshape(-1, 3)
 
 
 class FrameCursor:
-    """Hands out framed copies slice by slice. `placed`: their frame."""
+    """Hands out framed copies slice by slice, one page a pair. `placed`: their frame."""
 
     __slots__ = ("_entry", "_local", "_num_entries", "_page", "_placed", "_remote")
 

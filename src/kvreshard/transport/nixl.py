@@ -168,7 +168,10 @@ class NixlTransport:
                 frame = table, remote, None if found is None else PlacedFrame.of(copies.frame, found)
                 self._places[copies.frame] = frame
             if frame[2] is not None:
-                return FrameCursor(copies, frame[2])
+                if copies.run_pages is None:
+                    return FrameCursor(copies, frame[2])
+                listed = frame[2].listed(copies)
+                return PartCursor(listed, 0, len(listed.local))
             copies = copies.flat()
         if copies.whole is not None:
             whole = self._wholes.get(copies.whole)

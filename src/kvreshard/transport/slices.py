@@ -216,7 +216,7 @@ def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
     if not len(length):
         return []
     if int(np.maximum.reduce(length)) > MAX_PIECE_BYTES:
-        owner, offset, length = _cut(length)
+        owner, offset, length = cut(length, MAX_PIECE_BYTES)
         local, remote = (replace(one, address=one.address + offset) for one in (local.of(owner), remote.of(owner)))
     if isinstance(local.kind, int) and isinstance(remote.kind, int):
         return [_group(local, remote, length, 2 * local.kind + remote.kind)]
@@ -231,14 +231,14 @@ def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
     return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost)
 
 
-def _cut(length_bytes: Addresses) -> tuple[NDArray[np.intp], Addresses, Addresses]:
-    """Pieces of at most `MAX_PIECE_BYTES`: the row that each comes from, its offset in that row, its bytes."""
-    limit = np.uint64(MAX_PIECE_BYTES)
-    parts = ((length_bytes - np.uint64(1)) // limit + np.uint64(1)).astype(np.intp)
+def cut(sizes: Addresses, most: int) -> tuple[NDArray[np.intp], Addresses, Addresses]:
+    """Pieces of at most `most`: the row that each comes from, what of that row is before it, and its size."""
+    limit = np.uint64(most)
+    parts = ((sizes - np.uint64(1)) // limit + np.uint64(1)).astype(np.intp)
     owner = np.repeat(np.arange(len(parts)), parts)
     ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
-    offset = ordinal.astype(np.uint64) * limit
-    return owner, offset, np.minimum(length_bytes[owner] - offset, limit)
+    before = ordinal.astype(np.uint64) * limit
+    return owner, before, np.minimum(sizes[owner] - before, limit)
 
 
 class SliceBudget:

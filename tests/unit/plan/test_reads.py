@@ -6,7 +6,7 @@ import pytest
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import CopyList, PageCopies, bind, compile_route, stage
+from kvreshard.plan import CopyList, PageCopies, bind, compile_route, reads, stage, whole
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.reads import plan_reads
 
@@ -81,9 +81,40 @@ def test_neighbouring_pages_are_joined_instead_of_framed() -> None:
     src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
     pages = np.arange(1, 126)
     lists = plan_reads(compile_route(src, dst, 0), make_request(src, dst, pages, pages)).direct
-    assert all(isinstance(one, CopyList) for one in lists)
-    # One copy of all whole pages and one of the part of the last, per layer.
-    assert sum(one.num_copies for one in lists) <= 2 * 32
+    # One copy per layer, of K and V together.
+    assert sum(one.num_copies for one in lists) == 32
+    assert all(isinstance(one, CopyList) or one.run_pages is not None for one in lists)
+
+
+def test_neighbouring_pages_alone_are_runs_of_a_frame() -> None:
+    """Without parts of pages there is nothing to gather them with; their rows are those of `bind`."""
+    src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
+    route = compile_route(src, dst, 0)
+    src_pages = np.concatenate([np.arange(1, 41), np.arange(60, 101), [50, 110]])
+    dst_pages = np.concatenate([np.arange(101, 141), np.arange(1, 42), [200, 201]])
+    (src_group,), (dst_group,) = src.groups, dst.groups
+    num_tokens = len(src_pages) * 16
+    tables = {src_group.name: PageTable(src_pages, num_tokens)}, {dst_group.name: PageTable(dst_pages, num_tokens)}
+    request = Request(*tables, {dst_group.name: [(0, num_tokens)]}, {})
+    (found,) = plan_reads(route, request).direct
+    assert isinstance(found, PageCopies)
+    assert found.run_pages is not None
+    assert found.run_pages.tolist() == [40, 1, 41, 1]
+    flat = found.flat()
+    assert rows([flat]) == rows(list(bind(route, request)))
+    assert (found.num_copies, found.num_bytes) == (flat.num_copies, flat.num_bytes)
+
+
+def test_many_runs_are_several_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
+    route, request = compile_route(src, dst, 0), make_request(src, dst, scattered(), scattered())
+    monkeypatch.setattr(whole, "MAX_COPIES_PER_LIST", 1000)
+    monkeypatch.setattr(reads, "MAX_GATHERED", 0)
+    lists = plan_reads(route, request, min_framed=1 << 30).direct
+    assert len(lists) > 4
+    assert max(one.num_copies for one in lists) <= 1000
+    listed = [one.flat() if isinstance(one, PageCopies) else one for one in lists]
+    assert rows(listed) == rows(list(bind(route, request)))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -7,7 +7,7 @@ from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, FramePlace, PlacedFrame, place, strided_rows
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
+from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PartCursor
 
 PLACE = FramePlace("cpu", "cpu", 0, 0)
 
@@ -59,6 +59,67 @@ def test_flat_and_rows_say_the_same() -> None:
     rows = strided_rows(frame, PLACE, local=True)
     assert flat.local_address.tolist() == [int(row[0] + row[3] * page) for row in rows for page in (7, 3)]
     assert rows[:, 4].tolist() == [50] * 5
+
+
+def dense_frame(page_bytes: int = 4096) -> Frame:
+    start = np.array([0, 1 << 40, 5 << 40])
+    return Frame.of(start, start[::-1] + 8, [page_bytes] * 3, page_bytes, page_bytes, 1000, 900)
+
+
+def rows_of(cursor: PartCursor, budget_bytes: int) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    while not cursor.exhausted:
+        piece = cursor.take(budget_bytes)
+        assert piece.cost_bytes <= budget_bytes or len(piece) == 1
+        both = zip(piece.local.tolist(), piece.remote.tolist(), strict=True)
+        found += [(here[0], there[0], here[1], here[2], there[2]) for here, there in both if here[1] == there[1]]
+    return found
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 400_000, 1 << 40])
+def test_runs_are_listed_as_they_lie(budget_bytes: int) -> None:
+    frame, runs = dense_frame(), np.array([1, 30, 5])
+    copies = FramedCopies(frame, np.array([999, 20, 3]), np.array([0, 800, 895]), runs)
+    listed = PlacedFrame.of(frame, FramePlace("cpu", "cuda", 0, 3)).listed(copies)
+    assert (listed.local_kind, listed.remote_kind) == ("cpu", "cuda")
+    flat = copies.flat()
+    assert (len(copies), copies.num_bytes) == (9, 3 * 36 * 4096) == (len(flat), flat.num_bytes)
+    wanted = zip(
+        *(column.tolist() for column in (flat.local_address, flat.remote_address, flat.length_bytes)), strict=True
+    )
+    assert rows_of(PartCursor(listed, 0, len(listed.local)), budget_bytes) == [(*row, 0, 3) for row in wanted]
+
+
+def test_a_long_run_is_cut_at_pages() -> None:
+    """Of pages of 3 MiB, five are the most that a piece of 16 MiB has."""
+    frame = dense_frame(3 << 20)
+    copies = FramedCopies(frame, np.array([0, 100, 7]), np.array([50, 0, 30]), np.array([12, 5, 1]))
+    listed = PlacedFrame.of(frame, PLACE).listed(copies)
+    whole = [(0, 50, 5), (5, 55, 5), (10, 60, 2), (100, 0, 5), (7, 30, 1)]
+    wanted = [
+        (int(here) + (first << 20) * 3, int(there) + (second << 20) * 3, (count << 20) * 3, 0, 0)
+        for here, there in zip(frame.local_address, frame.remote_address, strict=True)
+        for first, second, count in whole
+    ]
+    assert rows_of(PartCursor(listed, 0, len(listed.local)), 1 << 50) == wanted
+
+
+def test_runs_that_a_frame_does_not_have_are_refused() -> None:
+    one, two = np.array([1]), np.array([2])
+    for runs in (np.array([0]), np.array([-1])):
+        with pytest.raises(TransportError, match="a run has one, or more of pages without gaps"):
+            FramedCopies(dense_frame(), one, one, runs)
+    with pytest.raises(TransportError, match="runs of 2 to 2 pages"):
+        FramedCopies(make_frame(), one, one, two)  # pages with gaps
+    for gap in ([4096, 8192], [8192, 4096]):
+        with pytest.raises(TransportError, match="runs of 2 to 2 pages"):
+            FramedCopies(Frame.of([0], [0], [4096], *gap, 9, 9), one, one, two)
+    with pytest.raises(TransportError, match=r"local pages from 999 to 1000, but the frame has \[0, 1000\)"):
+        FramedCopies(dense_frame(), np.array([999]), one, two)
+    with pytest.raises(TransportError, match=r"remote pages from 899 to 900, but the frame has \[0, 900\)"):
+        FramedCopies(dense_frame(), one, np.array([899]), two)
+    with pytest.raises(TransportError, match="in runs of"):
+        FramedCopies(dense_frame(), one, one, np.array([1, 1]))
 
 
 def tables(end: int = 1 << 40) -> tuple[RegionTable, RegionTable]:
