@@ -16,7 +16,7 @@ from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
 from kvreshard.plan.refine import Strip, refine
-from kvreshard.plan.slot import Slot, join_patterns, make_slot
+from kvreshard.plan.slot import Boxes, Slot, find_boxes, join_patterns, make_slot
 
 # Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
 MAX_KEPT_PATTERNS = 4096
@@ -113,17 +113,23 @@ class Lane:
         if found is None:
             if len(self._slots) >= MAX_KEPT_PATTERNS:
                 self._slots.clear()
-            found = make_slot(self.pattern(overlap), self._max_gap_bytes)
+            found = make_slot(self.pattern(overlap), self.boxes(overlap))
             self._slots[overlap] = found
         return found
+
+    def boxes(self, overlap: Overlap) -> Boxes:
+        """What staging would read of an overlap that is not empty: all that a choice between the ways needs."""
+        return find_boxes(self.pattern(overlap), self._max_gap_bytes)
 
     def joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
         """Pattern and slot of what one source span gives to several overlaps, none of them empty; None where each needs its own."""
         if overlaps not in self._joints:
             if len(self._joints) >= MAX_KEPT_JOINTS:
                 self._joints.clear()
-            pattern = join_patterns([self.pattern(overlap) for overlap in overlaps])
-            self._joints[overlaps] = None if pattern is None else (pattern, make_slot(pattern, self._max_gap_bytes))
+            pattern, joint = join_patterns([self.pattern(overlap) for overlap in overlaps]), None
+            if pattern is not None:
+                joint = pattern, make_slot(pattern, find_boxes(pattern, self._max_gap_bytes))
+            self._joints[overlaps] = joint
         return self._joints[overlaps]
 
     @property

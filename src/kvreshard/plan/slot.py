@@ -81,9 +81,8 @@ class Slot:
     form: object
 
 
-def make_slot(pattern: Pattern, max_gap_bytes: int) -> Slot:
-    """The slot of one overlap, which must not be empty."""
-    boxes = find_boxes(pattern, max_gap_bytes)
+def make_slot(pattern: Pattern, boxes: Boxes) -> Slot:
+    """The slot of one overlap, which must not be empty, and whose boxes are found."""
     pages = np.unique(pattern.dst_pages)
     shift_bytes = int(pattern.dst_offsets.min())
     found: list[Step] = []

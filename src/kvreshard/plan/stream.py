@@ -17,6 +17,7 @@ from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.copies import PageFrame
 from kvreshard.plan.lane import Lane, Span
+from kvreshard.plan.slot import Boxes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,19 +74,21 @@ class Stream:
     @cached_property
     def sheaves(self) -> tuple[Sheaf, ...]:
         """All lanes that move something of a whole page, together where one frame can say what."""
-        together: dict[tuple[bool, bool, object], list[Lane]] = {}
+        together: dict[tuple[bool, bool, object], list[tuple[Lane, Boxes]]] = {}
         for number, lane in enumerate(self.lanes):
             pattern = lane.pattern((0, 0, self.src_span.indices))
             if not len(pattern.lengths):
                 continue
             strides = lane.src_page_stride_bytes, lane.dst_page_stride_bytes
-            boxes = lane.slot((0, 0, self.src_span.indices)).boxes
+            boxes = lane.boxes((0, 0, self.src_span.indices))
             joins = len(pattern.lengths) == 1 and strides == (pattern.lengths[0], pattern.lengths[0])
             joins_boxes = len(boxes.lengths) == 1 and boxes.slot_bytes == strides[0]
             # Where boxes are fewer than runs, staging may pay for this lane and not for the next.
             alike = -1 if len(boxes.lengths) == len(pattern.lengths) else number
-            together.setdefault((joins, joins_boxes, (lane.src_rank, *strides, alike, _way(lane))), []).append(lane)
-        return tuple(_sheaf(lanes, joins, boxes, self.frames) for (joins, boxes, _), lanes in together.items())
+            together.setdefault((joins, joins_boxes, (lane.src_rank, *strides, alike, _way(lane))), []).append(
+                (lane, boxes)
+            )
+        return tuple(_sheaf(found, joins, joined, self.frames) for (joins, joined, _), found in together.items())
 
 
 def make_streams(lanes: Iterable[Lane]) -> tuple[Stream, ...]:
@@ -123,7 +126,8 @@ def _sides(lane: Lane) -> tuple[Side, Side] | None:
     )
 
 
-def _sheaf(lanes: list[Lane], joins: bool, joins_boxes: bool, frames: dict[object, PageFrame]) -> Sheaf:
+def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, frames: dict[object, PageFrame]) -> Sheaf:
+    lanes, boxes = tuple(lane for lane, _ in found), [boxes for _, boxes in found]
     first = lanes[0]
     whole = (0, 0, first.src_span.indices)
     patterns = [lane.pattern(whole) for lane in lanes]
@@ -141,10 +145,9 @@ def _sheaf(lanes: list[Lane], joins: bool, joins_boxes: bool, frames: dict[objec
         *(column.tobytes() for column in (src_start, dst_start, length)),
     )
     frame = frames.setdefault(key, PageFrame(src_start, dst_start, length, *strides, *counts))
-    boxes = [lane.slot(whole).boxes for lane in lanes]
     slots = [len(p.bases.src) for p in patterns]
     return Sheaf(
-        tuple(lanes),
+        lanes,
         frame,
         joins,
         len(length),

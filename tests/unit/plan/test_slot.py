@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvreshard.plan.pattern import Bases, Pattern
-from kvreshard.plan.slot import Slot, make_slot
+from kvreshard.plan.slot import Slot, find_boxes, make_slot
 
 
 def slot(
@@ -17,7 +17,7 @@ def slot(
     addresses, zeros = np.array(bases, dtype=np.int64), np.zeros(2, dtype=np.int64)
     offsets = np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64)
     pattern = Pattern(Bases(addresses, addresses + 7, zeros), (), *offsets, np.full(2, length), zeros, zeros)
-    return make_slot(pattern, 0)
+    return make_slot(pattern, find_boxes(pattern, 0))
 
 
 def test_slots_that_go_elsewhere_in_their_page_are_of_one_form() -> None:
