@@ -179,7 +179,9 @@ MUTANTS = [
         "continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)",
         "continues = steps == 1",
     ),
-    Mutant("joined pages are one page long", "plan/whole.py", "None] * times).reshape", "None] + 0 * times).reshape"),
+    Mutant("joined pages are one page long", "plan/whole.py", "starts[1:] - starts[:-1]", "1"),
+    Mutant("the last run is one page long", "plan/whole.py", "len(self.src_page) - starts[-1]", "1"),
+    Mutant("a run's bytes are those of one page", "plan/copies.py", "int(self.run_pages.sum())", "len(self.src_page)"),
     Mutant("pages are joined that do not touch", "plan/whole.py", "joins = sheaf.joins and pages", "joins = pages"),
     Mutant(
         "a table begins at page 0",

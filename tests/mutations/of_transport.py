@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "a part takes the budget, whatever it costs",
         "transport/slices.py",
-        "if int(placed.cost_bytes[last]) - before > budget_bytes:",
+        "if int(cost[stop]) - before > budget_bytes:",
         "if False:",
     ),
     Mutant(
@@ -47,6 +47,34 @@ MUTANTS = [
     ),
     Mutant(
         "a frame's last page is not looked at", "transport/frames.py", "np.uint64((count - 1) * stride)", "np.uint64(0)"
+    ),
+    Mutant("the end of a run is not looked at", "transport/framed.py", "else page + (runs - 1))", "else page)"),
+    Mutant(
+        "runs of pages with gaps are let in", "transport/framed.py", "(most > 1 and not self.frame.is_dense)", "False"
+    ),
+    Mutant(
+        "a run is one page long",
+        "transport/frames.py",
+        "lengths = frame.length_bytes[:, None] * runs",
+        "lengths = frame.length_bytes[:, None] * np.ones_like(runs)",
+    ),
+    Mutant(
+        "every part of a cut run begins with its first page",
+        "transport/frames.py",
+        "remote[owner] + ahead",
+        "remote[owner]",
+    ),
+    Mutant(
+        "the remote pages of a run are the local ones",
+        "transport/frames.py",
+        "_rows(frame.remote_address, remote * ",
+        "_rows(frame.remote_address, local * ",
+    ),
+    Mutant(
+        "what was found for other regions is used again",
+        "transport/placed.py",
+        "if known is None or known[0] is not local or known[1] is not remote:",
+        "if known is None:",
     ),
     Mutant("pages behind a frame are let in", "transport/framed.py", "or high >= count:", "or False:"),
     Mutant(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvreshard.transport.base import Addresses
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PlacedCopies, cut
+from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PlacedCopies, cost_before, cut
 
 MAX_INDEX = 1 << 31
 
@@ -117,14 +117,13 @@ class PlacedFrame:
             owner, ahead, runs = cut(runs, self.max_run_pages)
             local, remote = local[owner] + ahead, remote[owner] + ahead
         lengths = frame.length_bytes[:, None] * runs
-        place, cost = self.place, np.zeros(lengths.size + 1, dtype=np.uint64)
-        np.add.accumulate(lengths.reshape(-1) + np.uint64(DESCRIPTOR_COST_BYTES), out=cost[1:])
+        place = self.place
         return PlacedCopies(
             _rows(frame.local_address, local * np.uint64(frame.local_stride_bytes), lengths, place.local_device),
             _rows(frame.remote_address, remote * np.uint64(frame.remote_stride_bytes), lengths, place.remote_device),
             place.local_kind,
             place.remote_kind,
-            cost,
+            cost_before(lengths.reshape(-1)),
         )
 
 
@@ -134,6 +133,12 @@ def _rows(start: Addresses, page_bytes: Addresses, lengths: Addresses, device: i
     rows[:, :, 0] = start[:, None] + page_bytes
     rows[:, :, 1], rows[:, :, 2] = lengths, device
     return rows.reshape(-1, 3)
+
+
+def place_frame(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: str) -> PlacedFrame | None:
+    """`place`, and what follows from it."""
+    found = place(frame, local, remote, remote_side)
+    return None if found is None else PlacedFrame.of(frame, found)
 
 
 class FrameCursor:

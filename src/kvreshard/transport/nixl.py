@@ -33,7 +33,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from weakref import WeakKeyDictionary
 
 from kvreshard.transport.base import (
     Copies,
@@ -45,9 +44,10 @@ from kvreshard.transport.base import (
     check_payload,
 )
 from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import FrameCursor, PlacedFrame, place
+from kvreshard.transport.frames import FrameCursor, PlacedFrame, place_frame
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Cursor, Job, Owner
+from kvreshard.transport.placed import Placed
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.slices import PartCursor, PlacedCopies, SliceCursor
@@ -84,14 +84,8 @@ class NixlTransport:
         self._closed = False
         self._table = RegionTable()
         self._peers: dict[str, tuple[str, RegionTable]] = {}
-        # Where each frame lies, as long as the regions of both sides are the ones it was checked against.
-        self._places: WeakKeyDictionary[Frame, tuple[RegionTable, RegionTable, PlacedFrame | None]] = (
-            WeakKeyDictionary()
-        )
-        # The same of copies that are posted part by part.
-        self._wholes: WeakKeyDictionary[Copies, tuple[RegionTable, RegionTable, PlacedCopies | None]] = (
-            WeakKeyDictionary()
-        )
+        self._frames: Placed[Frame, PlacedFrame] = Placed(place_frame)
+        self._wholes: Placed[Copies, PlacedCopies] = Placed(PlacedCopies.of)
         self._owner = Owner(
             own_name,
             lambda: NixlAgent(own_name, options),
@@ -162,24 +156,17 @@ class NixlTransport:
     def _cursor(self, copies: Copies | FramedCopies, remote: RegionTable, side: str) -> Cursor:
         table = self._open_table()
         if isinstance(copies, FramedCopies):
-            frame = self._places.get(copies.frame)
-            if frame is None or frame[0] is not table or frame[1] is not remote:
-                found = place(copies.frame, table, remote, side)
-                frame = table, remote, None if found is None else PlacedFrame.of(copies.frame, found)
-                self._places[copies.frame] = frame
-            if frame[2] is not None:
-                if copies.run_pages is None:
-                    return FrameCursor(copies, frame[2])
-                listed = frame[2].listed(copies)
+            frame = self._frames.get(copies.frame, table, remote, side)
+            if frame is not None and copies.run_pages is None:
+                return FrameCursor(copies, frame)
+            if frame is not None:
+                listed = frame.listed(copies)
                 return PartCursor(listed, 0, len(listed.local))
             copies = copies.flat()
         if copies.whole is not None:
-            whole = self._wholes.get(copies.whole)
-            if whole is None or whole[0] is not table or whole[1] is not remote:
-                whole = table, remote, PlacedCopies.of(copies.whole, table, remote, side)
-                self._wholes[copies.whole] = whole
-            if whole[2] is not None:
-                return PartCursor(whole[2], copies.first, len(copies))
+            whole = self._wholes.get(copies.whole, table, remote, side)
+            if whole is not None:
+                return PartCursor(whole, copies.first, len(copies))
         return SliceCursor(copies, table, remote, side)
 
     def cancel(self, transfer: Transfer) -> None:

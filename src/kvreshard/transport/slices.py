@@ -75,7 +75,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Pieces of one memory kind a side, and the cost of all up to each one."""
+    """Pieces of one memory kind a side, and the cost of all before each, shape (n + 1,)."""
 
     local: _Side
     remote: _Side
@@ -119,10 +119,9 @@ class SliceCursor:
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         group, first = self._groups[0], self._row
-        before = int(group.cost[first - 1]) if first else 0
-        last = max(first + 1, int(group.cost.searchsorted(np.uint64(before + budget_bytes), side="right")))
-        cost_bytes = int(group.cost[last - 1]) - before
-        if last == len(group.cost):
+        num_pieces = len(group.length_bytes)
+        last, cost_bytes = _reach(group.cost, first, num_pieces, budget_bytes)
+        if last == num_pieces:
             self._groups = self._groups[1:]
             self._row = 0
         else:
@@ -161,7 +160,7 @@ class PlacedCopies:
         if len(groups) != 1 or groups[0].length_bytes is not length:
             return None
         ours, theirs = (side.rows(0, len(length), length) for side in sides)
-        return PlacedCopies(ours, theirs, *groups[0].kinds, np.concatenate([_NO_COST, groups[0].cost]))
+        return PlacedCopies(ours, theirs, *groups[0].kinds, groups[0].cost)
 
 
 class PartCursor:
@@ -184,19 +183,27 @@ class PartCursor:
 
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
-        placed, first, last = self._placed, self._row, self._stop
-        before = int(placed.cost_bytes[first])
-        if int(placed.cost_bytes[last]) - before > budget_bytes:
-            reached = int(placed.cost_bytes.searchsorted(np.uint64(before + budget_bytes), side="right")) - 1
-            last = max(first + 1, reached)
+        placed, first = self._placed, self._row
+        last, cost_bytes = _reach(placed.cost_bytes, first, self._stop, budget_bytes)
         self._row = last
-        cost_bytes = int(placed.cost_bytes[last]) - before
         return Slice(
             placed.local[first:last], placed.remote[first:last], placed.local_kind, placed.remote_kind, cost_bytes
         )
 
 
-_NO_COST = np.zeros(1, dtype=np.uint64)
+def cost_before(length_bytes: Addresses) -> NDArray[np.uint64]:
+    """What all pieces before each cost, and all of them: shape (n + 1,)."""
+    cost = np.zeros(len(length_bytes) + 1, dtype=np.uint64)
+    np.add.accumulate(length_bytes + np.uint64(DESCRIPTOR_COST_BYTES), out=cost[1:])
+    return cost
+
+
+def _reach(cost: NDArray[np.uint64], first: int, stop: int, budget_bytes: int) -> tuple[int, int]:
+    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one; and what they cost."""
+    before = int(cost[first])
+    if int(cost[stop]) - before > budget_bytes:
+        stop = max(first + 1, int(cost.searchsorted(np.uint64(before + budget_bytes), side="right")) - 1)
+    return stop, int(cost[stop]) - before
 
 
 def _side(name: str, table: RegionTable, address: Addresses, length_bytes: Addresses) -> _Side:
@@ -227,8 +234,7 @@ def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
 
 def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
     names = ("cpu", "cuda")
-    cost = np.add.accumulate(length + np.uint64(DESCRIPTOR_COST_BYTES))
-    return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost)
+    return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost_before(length))
 
 
 def cut(sizes: Addresses, most: int) -> tuple[NDArray[np.intp], Addresses, Addresses]:

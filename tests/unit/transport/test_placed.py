@@ -1,0 +1,66 @@
+"""Is what was found of some copies used again, and only for the regions that it was found for?"""
+
+import gc
+
+import numpy as np
+import pytest
+
+from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.framed import Frame
+from kvreshard.transport.frames import FramePlace, PlacedFrame, place_frame
+from kvreshard.transport.placed import Placed
+from kvreshard.transport.regions import RegionTable
+
+
+def make_frame() -> Frame:
+    return Frame.of(np.array([4096, 8192]), np.array([0, 4096]), [64, 64], 128, 64, 10, 10)
+
+
+def table(end: int = 1 << 20, device: str = "cpu") -> RegionTable:
+    return RegionTable([MemoryRegion(0, end, device)])
+
+
+def test_what_was_found_is_used_again_for_the_same_regions_only() -> None:
+    asked: list[tuple[RegionTable, RegionTable]] = []
+
+    def find(frame: Frame, local: RegionTable, remote: RegionTable, side: str) -> PlacedFrame | None:
+        asked.append((local, remote))
+        return place_frame(frame, local, remote, side)
+
+    placed, frame, local, remote = Placed(find), make_frame(), table(), table()
+    first = placed.get(frame, local, remote, "remote")
+    assert first is not None
+    assert placed.get(frame, local, remote, "remote") is first
+    assert len(asked) == 1
+    on_a_gpu = table(device="cuda:1")
+    for pair, wanted in (((on_a_gpu, remote), ("cuda", "cpu")), ((on_a_gpu, on_a_gpu), ("cuda", "cuda"))):
+        found = placed.get(frame, *pair, "remote")
+        assert found is not None
+        assert found.place == FramePlace(*wanted, int(wanted[0] == "cuda"), int(wanted[1] == "cuda"))
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_memory_that_was_given_back_is_refused(is_local: bool) -> None:
+    placed, frame, whole = Placed(place_frame), make_frame(), table()
+    assert placed.get(frame, whole, whole, "remote") is not None
+    less = table(end=4097)
+    with pytest.raises(
+        TransportError, match=f"{'local' if is_local else 'remote'} .* is not inside one registered region"
+    ):
+        placed.get(frame, *((less, whole) if is_local else (whole, less)), "remote")
+    assert placed.get(frame, whole, whole, "remote") is not None
+
+
+def test_none_is_found_once_and_nothing_outlives_its_key() -> None:
+    asked = []
+
+    def find(frame: Frame, local: RegionTable, remote: RegionTable, side: str) -> None:
+        asked.append(side)
+
+    placed, frame, regions = Placed[Frame, PlacedFrame](find), make_frame(), table()
+    assert placed.get(frame, regions, regions, "remote") is placed.get(frame, regions, regions, "remote") is None
+    assert asked == ["remote"]
+    del frame
+    gc.collect()
+    assert not placed._found
