@@ -35,13 +35,18 @@ from kvreshard.transport.nixl_agent import NixlOptions, load_nixl
 from kvreshard.transport.regions import decode_metadata
 
 STAGING_BYTES = 64 << 20
+# vLLM 0.32.0, nixl/base_worker.py: what its agents have unless told otherwise.
+INTREE_THREADS = 4
 # So many copies are compared one by one, more of them by index.
 MAX_SLICED = 4096
 ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
 
 
 class Arena:
-    """One destination rank, and the source ranks that it reads from. Use as a context."""
+    """One destination rank, and the source ranks that it reads from. Use as a context.
+
+    `plain` is an agent as the in-tree connector makes one, but without a progress thread; `raw` one with the threads of ours.
+    """
 
     def __init__(self, src: EngineLayout, dst: EngineLayout, dst_rank: int, src_ranks: Sequence[int]) -> None:
         for key, value in ENVIRONMENT.items():
@@ -65,10 +70,13 @@ class Arena:
             [MemoryRegion(self.address, dst_bytes), MemoryRegion(self.address + dst_bytes, STAGING_BYTES)]
         )
         api = load_nixl()
-        self.plain: Any = api.nixl_agent(
-            f"plain-{os.getpid()}-{id(self):x}", api.nixl_agent_config(enable_prog_thread=False)
-        )
-        self.plain.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
+        config = api.nixl_agent_config(enable_prog_thread=False, num_threads=INTREE_THREADS)
+        self.plain: Any = api.nixl_agent(f"plain-{os.getpid()}-{id(self):x}", config)
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self.raw: Any = api.nixl_agent(f"raw-{os.getpid()}-{id(self):x}", config)
+        self.raw.create_backend("UCX", NixlOptions().params)
+        for agent in (self.plain, self.raw):
+            agent.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
         self.metadata = {
             rank: self.sources.served(number, ask.Metadata()).data for number, rank in enumerate(src_ranks)
         }
@@ -81,7 +89,7 @@ class Arena:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._close.close()
-        self.plain = None
+        self.plain = self.raw = None
 
     def _relocated(self, layout: EngineLayout, real: dict[int, int]) -> EngineLayout:
         """Ranks that do not take part keep made-up addresses."""
@@ -109,9 +117,9 @@ class Arena:
         buffer = Staging(self.staging_address, STAGING_BYTES) if staging else None
         return Mover(self.transport, HostMemory(), names, buffer)
 
-    def plain_peer(self, rank: int) -> str:
-        """Make a source known to the plain agent; its name there."""
-        name = self.plain.add_remote_agent(self.native[rank])
+    def raw_peer(self, rank: int) -> str:
+        """Make a source known to the raw agent; its name there."""
+        name = self.raw.add_remote_agent(self.native[rank])
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def fill(self, request: Request, seed: int = 0) -> None:

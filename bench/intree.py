@@ -8,7 +8,8 @@ Its class `NixlPullConnectorWorker` is imported unmodified and made without `__i
 2. `meet`: its own `add_remote_agent`, once per source rank: mapping, splits, descriptors of both sides.
 3. `read`: its own `_read_blocks_for_req`; with `post=False` everything up to, not including, `transfer`.
 
-Its agent has no progress thread here, which favours it: on few cores a spinning thread takes the core that is measured.
+Its agent has the four threads that vLLM gives it and no progress thread, which favours it: on few cores a thread that spins takes the
+core that is measured.
 Needs vLLM (`.venv-vllm`); `available()` says why not.
 """
 

@@ -8,6 +8,7 @@
 | HND -> NHD and page 16 <-> 64, which in-tree refuses | the same bytes without the change of layout |
 | fresh tables, equal TP | raw NIXL, one descriptor per region; and a plain copy of one core, as the limit |
 
+The in-tree connector has four threads of NIXL's, as vLLM 0.32 gives it; raw NIXL has those of ours.
 `limit`: their time over that of raw NIXL for as many bytes in pieces of 1 MiB. Wall time of one destination rank, from the block tables to the last byte; bytes are compared with their sources.
 """
 
@@ -122,7 +123,7 @@ def _beside_intree(case: Case, full: bool) -> Result:
 def _raw_s(arena: Arena, route: Route, wanted: Request) -> float:
     """Seconds that raw NIXL takes for as many bytes from the same ranks in pieces of 1 MiB, wherever they lie: the best of five.
 
-    Nothing on one thread of this transport is faster, whatever is planned.
+    With the same threads; nothing on this transport is faster, whatever is planned.
     """
     num_bytes = sum(copies.num_bytes for copies in bind(route, wanted))
     each = min(num_bytes // len(route.src_ranks), arena.dst_bytes, arena.src_bytes) >> 20 << 20
@@ -131,19 +132,19 @@ def _raw_s(arena: Arena, route: Route, wanted: Request) -> float:
     for rank in route.src_ranks:
         rows = [np.stack([base + offsets, np.full_like(offsets, 1 << 20), 0 * offsets], axis=1)
                 for base in (np.uint64(arena.address), np.uint64(arena.src_address(rank)))]  # fmt: skip
-        descs = [arena.plain.get_xfer_descs(one, "DRAM") for one in rows]
-        handles.append(arena.plain.initialize_xfer("READ", *descs, arena.plain_peer(rank)))
+        descs = [arena.raw.get_xfer_descs(one, "DRAM") for one in rows]
+        handles.append(arena.raw.initialize_xfer("READ", *descs, arena.raw_peer(rank)))
     spent = []
     for _ in range(5):
         started_s = time.perf_counter()
         for handle in handles:
-            arena.plain.transfer(handle)
+            arena.raw.transfer(handle)
         for handle in handles:
-            while arena.plain.check_xfer_state(handle) != "DONE":
+            while arena.raw.check_xfer_state(handle) != "DONE":
                 pass
         spent.append(time.perf_counter() - started_s)
     for handle in handles:
-        arena.plain.release_xfer_handle(handle)
+        arena.raw.release_xfer_handle(handle)
     return min(spent) * num_bytes / (each * len(route.src_ranks))
 
 
@@ -220,18 +221,18 @@ def _raw(full: bool) -> Iterator[Result]:
         route, mover = compile_route(arena.src, arena.dst, 0), arena.mover()
         wanted = request(arena.src, arena.dst, num_tokens, "fresh")
         arena.fill(wanted)
-        peer = arena.plain_peer(0)
+        peer = arena.raw_peer(0)
         (group,) = arena.src.groups
         pages = wanted.src_tables[group.name].pages
         local, remote = _one_per_region(arena, int(pages[0]), len(pages))
 
         def raw() -> None:
-            descs = [arena.plain.get_xfer_descs(rows, "DRAM") for rows in (local, remote)]
-            handle = arena.plain.initialize_xfer("READ", *descs, peer)
-            arena.plain.transfer(handle)
-            while arena.plain.check_xfer_state(handle) != "DONE":
+            descs = [arena.raw.get_xfer_descs(rows, "DRAM") for rows in (local, remote)]
+            handle = arena.raw.initialize_xfer("READ", *descs, peer)
+            arena.raw.transfer(handle)
+            while arena.raw.check_xfer_state(handle) != "DONE":
                 pass
-            arena.plain.release_xfer_handle(handle)
+            arena.raw.release_xfer_handle(handle)
 
         def ours() -> None:
             pull(mover, route, wanted, arena.dst)

@@ -24,6 +24,9 @@ from kvreshard.transport.slices import Slice
 # A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.
 MAX_PREPARED = 256
 
+# NIXL's own bound is 1024; fewer pieces than this are posted before a thread has woken up (docs/design/0020).
+SPLIT_PIECES = 64
+
 REMEDY = "NIXL_LOG_LEVEL=DEBUG tells more"
 
 _SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}
@@ -38,14 +41,25 @@ class NixlOptions:
         backend_params: the plugin's parameters. For UCX, `engine_config` takes "NET_DEVICES=lo,LOG_LEVEL=error": UCX
             settings without their prefix, for this agent only; the environment wins over it, and a value cannot hold a
             comma.
+        num_threads: of the UCX backend, for slices of at least `SPLIT_PIECES` pieces, which they share; they rest between transfers. 0:
+            the owner posts everything by itself. One more than two is worth it only where cores idle, and takes doorbells of a NIC.
         progress_thread: NIXL's own polling thread; spins a core.
         pace: how the owner thread spends its time.
     """
 
     backend: str = "UCX"
     backend_params: Mapping[str, str] = field(default_factory=dict)
+    num_threads: int = 2
     progress_thread: bool = False
     pace: Pace = field(default_factory=Pace)
+
+    @property
+    def params(self) -> dict[str, str]:
+        """The parameters that the backend is made with."""
+        if self.backend != "UCX" or not self.num_threads:
+            return dict(self.backend_params)
+        pool = {"num_threads": str(self.num_threads), "split_batch_size": str(SPLIT_PIECES)}
+        return {**pool, **self.backend_params}
 
 
 def load_nixl() -> Any:
@@ -101,10 +115,10 @@ class NixlAgent:
             raise TransportError(f"NIXL has no plugin {options.backend!r}; it has: {', '.join(sorted(plugins))}")
         surroundings = [f"{key}={os.environ.get(key)!r}" for key in ("UCX_TLS", "UCX_NET_DEVICES")]
         with _told_as(
-            f"could not start backend {options.backend} with {dict(options.backend_params)}",
+            f"could not start backend {options.backend} with {options.params}",
             f"check {' and '.join(surroundings)}: among them must be a network transport",
         ):
-            self._agent.create_backend(options.backend, dict(options.backend_params))
+            self._agent.create_backend(options.backend, options.params)
         self._registered: dict[MemoryRegion, Any] = {}
         self._peers: set[str] = set()
         # Held here, not by the frames: a list must be given back on this thread.

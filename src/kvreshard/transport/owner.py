@@ -4,7 +4,7 @@ One thread, from birth to death, because an agent is not safe to share. Everybod
 Each turn of its loop:
 
 1. do what was handed in (register, add a peer, send a notification, a new job);
-2. post one slice of one job, the jobs in turn, as long as its peer's window is open; a post blocks for some 20 ms, so
+2. post one slice of one job, the jobs in turn, as long as its peer's window is open; a post blocks for some 20 ms at most, so
    everything else waits no longer;
 3. ask for the slices in flight; collect the notifications that arrived;
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.

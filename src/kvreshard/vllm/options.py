@@ -33,7 +33,6 @@ OF_NIXL_CONNECTOR = frozenset(
         "enforce_handshake_compat",
         "engine_ttl",
         "kv_recompute_threshold",
-        "num_threads",
         "push_registration_timeout",
     }
 )
@@ -61,7 +60,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         flight_recorder_dir: where failed loads leave a record; none are left without.
         flight_recorder_files: how many records are kept there, of all ranks.
         cost_model: a file of `kvreshard bench --calibrate`, whose constants for this host are used if it has any.
-        backend: NIXL's plugin. backend_params: its parameters.
+        backend: NIXL's plugin. backend_params: its parameters. num_threads: of the UCX backend, as of NixlConnector, whose default is 4.
         shadow_report_file: of ShadowConnector: a file that gets one JSON line per request and rank; None: the log only.
     """
 
@@ -85,6 +84,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_model: str | None = None
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
+    num_threads: int = NixlOptions().num_threads
     shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,8 +92,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.staging_bytes < 0 or self.retry_s < 0:
-            raise ValueError("staging_bytes and retry_s must not be negative")
+        if self.staging_bytes < 0 or self.retry_s < 0 or self.num_threads < 0:
+            raise ValueError("staging_bytes, retry_s and num_threads must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
         if not 0.0 <= self.digest_share <= 1.0:
@@ -127,7 +127,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def nixl(self) -> NixlOptions:
         """What the transport needs of them."""
         pace = Pace(max_in_flight_bytes=self.max_in_flight_bytes)
-        return NixlOptions(backend=self.backend, backend_params=self.backend_params, pace=pace)
+        return NixlOptions(
+            backend=self.backend, backend_params=self.backend_params, num_threads=self.num_threads, pace=pace
+        )
 
     @property
     def cost(self) -> CostModel:

@@ -9,6 +9,7 @@ import pytest
 from kvreshard.model import KvReshardError
 from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
+from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.transport.pace import Pace
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.slots import Slots
@@ -41,6 +42,7 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),
         ({"max_in_flight_bytes": 0}, "max_in_flight_bytes is 0; it must be positive"),
         ({"staging_bytes": -1}, "must not be negative"),
+        ({"num_threads": -1}, "must not be negative"),
         ({"allow_mismatch": "model"}, "allow_mismatch"),
         ({"curve_public_keys_dir": "keys"}, "curve_public_keys_dir without curve_secret_key_file"),
     ],
@@ -67,6 +69,14 @@ def test_options_of_the_other_connector_are_ignored_and_named(caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         assert read_options({"backends": ["UCX"], "kv_lease_duration": 60}).kv_lease_duration == 60
     assert "does not use these options of NixlConnector: backends" in caplog.text
+
+
+def test_the_threads_of_the_other_connector_are_used_as_they_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert read_options({"num_threads": 4}).nixl.params["num_threads"] == "4"
+    assert not caplog.text
+    assert read_options({"num_threads": 0}).nixl.params == {}
+    assert read_options({}).nixl == NixlOptions()
 
 
 @pytest.mark.parametrize("version", [*TESTED, f"{TESTED[0]}+cpu"])
