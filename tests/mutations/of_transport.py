@@ -50,7 +50,10 @@ MUTANTS = [
     ),
     Mutant("the end of a run is not looked at", "transport/framed.py", "else page + (runs - 1))", "else page)"),
     Mutant(
-        "runs of pages with gaps are let in", "transport/framed.py", "(most > 1 and not self.frame.is_dense)", "False"
+        "runs of pages with gaps are let in",
+        "transport/framed.py",
+        "(self.frame.local_count if self.frame.is_dense else 1)",
+        "self.frame.local_count",
     ),
     Mutant(
         "a run is one page long",

@@ -127,8 +127,11 @@ class FramedCopies:
             return
         if runs is not None:
             least, most = np.minimum.reduce(runs), np.maximum.reduce(runs)
-            if least < 1 or (most > 1 and not self.frame.is_dense):
-                raise TransportError(f"runs of {least} to {most} pages; a run has one, or more of pages without gaps")
+            if least < 1 or most > (self.frame.local_count if self.frame.is_dense else 1):
+                raise TransportError(
+                    f"runs of {least} to {most} pages, of a frame of {self.frame.local_count}; a run has one page, or more that lie "
+                    "without gaps"
+                )
         sides = (
             ("local", self.local_page, self.frame.local_count),
             ("remote", self.remote_page, self.frame.remote_count),

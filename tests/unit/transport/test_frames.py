@@ -107,8 +107,10 @@ def test_a_long_run_is_cut_at_pages() -> None:
 def test_runs_that_a_frame_does_not_have_are_refused() -> None:
     one, two = np.array([1]), np.array([2])
     for runs in (np.array([0]), np.array([-1])):
-        with pytest.raises(TransportError, match="a run has one, or more of pages without gaps"):
+        with pytest.raises(TransportError, match="a run has one page, or more that lie without gaps"):
             FramedCopies(dense_frame(), one, one, runs)
+    with pytest.raises(TransportError, match="of a frame of 1000"):
+        FramedCopies(dense_frame(), one, one, np.array([2**63 - 1]))  # with its page it would wrap around
     with pytest.raises(TransportError, match="runs of 2 to 2 pages"):
         FramedCopies(make_frame(), one, one, two)  # pages with gaps
     for gap in ([4096, 8192], [8192, 4096]):
