@@ -34,6 +34,8 @@ from kvreshard.model.tables import PageTable
 
 ENGINE = "prefill"
 KERNEL_TOKENS = 16
+# Whoever asks without a rest takes a core from NIXL's threads, which do the work.
+POLL_S = 0.0001
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 
@@ -229,6 +231,7 @@ class InTree:
             while (state := self.agent.check_xfer_state(handle)) != "DONE":
                 if state == "ERR" or time.monotonic() > deadline_s:
                     raise RuntimeError(f"in-tree transfer: {state}")
+                time.sleep(POLL_S)
         self.release(handles)
 
     def release(self, handles: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.arena import Arena
 from bench.compare import compare
-from bench.intree import InTree, Pair, available, tables_of
+from bench.intree import POLL_S, InTree, Pair, available, tables_of
 from bench.results import Result, compared, skipped
 from bench.shapes import Shape, pool_for, request
 from kvreshard.model.tables import Request
@@ -141,7 +141,7 @@ def _raw_s(arena: Arena, route: Route, wanted: Request) -> float:
             arena.raw.transfer(handle)
         for handle in handles:
             while arena.raw.check_xfer_state(handle) != "DONE":
-                pass
+                time.sleep(POLL_S)
         spent.append(time.perf_counter() - started_s)
     for handle in handles:
         arena.raw.release_xfer_handle(handle)
@@ -231,7 +231,7 @@ def _raw(full: bool) -> Iterator[Result]:
             handle = arena.raw.initialize_xfer("READ", *descs, peer)
             arena.raw.transfer(handle)
             while arena.raw.check_xfer_state(handle) != "DONE":
-                pass
+                time.sleep(POLL_S)
             arena.raw.release_xfer_handle(handle)
 
         def ours() -> None:
