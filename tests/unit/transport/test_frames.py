@@ -91,17 +91,24 @@ def test_runs_are_listed_as_they_lie(budget_bytes: int) -> None:
 
 
 def test_a_long_run_is_cut_at_pages() -> None:
-    """Of pages of 3 MiB, five are the most that a piece of 16 MiB has."""
-    frame = dense_frame(3 << 20)
+    """Of pages of 192 KiB, five are the most that a piece of 1 MiB has."""
+    frame = dense_frame(3 << 16)
     copies = FramedCopies(frame, np.array([0, 100, 7]), np.array([50, 0, 30]), np.array([12, 5, 1]))
     listed = PlacedFrame.of(frame, PLACE).listed(copies)
     whole = [(0, 50, 5), (5, 55, 5), (10, 60, 2), (100, 0, 5), (7, 30, 1)]
     wanted = [
-        (int(here) + (first << 20) * 3, int(there) + (second << 20) * 3, (count << 20) * 3, 0, 0)
+        (int(here) + (first << 16) * 3, int(there) + (second << 16) * 3, (count << 16) * 3, 0, 0)
         for here, there in zip(frame.local_address, frame.remote_address, strict=True)
         for first, second, count in whole
     ]
     assert rows_of(PartCursor(listed, 0, len(listed.local)), 1 << 50) == wanted
+
+
+def test_a_page_that_is_longer_than_a_run_may_be_is_whole() -> None:
+    frame = dense_frame(3 << 20)
+    listed = PlacedFrame.of(frame, PLACE).listed(FramedCopies(frame, np.array([5]), np.array([7]), np.array([2])))
+    assert listed.local[:, 1].tolist() == [3 << 20] * 6
+    assert listed.local[:2, 0].tolist() == [int(frame.local_address[0]) + page * (3 << 20) for page in (5, 6)]
 
 
 def test_runs_that_a_frame_does_not_have_are_refused() -> None:
