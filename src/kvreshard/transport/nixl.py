@@ -16,7 +16,7 @@ What NIXL 1.5.1 with UCX needs from its surroundings (nothing of it is set here,
 - `NIXL_LOG_LEVEL`, `UCX_LOG_LEVEL`: their logs. NIXL's Python logger writes INFO lines to stdout; unless
   NIXL_LOG_LEVEL is set it is raised to WARNING here.
 
-NIXL's progress thread stays off: it spins a whole core per agent even when idle. The owner polls instead. The UCX backend has two
+NIXL's progress thread stays off: it spins a whole core per agent even when idle. The owner polls instead. The UCX backend may have
 threads of its own that share what one post has in many pieces, and rest between posts (`NixlOptions.num_threads`).
 A target that does not poll stalls its peers: with CMA most reads and all writes settled only with the target's next
 poll, and removing and adding a peer that lives on leaks one socket a side and worker, one more than there are threads, until either

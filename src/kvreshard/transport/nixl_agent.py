@@ -41,15 +41,15 @@ class NixlOptions:
         backend_params: the plugin's parameters. For UCX, `engine_config` takes "NET_DEVICES=lo,LOG_LEVEL=error": UCX
             settings without their prefix, for this agent only; the environment wins over it, and a value cannot hold a
             comma.
-        num_threads: of the UCX backend, for slices of at least `SPLIT_PIECES` pieces, which they share; they rest between transfers. 0:
-            the owner posts everything by itself. One more than two is worth it only where cores idle, and takes doorbells of a NIC.
+        num_threads: of the UCX backend, for slices of more than `SPLIT_PIECES` pieces, which they share; they rest between transfers. 0:
+            the owner posts everything by itself. More than two are worth it only where cores idle, and take doorbells of a NIC.
         progress_thread: NIXL's own polling thread; spins a core.
         pace: how the owner thread spends its time.
     """
 
     backend: str = "UCX"
     backend_params: Mapping[str, str] = field(default_factory=dict)
-    num_threads: int = 2
+    num_threads: int = 0
     progress_thread: bool = False
     pace: Pace = field(default_factory=Pace)
 

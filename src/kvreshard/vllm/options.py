@@ -84,7 +84,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_model: str | None = None
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
-    num_threads: int = NixlOptions().num_threads
+    num_threads: int = 2
     shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:

@@ -4,20 +4,20 @@ from kvreshard.transport.nixl_agent import SPLIT_PIECES, NixlOptions
 
 
 def test_ucx_has_threads_that_share_long_slices() -> None:
-    assert NixlOptions().params == {"num_threads": "2", "split_batch_size": str(SPLIT_PIECES)}
+    assert NixlOptions(num_threads=2).params == {"num_threads": "2", "split_batch_size": str(SPLIT_PIECES)}
     assert NixlOptions(num_threads=4).params["num_threads"] == "4"
 
 
 def test_without_threads_the_backend_is_nixls_own() -> None:
-    assert NixlOptions(num_threads=0).params == {}
+    assert NixlOptions().params == NixlOptions(num_threads=0).params == {}
     assert NixlOptions(num_threads=0, backend_params={"a": "b"}).params == {"a": "b"}
 
 
 def test_parameters_that_are_given_win() -> None:
-    options = NixlOptions(backend_params={"split_batch_size": "1024", "engine_config": "TLS=tcp"})
+    options = NixlOptions(num_threads=2, backend_params={"split_batch_size": "1024", "engine_config": "TLS=tcp"})
     assert options.params == {"num_threads": "2", "split_batch_size": "1024", "engine_config": "TLS=tcp"}
 
 
 def test_other_backends_get_what_is_given_and_no_more() -> None:
     """They refuse parameters that they do not know."""
-    assert NixlOptions(backend="LIBFABRIC", backend_params={"a": "b"}).params == {"a": "b"}
+    assert NixlOptions(backend="LIBFABRIC", num_threads=2, backend_params={"a": "b"}).params == {"a": "b"}

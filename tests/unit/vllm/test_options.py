@@ -76,7 +76,7 @@ def test_the_threads_of_the_other_connector_are_used_as_they_are_told(caplog: py
         assert read_options({"num_threads": 4}).nixl.params["num_threads"] == "4"
     assert not caplog.text
     assert read_options({"num_threads": 0}).nixl.params == {}
-    assert read_options({}).nixl == NixlOptions()
+    assert read_options({}).nixl == NixlOptions(num_threads=2)
 
 
 @pytest.mark.parametrize("version", [*TESTED, f"{TESTED[0]}+cpu"])
