@@ -31,14 +31,14 @@ from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import NixlOptions, load_nixl
+from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions, load_nixl
 from kvreshard.transport.regions import decode_metadata
 
 STAGING_BYTES = 64 << 20
 # vLLM 0.32.0, nixl/base_worker.py: what its agents have unless told otherwise.
 INTREE_THREADS = 4
 # What the connector's transport has unless told otherwise.
-OPTIONS = NixlOptions(num_threads=2)
+OPTIONS = NixlOptions(num_threads=USUAL_THREADS)
 # So many copies are compared one by one, more of them by index.
 MAX_SLICED = 4096
 ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arena import OPTIONS
 from bench.compare import compare
 from kvreshard.transport.base import Copies, Direction, MemoryRegion
 from kvreshard.transport.nixl import NixlTransport
@@ -39,7 +40,7 @@ class Both:
             raise RuntimeError("Mooncake's engine does not start")
         if self.engine.register_memory(self.address, MEMORY_BYTES):
             raise RuntimeError("Mooncake does not register the memory")
-        self.transport = NixlTransport("tcp")
+        self.transport = NixlTransport("tcp", OPTIONS)
         self.transport.register([MemoryRegion(self.address, MEMORY_BYTES)])
 
 

@@ -331,8 +331,9 @@ def make_process_transport(kind: str, name: str) -> Transport:
     if kind != "nixl":
         raise TransportError(f"transport {kind!r} does not reach other processes; use 'nixl', or ranks in one process")
     from kvreshard.transport.nixl import NixlTransport
+    from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions
 
-    return NixlTransport(name)
+    return NixlTransport(name, NixlOptions(num_threads=USUAL_THREADS))
 
 
 def main(arguments: list[str]) -> None:

@@ -27,6 +27,9 @@ MAX_PREPARED = 256
 # NIXL's own bound is 1024. A staged batch has fewer pieces than this, and is read faster by the thread that posts it (docs/design/0020).
 SPLIT_PIECES = 64
 
+# What the connector has unless told otherwise, and what the cost model's constants are measured with.
+USUAL_THREADS = 2
+
 REMEDY = "NIXL_LOG_LEVEL=DEBUG tells more"
 
 _SEGMENTS = {"cpu": "DRAM", "cuda": "VRAM"}

@@ -19,7 +19,7 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
-from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions
 from kvreshard.transport.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_model: str | None = None
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
-    num_threads: int = 2
+    num_threads: int = USUAL_THREADS
     shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:
