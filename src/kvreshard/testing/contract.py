@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 
 from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of, random_pieces
+from kvreshard.testing.rank_worker import Report
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
@@ -34,6 +35,17 @@ from kvreshard.transport.framed import Frame, FramedCopies
 NUM_RANKS = 3
 
 _READ_WRITE = pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
+
+
+def _check_framed(ranks: Ranks, direction: Direction, copies: FramedCopies) -> Report:
+    """Rank 0 moves framed copies with rank 1, and exactly those arrive."""
+    flat, expected = copies.flat(), Expectation(ranks)
+    offsets = flat.local_address - np.uint64(ranks.address(0)), flat.remote_address - np.uint64(ranks.address(1))
+    expected.copied(0, 1, direction, (*offsets, flat.length_bytes))
+    report = ranks.run_framed(0, 1, direction, copies)
+    assert (report.num_bytes, report.num_descriptors) == (flat.num_bytes, len(flat))
+    expected.check()
+    return report
 
 
 class TransportContract:
@@ -115,37 +127,23 @@ class TransportContract:
             orders[1:2] * 2,
             orders[2:] * 2,
         ):
-            copies = FramedCopies(frame, here, there)
-            flat, expected = copies.flat(), Expectation(ranks)
-            offsets = (
-                flat.local_address - np.uint64(ranks.address(0)),
-                flat.remote_address - np.uint64(ranks.address(1)),
-            )
-            expected.copied(0, 1, direction, (*offsets, flat.length_bytes))
-            report = ranks.run_framed(0, 1, direction, copies)
-            assert (report.num_bytes, report.num_descriptors) == (flat.num_bytes, len(flat))
-            expected.check()
+            _check_framed(ranks, direction, FramedCopies(frame, here, there))
 
     @_READ_WRITE
     def test_runs_of_framed_pages_arrive_exactly(self, ranks: Ranks, direction: Direction) -> None:
         """Pages without gaps, neighbours together; and of a frame with gaps, one by one."""
         count, starts = 100, np.array([0, 2_000_000, 4_000_003], dtype=np.uint64)
         here, there = np.array([90, 3, 40, 7]), np.array([0, 60, 10, 99])
-        for length, runs in ((4096, np.array([10, 2, 50, 1])), (999, np.ones(4, dtype=np.int64))):
+        for length, remote_stride, runs in (
+            (4096, 4096, np.array([10, 2, 50, 1])),
+            (999, 8192, np.ones(4, dtype=np.int64)),
+        ):
             frame = Frame.of(
-                starts + np.uint64(ranks.address(0)), starts[::-1] + np.uint64(ranks.address(1)), [length] * 3, 4096, 4096,
+                starts + np.uint64(ranks.address(0)), starts[::-1] + np.uint64(ranks.address(1)), [length] * 3, 4096, remote_stride,
                 count, count,
             )  # fmt: skip
-            copies = FramedCopies(frame, here, there, runs)
-            flat, expected = copies.flat(), Expectation(ranks)
-            offsets = (
-                flat.local_address - np.uint64(ranks.address(0)),
-                flat.remote_address - np.uint64(ranks.address(1)),
-            )
-            expected.copied(0, 1, direction, (*offsets, flat.length_bytes))
-            report = ranks.run_framed(0, 1, direction, copies)
+            report = _check_framed(ranks, direction, FramedCopies(frame, here, there, runs))
             assert (report.num_bytes, report.num_descriptors) == (length * 3 * int(runs.sum()), 12)
-            expected.check()
 
     def test_frames_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
         """Also where only pages that are not asked for lie outside: a frame is checked once, with all its pages."""
