@@ -31,14 +31,12 @@ from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions, load_nixl
+from kvreshard.transport.nixl_agent import NixlOptions, load_nixl
 from kvreshard.transport.regions import decode_metadata
 
 STAGING_BYTES = 64 << 20
 # vLLM 0.32.0, nixl/base_worker.py: what its agents have unless told otherwise.
 INTREE_THREADS = 4
-# What the connector's transport has unless told otherwise.
-OPTIONS = NixlOptions(num_threads=USUAL_THREADS)
 # So many copies are compared one by one, more of them by index.
 MAX_SLICED = 4096
 ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
@@ -66,7 +64,7 @@ class Arena:
         self.memory = np.frombuffer(self._map, dtype=np.uint8)
         self.address, self.dst_bytes, self.src_bytes = int(self.memory.ctypes.data), dst_bytes, src_bytes
         self.memory[dst_bytes::4096] = 1  # an engine's buffer is resident
-        self.transport = NixlTransport("bench", OPTIONS)
+        self.transport = NixlTransport("bench")
         self._close.callback(self.transport.close)
         self.transport.register(
             [MemoryRegion(self.address, dst_bytes), MemoryRegion(self.address + dst_bytes, STAGING_BYTES)]
@@ -76,7 +74,7 @@ class Arena:
         self.plain: Any = api.nixl_agent(f"plain-{os.getpid()}-{id(self):x}", config)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self.raw: Any = api.nixl_agent(f"raw-{os.getpid()}-{id(self):x}", config)
-        self.raw.create_backend("UCX", OPTIONS.params)
+        self.raw.create_backend("UCX", NixlOptions().params)
         for agent in (self.plain, self.raw):
             agent.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
         self.metadata = {

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.arena import OPTIONS, Arena
+from bench.arena import Arena
 from bench.intree import InTree, available, tables_of
 from bench.prepare import Listed, Prepared
 from bench.results import Result
@@ -53,7 +53,7 @@ def _busy_share(seconds: float) -> float:
 
 
 def _idle() -> Result:
-    transport = NixlTransport("idle", OPTIONS)
+    transport = NixlTransport("idle")
     table = LeaseTable(1 << 10)
     endpoint = Endpoint(0, transport, HostMemory(), EndpointOptions(), table=table)
     endpoint.start()
@@ -77,7 +77,7 @@ def _submit() -> Result:
     shape = Shape("Llama-3.1-70B TP 8 -> 4", "llama-3.1-70b", "tp=8,order=HND", "tp=4,order=HND", None)
     src, dst = shape.layouts(pool_for(shape, 131_072))
     wanted = request(src, dst, 131_072, "random")
-    transport = NixlTransport("submit", OPTIONS)
+    transport = NixlTransport("submit")
     endpoint = Endpoint(0, transport, HostMemory(), EndpointOptions(), table=LeaseTable(1 << 10))
     load = Load("r", RemoteEngine("p", "1", Address("127.0.0.1", 1)), RemoteLease("r", 0, 1), wanted)
     took = []

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.arena import OPTIONS
 from bench.compare import compare
 from kvreshard.transport.base import Copies, Direction, MemoryRegion
 from kvreshard.transport.nixl import NixlTransport
+from kvreshard.transport.nixl_agent import NixlOptions
 
 HOST = "127.0.0.1"
 MEMORY_BYTES = 128 << 20
@@ -40,7 +40,8 @@ class Both:
             raise RuntimeError("Mooncake's engine does not start")
         if self.engine.register_memory(self.address, MEMORY_BYTES):
             raise RuntimeError("Mooncake does not register the memory")
-        self.transport = NixlTransport("tcp", OPTIONS)
+        # NIXL's threads would poll two cores without rest for as long as the network reads (docs/design/0020).
+        self.transport = NixlTransport("tcp", NixlOptions(num_threads=0))
         self.transport.register([MemoryRegion(self.address, MEMORY_BYTES)])
 
 
@@ -53,6 +54,7 @@ def serve() -> None:
         "address": both.address,
         "metadata": both.transport.metadata().hex(),
     }
+    both.transport.set_attentive(True)  # as a source with a lease is
     print("READY " + json.dumps(told), flush=True)
     sys.stdin.read()
     both.transport.close()

@@ -170,6 +170,7 @@ class Cycles:
         """Of both engines, once everything has come to rest, with a peer that was read from."""
         self.number += 1
         self._one("loaded")
+        self.reader.read_from(self.source, 20)
         found: list[tuple[Counters, Counters]] = []
 
         def is_steady() -> bool:

@@ -26,12 +26,15 @@ from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Results
 from kvreshard.session.staging import Staging
-from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.base import Copies, Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
+from kvreshard.transport.nixl_agent import SPLIT_PIECES
 
 LEASE_SLOTS = 256
 STAGING_BYTES = 256 << 10
+PIECE_BYTES = 64
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,20 @@ class Engine:
     def collect(self) -> dict[int, Results]:
         """What has ended on each rank."""
         return {number: rank.endpoint.collect() for number, rank in self._ranks.items()}
+
+    def read_from(self, source: Engine, times: int) -> None:
+        """Read from a source in posts that NIXL's threads share: until a thread has had a share of a post, its connection holds
+        more file descriptors, and which thread takes a share is not for us to say.
+        """
+        names = {rank.transport.name for rank in source._ranks.values()}
+        for rank in self._ranks.values():
+            here = int(rank.staging.ctypes.data) + np.arange(4 * SPLIT_PIECES, dtype=np.uint64) * np.uint64(PIECE_BYTES)
+            for peer, (name, table) in list(rank.transport._peers.items()):
+                if name not in names:
+                    continue
+                there = max(table.regions, key=lambda region: region.size_bytes).address + (here - here[0])
+                for _ in range(times):
+                    rank.transport.post(peer, Direction.READ, Copies.of(here, there, PIECE_BYTES)).wait(PATIENCE_S)
 
     def count(self, num_pages_in_use: int = 0) -> Counters:
         """What there is of everything at this moment."""

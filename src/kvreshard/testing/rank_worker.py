@@ -331,9 +331,8 @@ def make_process_transport(kind: str, name: str) -> Transport:
     if kind != "nixl":
         raise TransportError(f"transport {kind!r} does not reach other processes; use 'nixl', or ranks in one process")
     from kvreshard.transport.nixl import NixlTransport
-    from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions
 
-    return NixlTransport(name, NixlOptions(num_threads=USUAL_THREADS))
+    return NixlTransport(name)
 
 
 def main(arguments: list[str]) -> None:

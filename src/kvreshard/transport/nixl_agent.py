@@ -27,7 +27,7 @@ MAX_PREPARED = 256
 # NIXL's own bound is 1024. A staged batch has fewer pieces than this, and is read faster by the thread that posts it (docs/design/0020).
 SPLIT_PIECES = 64
 
-# What the connector has unless told otherwise, and what the cost model's constants are measured with.
+# What the cost model's constants are measured with.
 USUAL_THREADS = 2
 
 REMEDY = "NIXL_LOG_LEVEL=DEBUG tells more"
@@ -44,15 +44,16 @@ class NixlOptions:
         backend_params: the plugin's parameters. For UCX, `engine_config` takes "NET_DEVICES=lo,LOG_LEVEL=error": UCX
             settings without their prefix, for this agent only; the environment wins over it, and a value cannot hold a
             comma.
-        num_threads: of the UCX backend, for slices of more than `SPLIT_PIECES` pieces, which they share; they rest between transfers. 0:
-            the owner posts everything by itself. More than two are worth it only where cores idle, and take doorbells of a NIC.
+        num_threads: of the UCX backend, for slices of at least `SPLIT_PIECES` pieces, which they share; they rest between transfers. 0:
+            the owner posts everything by itself. More than two are worth it only where cores idle, and take doorbells of a NIC. While a
+            network reads what they posted each polls a core without rest, see `usual_threads`.
         progress_thread: NIXL's own polling thread; spins a core.
         pace: how the owner thread spends its time.
     """
 
     backend: str = "UCX"
     backend_params: Mapping[str, str] = field(default_factory=dict)
-    num_threads: int = 0
+    num_threads: int = USUAL_THREADS
     progress_thread: bool = False
     pace: Pace = field(default_factory=Pace)
 
@@ -63,6 +64,13 @@ class NixlOptions:
             return dict(self.backend_params)
         pool = {"num_threads": str(self.num_threads), "split_batch_size": str(SPLIT_PIECES)}
         return {**pool, **self.backend_params}
+
+
+def usual_threads(ucx_tls: str | None) -> int:
+    """Threads for these transports of UCX, as the environment's UCX_TLS names them: none where that is TCP alone, since the kernel sends
+    by itself what one thread has posted, and threads that poll take the cores that it needs (docs/design/0020).
+    """
+    return 0 if ucx_tls and {name.strip() for name in ucx_tls.split(",")} <= {"tcp", "self"} else USUAL_THREADS
 
 
 def load_nixl() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
-from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions
+from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         flight_recorder_dir: where failed loads leave a record; none are left without.
         flight_recorder_files: how many records are kept there, of all ranks.
         cost_model: a file of `kvreshard bench --calibrate`, whose constants for this host are used if it has any.
-        backend: NIXL's plugin. backend_params: its parameters. num_threads: of the UCX backend, as of NixlConnector, whose default is 4.
+        backend: NIXL's plugin. backend_params: its parameters. num_threads: of the UCX backend, as of NixlConnector, whose default is 4;
+            None: two, or none where UCX_TLS allows nothing but TCP.
         shadow_report_file: of ShadowConnector: a file that gets one JSON line per request and rank; None: the log only.
     """
 
@@ -84,7 +86,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cost_model: str | None = None
     backend: str = "UCX"
     backend_params: dict[str, str] = {}
-    num_threads: int = USUAL_THREADS
+    num_threads: int | None = None
     shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.staging_bytes < 0 or self.retry_s < 0 or self.num_threads < 0:
+        if self.staging_bytes < 0 or self.retry_s < 0 or (self.num_threads or 0) < 0:
             raise ValueError("staging_bytes, retry_s and num_threads must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
@@ -127,9 +129,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def nixl(self) -> NixlOptions:
         """What the transport needs of them."""
         pace = Pace(max_in_flight_bytes=self.max_in_flight_bytes)
-        return NixlOptions(
-            backend=self.backend, backend_params=self.backend_params, num_threads=self.num_threads, pace=pace
-        )
+        threads = self.num_threads if self.num_threads is not None else usual_threads(os.environ.get("UCX_TLS"))
+        return NixlOptions(backend=self.backend, backend_params=self.backend_params, num_threads=threads, pace=pace)
 
     @property
     def cost(self) -> CostModel:

@@ -1,6 +1,8 @@
 """With which parameters is NIXL's backend made?"""
 
-from kvreshard.transport.nixl_agent import SPLIT_PIECES, NixlOptions
+import pytest
+
+from kvreshard.transport.nixl_agent import SPLIT_PIECES, USUAL_THREADS, NixlOptions, usual_threads
 
 
 def test_ucx_has_threads_that_share_long_slices() -> None:
@@ -9,7 +11,8 @@ def test_ucx_has_threads_that_share_long_slices() -> None:
 
 
 def test_without_threads_the_backend_is_nixls_own() -> None:
-    assert NixlOptions().params == NixlOptions(num_threads=0).params == {}
+    assert NixlOptions().num_threads == USUAL_THREADS
+    assert NixlOptions(num_threads=0).params == {}
     assert NixlOptions(num_threads=0, backend_params={"a": "b"}).params == {"a": "b"}
 
 
@@ -21,3 +24,21 @@ def test_parameters_that_are_given_win() -> None:
 def test_other_backends_get_what_is_given_and_no_more() -> None:
     """They refuse parameters that they do not know."""
     assert NixlOptions(backend="LIBFABRIC", num_threads=2, backend_params={"a": "b"}).params == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("ucx_tls", "threads"),
+    [
+        (None, 2),
+        ("", 2),
+        ("tcp", 0),
+        ("tcp,self", 0),
+        ("self, tcp", 0),
+        ("all", 2),
+        ("^tcp", 2),
+        ("sm,tcp,self", 2),
+        ("rc,tcp", 2),
+    ],
+)
+def test_where_only_tcp_is_allowed_there_are_no_threads(ucx_tls: str | None, threads: int) -> None:
+    assert usual_threads(ucx_tls) == threads

@@ -71,12 +71,18 @@ def test_options_of_the_other_connector_are_ignored_and_named(caplog: pytest.Log
     assert "does not use these options of NixlConnector: backends" in caplog.text
 
 
-def test_the_threads_of_the_other_connector_are_used_as_they_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_threads_of_the_other_connector_are_used_as_they_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
     with caplog.at_level(logging.WARNING):
         assert read_options({"num_threads": 4}).nixl.params["num_threads"] == "4"
     assert not caplog.text
     assert read_options({"num_threads": 0}).nixl.params == {}
-    assert read_options({}).nixl == NixlOptions(num_threads=2)
+    assert read_options({}).nixl == NixlOptions()
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert read_options({}).nixl == NixlOptions(num_threads=0)
+    assert read_options({"num_threads": 2}).nixl == NixlOptions()
 
 
 @pytest.mark.parametrize("version", [*TESTED, f"{TESTED[0]}+cpu"])
