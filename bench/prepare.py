@@ -64,9 +64,9 @@ class _Keeping:
 
 
 class Clocked:
-    """An agent, and the seconds that its own calls took which make a transfer request."""
+    """An agent, and the seconds that its own calls took which meet a peer or make a transfer request."""
 
-    CALLS = ("get_xfer_descs", "initialize_xfer", "make_prepped_xfer")
+    CALLS = ("add_remote_agent", "get_xfer_descs", "initialize_xfer", "make_prepped_xfer", "prep_xfer_dlist")
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -123,12 +123,13 @@ class Prepared:
 
     def clocked(self, work: Callable[[], object]) -> float:
         """Seconds of NIXL's own calls in `work`."""
-        kept, self._keeping.agent = self._keeping.agent, Clocked(self._keeping.agent)
+        kept = self._keeping.agent
+        clocked = self._keeping.agent = self._agent._agent = Clocked(kept)
         try:
             work()
-            return float(self._keeping.agent.seconds)
+            return clocked.seconds
         finally:
-            self._keeping.agent = kept
+            self._keeping.agent = self._agent._agent = kept
 
     def release(self) -> None:
         """Free the transfer requests."""

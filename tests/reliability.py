@@ -220,7 +220,7 @@ def _details(folder: Path) -> list[str]:
         sockets = leaks["rows"][0]["nixl_fds_per_return"] / 2
         lines += [
             "",
-            f"NIXL's own, apart: {sockets:g} file descriptor a side when a living peer is removed and added.",
+            f"NIXL's own, apart: {sockets:g} file descriptors a side when a living peer is removed and added.",
             "",
         ]
     if incast := _read(folder, "incast.json"):
