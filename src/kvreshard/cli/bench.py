@@ -1,6 +1,6 @@
 """`kvreshard bench`: what does moving bytes cost on this machine, as the planner's cost model counts it?
 
-With `--calibrate` two rank processes are started, four constants are measured and kept in a file under this host's facts; without
+With `--calibrate` two rank processes are started, five constants are measured and kept in a file under this host's facts; without
 it, those in the file are shown. Commands and connectors use them only when they are told to (`--cost-model`, `cost_model`).
 """
 
@@ -52,7 +52,8 @@ def _told(model: CostModel, source: str, path: Path) -> str:
     return (
         f"constants ({source}; {kept})\n"
         f"  a posted copy       {model.copy_s * 1e6:8.2f} us\n"
-        f"  reading             {model.read_bytes_per_s / 1e9:8.2f} GB/s\n"
+        f"  reading many copies {model.read_bytes_per_s / 1e9:8.2f} GB/s\n"
+        f"  reading to stage    {model.stage_bytes_per_s / 1e9:8.2f} GB/s\n"
         f"  a locally moved run {model.move_run_s * 1e9:8.1f} ns\n"
         f"  moving locally      {model.move_bytes_per_s / 1e9:8.2f} GB/s\n"
         f"  gaps up to {model.max_gap_bytes} bytes are cheaper read than left out\n"

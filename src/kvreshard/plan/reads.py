@@ -180,15 +180,16 @@ def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int
         return False
     model, num_bytes = choice.model, sheaf.page_bytes * num_pages
     num_copies = sheaf.num_runs * (num_pages - pages.joined if sheaf.joins else num_pages)
-    if num_copies * model.copy_s <= num_bytes / model.move_bytes_per_s:
-        return False  # moving the bytes once more costs all that staging could save
+    direct_s = model.direct_s(num_copies, num_bytes)
+    if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes):
+        return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
     groups = num_pages
     if sheaf.joins_boxes:
         groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // fill_bytes(staging_bytes)
     staged_s = model.staged_s(
         sheaf.num_boxes * groups, sheaf.box_bytes * num_pages, sheaf.num_runs * num_pages, num_bytes
     )
-    return staged_s < STAGING_MARGIN * model.direct_s(num_copies, num_bytes)
+    return staged_s < STAGING_MARGIN * direct_s
 
 
 def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: int) -> bool:
@@ -198,8 +199,9 @@ def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: 
         return False
     num_copies = sum(one.num_copies for one in copies)
     num_bytes = sum(one.num_bytes for one in copies)
-    if num_copies * model.copy_s <= num_bytes / model.move_bytes_per_s:
-        return False  # moving the bytes once more costs all that staging could save
+    direct_s = model.direct_s(num_copies, num_bytes)
+    if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes):
+        return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
     num_reads, num_read_bytes, num_runs, longest = 0, 0, 0, 0
     for slots in find_slots(cut):
         boxes, num_fields, pieces = slots.slot.boxes, len(slots.pattern.bases.src), len(slots.src_page)
@@ -214,4 +216,4 @@ def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: 
     if longest > staging_bytes:
         return False
     staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes)
-    return staged_s < STAGING_MARGIN * model.direct_s(num_copies, num_bytes)
+    return staged_s < STAGING_MARGIN * direct_s

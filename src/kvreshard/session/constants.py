@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.plan.cost import CostModel
 
 FORM = "kvreshard.constants"
-VERSION = 1
+VERSION = 2
 FILE_NAME = "constants.json"
 
 
@@ -33,11 +34,15 @@ class _Constants(msgspec.Struct, forbid_unknown_fields=True):
     read_bytes_per_s: float
     move_run_s: float
     move_bytes_per_s: float
+    stage_bytes_per_s: float
 
 
-class _File(msgspec.Struct):
+class _Head(msgspec.Struct):
     form: str
     version: int
+
+
+class _File(_Head):
     hosts: dict[str, _Constants]
 
 
@@ -72,8 +77,7 @@ def load_constants(path: Path, host: str) -> CostModel | None:
     """The constants of a host, None if the file has none that hold. Raises KvReshardError for a file that is not one."""
     if not path.exists():
         return None
-    found = _read(path)
-    constants = found.hosts.get(host) if found.version == VERSION else None
+    constants = _read(path).hosts.get(host)
     if constants is None:
         return None
     try:
@@ -91,15 +95,21 @@ def require_constants(path: Path, host: str) -> CostModel:
     if not path.exists():
         raise KvReshardError(f"there is no constants file {path}; {remedy}")
     kept = _read(path)
+    if kept.version != VERSION:
+        raise KvReshardError(
+            f"constants file {path} is of version {kept.version}, this kvreshard uses version {VERSION}; {remedy} here"
+        )
     known = "; ".join(f"({name})" for name in kept.hosts) or "none"
-    version = f" of version {kept.version}, this kvreshard uses version {VERSION}" if kept.version != VERSION else ""
-    raise KvReshardError(f"constants file {path}{version} has none of this host ({host}) but of {known}; {remedy} here")
+    raise KvReshardError(f"constants file {path} has none of this host ({host}) but of {known}; {remedy} here")
 
 
 def save_constants(path: Path, host: str, model: CostModel) -> None:
-    """Add or replace the constants of one host. Raises KvReshardError if the place holds another kind of file."""
+    """Add or replace the constants of one host; those of another version mean something else, and go.
+
+    Raises KvReshardError if the place holds another kind of file.
+    """
     hosts = dict(_read(path).hosts) if path.exists() else {}
-    hosts[host] = _Constants(model.copy_s, model.read_bytes_per_s, model.move_run_s, model.move_bytes_per_s)
+    hosts[host] = _Constants(**asdict(model))
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(_File(FORM, VERSION, hosts)), indent=1) + b"\n")
@@ -107,8 +117,12 @@ def save_constants(path: Path, host: str, model: CostModel) -> None:
 
 
 def _read(path: Path) -> _File:
+    """The file, without hosts if it is of another version."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_File)
+        content = path.read_bytes()
+        head = msgspec.json.decode(content, type=_Head)
+        is_ours = head.form == FORM and head.version == VERSION
+        found = msgspec.json.decode(content, type=_File) if is_ours else _File(head.form, head.version, {})
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise KvReshardError(f"constants file {path} cannot be read: {error}; remove it or name another") from error
     if found.form != FORM:

@@ -2,8 +2,9 @@
 
 Between two rank processes of this host, over the transport that is used (`ranks`), and in this process's own memory:
 
-1. Reads: small scattered pieces, and a few large ones, in turn. Two unknowns (seconds per piece, seconds per byte), two medians.
-2. Moves: the same with short and with long runs from one buffer to another, by the code that permutes staged pages.
+1. Reads: many small pieces and many larger ones, which NIXL's threads share, in turn. Two unknowns (seconds per piece, seconds per byte),
+   two medians. Then a few large ones, as a staging batch reads them.
+2. Moves: short and long runs from one buffer to another, by the code that permutes staged pages.
 
 Between hosts the reads differ and the moves do not: calibrate with ranks on both.
 """
@@ -21,9 +22,8 @@ from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import Copies, Direction
 from kvreshard.transport.local import HostMemory
 
-SMALL_BYTES = 1024
-NUM_SMALL = 16_384
-LARGE_BYTES = 4 << 20
+# Bytes of a piece, and how many.
+SMALL, MEDIUM, LARGE = (1024, 16_384), (32 << 10, 4096), (4 << 20, 32)
 MEMORY_BYTES = 256 << 20
 ROUNDS = 7
 # Neither kind of piece measures to nothing: a model with a constant of zero would choose absurdly.
@@ -32,25 +32,27 @@ LEAST_S = 1e-9
 
 def calibrate(ranks: Ranks) -> CostModel:
     """The constants; `ranks` are two connected ranks of at least `MEMORY_BYTES` each."""
-    copy_s, read_bytes_per_s = _reads(ranks)
+    copy_s, read_bytes_per_s, stage_bytes_per_s = _reads(ranks)
     move_run_s, move_bytes_per_s = _moves()
-    return CostModel(copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s)
+    return CostModel(copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s, stage_bytes_per_s)
 
 
-def _reads(ranks: Ranks) -> tuple[float, float]:
+def _reads(ranks: Ranks) -> tuple[float, float, float]:
     rng = np.random.default_rng(0)
-    size = ranks.memory_bytes
-    small = [rng.permutation(size // (2 * SMALL_BYTES))[:NUM_SMALL] * 2 * SMALL_BYTES for _ in range(2)]
-    large = np.arange(size // LARGE_BYTES) * LARGE_BYTES
     for rank in range(2):
         ranks.memory(rank)[:] = 1
 
-    def read(places: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]], length: int) -> Callable[[], float]:
-        copies = Copies.of(ranks.address(0) + places[0], ranks.address(1) + places[1], length)
+    def read(length: int, count: int) -> Callable[[], float]:
+        here, there = (rng.permutation(ranks.memory_bytes // length)[:count] * length for _ in range(2))
+        copies = Copies.of(ranks.address(0) + here, ranks.address(1) + there, length)
         return lambda: ranks.run(0, 1, Direction.READ, copies).seconds or LEAST_S
 
-    small_s, large_s = _in_turn(read(small, SMALL_BYTES), read([large, large], LARGE_BYTES))
-    return _solve((small_s, NUM_SMALL, NUM_SMALL * SMALL_BYTES), (large_s, len(large), len(large) * LARGE_BYTES))
+    small_s, medium_s, large_s = _in_turn(*(read(*kind) for kind in (SMALL, MEDIUM, LARGE)))
+    copy_s, read_bytes_per_s = _solve(
+        *((s, count, count * length) for s, (length, count) in ((small_s, SMALL), (medium_s, MEDIUM)))
+    )
+    length, count = LARGE
+    return copy_s, read_bytes_per_s, length * count / large_s
 
 
 def _moves() -> tuple[float, float]:
@@ -74,11 +76,10 @@ def _moves() -> tuple[float, float]:
     return _solve((short_s, size // 256, size), (long_s, size // 8192, size))
 
 
-def _in_turn(first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float]:
-    """Medians of both, measured alternately after a run each."""
-    first(), second()
-    found = [(first(), second()) for _ in range(ROUNDS)]
-    return statistics.median(a for a, _ in found), statistics.median(b for _, b in found)
+def _in_turn(*works: Callable[[], float]) -> list[float]:
+    """Medians of all, measured alternately after a run each."""
+    found = [[work() for work in works] for _ in range(1 + ROUNDS)]
+    return [statistics.median(column) for column in zip(*found[1:], strict=True)]
 
 
 def _solve(small: tuple[float, int, int], large: tuple[float, int, int]) -> tuple[float, float]:

@@ -78,11 +78,10 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
     devices = []
     for name, table, address, stride, count in sides:
         whole = frame.length_bytes + np.uint64((count - 1) * stride)
-        index = table.locate(name, address, whole)
-        found = {table.regions[region].device for region in np.unique(index).tolist()}
-        if len(found) != 1 or len(frame.length_bytes) * count >= MAX_INDEX:
+        device = table.device_of(name, address, whole)
+        if device is None or len(frame.length_bytes) * count >= MAX_INDEX:
             return None
-        kind, _, number = found.pop().partition(":")
+        kind, _, number = device.partition(":")
         devices.append((kind, int(number or 0)))
     if int(frame.length_bytes.max()) > MAX_PIECE_BYTES:
         return None

@@ -83,6 +83,14 @@ class RegionTable:
             raise self._outside(side, address, length_bytes, index)
         return index
 
+    def device_of(self, side: str, address: Addresses, length_bytes: Addresses) -> str | None:
+        """The device that all of these pieces lie on, None where they differ. Raises as `locate`."""
+        if self.device is not None:
+            self.check(side, address, length_bytes)
+            return self.device
+        found = {self.regions[region].device for region in np.unique(self.locate(side, address, length_bytes)).tolist()}
+        return found.pop() if len(found) == 1 else None
+
     def _outside(
         self, side: str, address: Addresses, length_bytes: Addresses, index: NDArray[np.intp]
     ) -> TransportError:

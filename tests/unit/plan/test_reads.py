@@ -1,5 +1,7 @@
 """Does a request get the way that its block tables deserve, and do frames name the copies that a list names?"""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from kvreshard.plan.reads import plan_reads
 NUM_TOKENS = 2000
 STAGING_BYTES = 8 << 20
 # Copies are dear and moving is cheap, so that neighbours at the source are worth staging, single pages are not.
-COST = CostModel(copy_s=3e-6, read_bytes_per_s=7e9, move_run_s=3e-8, move_bytes_per_s=8e9)
+COST = CostModel(copy_s=3e-6, read_bytes_per_s=7e9, move_run_s=3e-8, move_bytes_per_s=8e9, stage_bytes_per_s=7e9)
 
 
 def pair(prefill: str, decode: str) -> tuple[EngineLayout, EngineLayout]:
@@ -173,11 +175,23 @@ def test_a_part_of_a_page_that_does_not_fit_is_read_directly() -> None:
     assert plan_reads(route, request, 64).direct
 
 
-@pytest.mark.parametrize("constant", ["copy_s", "read_bytes_per_s", "move_run_s", "move_bytes_per_s"])
+@pytest.mark.parametrize("constant", [field.name for field in fields(CostModel)])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_constants_must_be_positive(constant: str, value: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         CostModel(**{constant: value})
+
+
+@pytest.mark.parametrize(("constant", "way"), [("read_bytes_per_s", "direct"), ("stage_bytes_per_s", "staged")])
+def test_the_way_whose_reads_are_faster_is_taken(constant: str, way: str) -> None:
+    """Pages of which two thirds of the time are bytes: whichever is read ten times as fast wins, by page and by request."""
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    model = CostModel(1e-6, 2e9, 1e-9, 4e9, 2e9)
+    route = compile_route(src, dst, 0, cost=replace(model, **{constant: 2e10}))
+    assert {lane.choice.way for lane in route.lanes if lane.choice is not None} == {way}
+    tables = {src.groups[0].name: PageTable(range(1, 65), 1024)}, {dst.groups[0].name: PageTable(range(1, 65), 1024)}
+    plan = plan_reads(route, Request(*tables, {dst.groups[0].name: [(0, 1024)]}, {}), STAGING_BYTES)
+    assert (bool(plan.direct), bool(plan.batches)) == (way == "direct", way == "staged")
 
 
 def test_short_lists_of_a_source_are_posted_as_one() -> None:

@@ -6,9 +6,16 @@ import pytest
 
 from kvreshard.model import KvReshardError
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.constants import default_path, host_facts, load_constants, save_constants
+from kvreshard.session.constants import (
+    VERSION,
+    default_path,
+    host_facts,
+    load_constants,
+    require_constants,
+    save_constants,
+)
 
-MODEL = CostModel(1e-6, 2e9, 3e-8, 4e9)
+MODEL = CostModel(1e-6, 2e9, 3e-8, 4e9, 5e9)
 
 
 def test_constants_are_kept_per_host(tmp_path: Path) -> None:
@@ -31,10 +38,18 @@ def test_the_key_names_the_host_the_same_way_each_time() -> None:
     assert "cores" in host_facts()
 
 
-def test_another_version_is_as_good_as_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_another_version_is_as_good_as_none_and_is_not_kept(tmp_path: Path, version: int) -> None:
+    """Whatever its constants are called and mean."""
     path = tmp_path / "constants.json"
     save_constants(path, "here", MODEL)
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    text = path.read_text().replace(f'"version": {VERSION}', f'"version": {version}').replace("copy_s", "post_s")
+    path.write_text(text)
+    assert load_constants(path, "here") is None
+    with pytest.raises(KvReshardError, match=rf"is of version {version}, this kvreshard uses version {VERSION}"):
+        require_constants(path, "here")
+    save_constants(path, "there", MODEL)
+    assert load_constants(path, "there") == MODEL
     assert load_constants(path, "here") is None
 
 
