@@ -26,8 +26,11 @@ from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PlacedCopies, cost_before, cut
 
 MAX_INDEX = 1 << 31
-# A run that is longer is cut, so that NIXL's threads can share it: a request of 8k tokens on fresh tables takes two thirds of the time.
-RUN_BYTES = 1 << 20
+# Runs are cut so that NIXL's threads can share them: of a post they take parts of as many pieces as there are for each, and of 64 at least
+# (`nixl_agent.SPLIT_PIECES`), so with fewer than a few hundred the shares are unequal. 84 MB in 80 pieces take 11.5 ms, in 320 of them 7.
+# 128 KiB are read in some ten times what a piece costs.
+SHARED_PIECES = 256
+MIN_RUN_BYTES, MAX_RUN_BYTES = 128 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedFrame:
     """What every post of a frame needs of it: its place, each entry's first index per side, shape (entries, 1), the cost of
-    one page of all entries before each, and of how many pages a piece may be.
+    one page of all entries before each, and the longest entry.
     """
 
     frame: Frame
@@ -99,7 +102,7 @@ class PlacedFrame:
     local_base: NDArray[np.int32]
     remote_base: NDArray[np.int32]
     cost_bytes: list[int]
-    max_run_pages: int
+    longest_bytes: int
 
     @staticmethod
     def of(frame: Frame, place: FramePlace) -> PlacedFrame:
@@ -107,15 +110,15 @@ class PlacedFrame:
         entries = np.arange(len(frame.length_bytes), dtype=np.int32)[:, None]
         cost = np.add.accumulate(frame.length_bytes + np.uint64(DESCRIPTOR_COST_BYTES))
         bases = entries * np.int32(frame.local_count), entries * np.int32(frame.remote_count)
-        longest = int(frame.length_bytes.max())
-        return PlacedFrame(frame, place, *bases, [0, *cost.tolist()], max(1, RUN_BYTES // longest))
+        return PlacedFrame(frame, place, *bases, [0, *cost.tolist()], int(frame.length_bytes.max()))
 
     def listed(self, copies: FramedCopies) -> PlacedCopies:
-        """The same pieces as rows, runs cut so that none is above `RUN_BYTES`, or a page."""
+        """The same pieces as rows, runs cut so that none is above `max_run_bytes`, or a page."""
         frame, runs = self.frame, copies.runs()
         local, remote = (page.astype(np.uint64) for page in (copies.local_page, copies.remote_page))
-        if len(runs) and int(np.maximum.reduce(runs)) > self.max_run_pages:
-            owner, ahead, runs = cut(runs, self.max_run_pages)
+        most = max(1, max_run_bytes(copies.num_bytes) // self.longest_bytes)
+        if len(runs) and int(np.maximum.reduce(runs)) > most:
+            owner, ahead, runs = cut(runs, most)
             local, remote = local[owner] + ahead, remote[owner] + ahead
         lengths = frame.length_bytes[:, None] * runs
         place = self.place
@@ -126,6 +129,13 @@ class PlacedFrame:
             place.remote_kind,
             cost_before(lengths.reshape(-1)),
         )
+
+
+def max_run_bytes(num_bytes: int) -> int:
+    """Of how many bytes a piece may be where so many are posted together."""
+    if num_bytes < 64 * MIN_RUN_BYTES:
+        return MAX_RUN_BYTES  # too few for any share
+    return min(MAX_RUN_BYTES, max(MIN_RUN_BYTES, num_bytes // SHARED_PIECES))
 
 
 def _rows(start: Addresses, page_bytes: Addresses, lengths: Addresses, device: int) -> NDArray[np.uint64]:

@@ -90,16 +90,27 @@ def test_runs_are_listed_as_they_lie(budget_bytes: int) -> None:
     assert rows_of(PartCursor(listed, 0, len(listed.local)), budget_bytes) == [(*row, 0, 3) for row in wanted]
 
 
-def test_a_long_run_is_cut_at_pages() -> None:
-    """Of pages of 192 KiB, five are the most that a piece of 1 MiB has."""
-    frame = dense_frame(3 << 16)
-    copies = FramedCopies(frame, np.array([0, 100, 7]), np.array([50, 0, 30]), np.array([12, 5, 1]))
+@pytest.mark.parametrize(
+    ("page_bytes", "num_pages", "most"),
+    [
+        (64 << 10, 40, 16),
+        (64 << 10, 100, 2),
+        (64 << 10, 400, 4),
+        (64 << 10, 850, 9),
+        (192 << 10, 600, 5),
+        (192 << 10, 50, 1),
+    ],
+)
+def test_a_long_run_is_cut_at_pages(page_bytes: int, num_pages: int, most: int) -> None:
+    """Three entries. Less than 8 MiB in all: pieces of at most 1 MiB; then of the 256th part, from 128 KiB to 1 MiB."""
+    frame = dense_frame(page_bytes)
+    copies = FramedCopies(frame, np.array([0, 700]), np.array([50, 0]), np.array([num_pages - 1, 1]))
     listed = PlacedFrame.of(frame, PLACE).listed(copies)
-    whole = [(0, 50, 5), (5, 55, 5), (10, 60, 2), (100, 0, 5), (7, 30, 1)]
+    first = [(page, 50 + page, min(most, num_pages - 1 - page)) for page in range(0, num_pages - 1, most)]
     wanted = [
-        (int(here) + (first << 16) * 3, int(there) + (second << 16) * 3, (count << 16) * 3, 0, 0)
+        (int(here) + own * page_bytes, int(there) + other * page_bytes, count * page_bytes, 0, 0)
         for here, there in zip(frame.local_address, frame.remote_address, strict=True)
-        for first, second, count in whole
+        for own, other, count in [*first, (700, 0, 1)]
     ]
     assert rows_of(PartCursor(listed, 0, len(listed.local)), 1 << 50) == wanted
 
