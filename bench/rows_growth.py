@@ -55,5 +55,5 @@ def _prepare_ms(lengths: Sequence[int], pool: int, kind: str) -> list[float]:
                 prepared.prepare(route, listed)  # noqa: B023 (called here)
                 prepared.release()
 
-            spent.append(median_s(once, 7) * 1e3)
+            spent.append(median_s(once, 25) * 1e3)
         return spent

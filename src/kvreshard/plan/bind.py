@@ -56,6 +56,28 @@ class CutLane:
     dst: PageTable
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """What a lane moves of each field of a pattern, without the fields' bases: runs that do not continue one another, as byte offsets
+    and lengths, shape (n,).
+    """
+
+    pattern: Pattern
+    src_at: Int64s
+    dst_at: Int64s
+    lengths: Int64s
+
+    @property
+    def num_copies(self) -> int:
+        """Of all fields together."""
+        return len(self.lengths) * len(self.pattern.bases.src)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all fields together."""
+        return int(self.lengths.sum()) * len(self.pattern.bases.src)
+
+
 def bind(route: Route, request: Request, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList]:
     """Copy lists of at most about `max_copies` entries, lane by lane. Checks everything before the first one.
 
@@ -120,6 +142,12 @@ def index_ranges(stream: Stream, intervals: Iterable[Tokens]) -> Iterator[tuple[
 
 def bind_lane(cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList]:
     """`bind` of one lane of a checked request."""
+    for runs in find_runs(cut):
+        yield from list_copies(cut.lane, runs, max_copies)
+
+
+def find_runs(cut: CutLane) -> Iterator[Runs]:
+    """What one lane of a checked request moves, before it is written out for every field."""
     lane, pieces, src, dst = cut.lane, cut.pieces, cut.src, cut.dst
     overlaps, which = distinct_overlaps(pieces)
     patterns = [lane.pattern(overlap) for overlap in overlaps]
@@ -133,7 +161,7 @@ def bind_lane(cut: CutLane, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[C
         place = np.zeros(len(patterns), dtype=np.int64)
         place[members] = np.arange(len(members))
         runs = _page_runs(lane, pieces, [patterns[m] for m in members], place[which[chosen]], chosen, src, dst)
-        yield from _expand(lane, patterns[members[0]], *_merge_pages(*runs), max_copies)
+        yield Runs(patterns[members[0]], *(column.reshape(-1) for column in _merge_pages(*runs)))
 
 
 def distinct_overlaps(pieces: Pieces) -> tuple[list[tuple[int, int, int]], Int64s]:
@@ -199,20 +227,18 @@ def _merge_pages(src_at: Int64s, dst_at: Int64s, lengths: Int64s) -> tuple[Int64
     return src_at[starts], dst_at[starts], np.add.reduceat(lengths, starts, axis=0)
 
 
-def _expand(
-    lane: Lane, pattern: Pattern, src_at: Int64s, dst_at: Int64s, lengths: Int64s, max_copies: int
-) -> Iterator[CopyList]:
-    """Add the base of every field, in lists of bounded size."""
-    src_flat, dst_flat, length_flat = src_at.reshape(-1), dst_at.reshape(-1), lengths.reshape(-1)
-    for low in range(0, len(length_flat), max_copies):
+def list_copies(lane: Lane, runs: Runs, max_copies: int = MAX_COPIES_PER_LIST) -> Iterator[CopyList]:
+    """The runs of every field, with its base, in lists of bounded size."""
+    bases = runs.pattern.bases
+    for low in range(0, len(runs.lengths), max_copies):
         part = slice(low, low + max_copies)
-        per_list = max(1, max_copies // len(length_flat[part]))
-        for first in range(0, len(pattern.bases.src), per_list):
-            src_bases, dst_bases = (b[first : first + per_list] for b in (pattern.bases.src, pattern.bases.dst))
+        per_list = max(1, max_copies // len(runs.lengths[part]))
+        for first in range(0, len(bases.src), per_list):
+            src_bases, dst_bases = (b[first : first + per_list] for b in (bases.src, bases.dst))
             yield CopyList(
                 lane.src_rank,
                 lane.dst_rank,
-                (src_bases[:, None] + src_flat[part]).reshape(-1),
-                (dst_bases[:, None] + dst_flat[part]).reshape(-1),
-                np.tile(length_flat[part], len(src_bases)),
+                (src_bases[:, None] + runs.src_at[part]).reshape(-1),
+                (dst_bases[:, None] + runs.dst_at[part]).reshape(-1),
+                np.tile(runs.lengths[part], len(src_bases)),
             )

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import CutLane, bind_lane, cut_stream
+from kvreshard.plan.bind import CutLane, Runs, bind_lane, cut_stream, find_runs, list_copies
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.lane import Lane
@@ -115,9 +115,10 @@ class _Plan:
         """A lane whose pages are not pairs."""
         wanted, can_change = _wanted(cut.lane.choice, self.staging_bytes)
         if wanted == "direct" or can_change:
-            copies = list(bind_lane(cut))
-            if not can_change or not is_staging_cheaper(cut, copies, self.staging_bytes):
-                self.direct += copies
+            found = list(find_runs(cut))
+            if not can_change or not is_staging_cheaper(cut, found, self.staging_bytes):
+                for runs in found:
+                    self.direct += list_copies(cut.lane, runs)
                 return
         self.batches += stage_pieces(cut, self.staging_bytes)
         self.staged.append((stream, (cut.lane,)))
@@ -192,13 +193,13 @@ def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int
     return staged_s < STAGING_MARGIN * direct_s
 
 
-def is_staging_cheaper(cut: CutLane, copies: Sequence[CopyList], staging_bytes: int) -> bool:
-    """Whether the lane's cost model prefers staging to these copies, for this request."""
+def is_staging_cheaper(cut: CutLane, direct: Sequence[Runs], staging_bytes: int) -> bool:
+    """Whether the lane's cost model prefers staging to copying these runs one by one, for this request."""
     lane, model = cut.lane, cut.lane.choice.model if cut.lane.choice is not None else None
     if model is None:
         return False
-    num_copies = sum(one.num_copies for one in copies)
-    num_bytes = sum(one.num_bytes for one in copies)
+    num_copies = sum(runs.num_copies for runs in direct)
+    num_bytes = sum(runs.num_bytes for runs in direct)
     direct_s = model.direct_s(num_copies, num_bytes)
     if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes):
         return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
