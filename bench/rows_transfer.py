@@ -9,7 +9,7 @@
 | fresh tables, equal TP | raw NIXL, one descriptor per region; and a plain copy of one core, as the limit |
 
 The in-tree connector has four threads of NIXL's, as vLLM 0.32 gives it; raw NIXL has those of ours.
-`limit`: their time over that of raw NIXL for as many bytes in pieces of 1 MiB. Wall time of one destination rank, from the block tables to the last byte; bytes are compared with their sources.
+`limit`: their time over that of raw NIXL for as many bytes in pieces of 256 KiB. Wall time of one destination rank, from the block tables to the last byte; bytes are compared with their sources.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from kvreshard.session.transfer import pull
 from kvreshard.testing.trial import time_plain_copy
 
 ROW = "c transfer"
+# Enough pieces for NIXL's threads to have equal shares of them, and long ones.
+RAW_BYTES = 256 << 10
 NUM_TOKENS = {False: 2048, True: 8192}
 LLAMA = "llama-3.1-70b"
 
@@ -121,16 +123,16 @@ def _beside_intree(case: Case, full: bool) -> Result:
 
 
 def _raw_s(arena: Arena, route: Route, wanted: Request) -> float:
-    """Seconds that raw NIXL takes for as many bytes from the same ranks in pieces of 1 MiB, wherever they lie: the best of five.
+    """Seconds that raw NIXL takes for as many bytes from the same ranks in pieces of 256 KiB, wherever they lie: the best of five.
 
     With the same threads; nothing on this transport is faster, whatever is planned.
     """
     num_bytes = sum(copies.num_bytes for copies in bind(route, wanted))
     each = min(num_bytes // len(route.src_ranks), arena.dst_bytes, arena.src_bytes) >> 20 << 20
-    offsets = np.arange(0, each, 1 << 20, dtype=np.uint64)
+    offsets = np.arange(0, each, RAW_BYTES, dtype=np.uint64)
     handles = []
     for rank in route.src_ranks:
-        rows = [np.stack([base + offsets, np.full_like(offsets, 1 << 20), 0 * offsets], axis=1)
+        rows = [np.stack([base + offsets, np.full_like(offsets, RAW_BYTES), 0 * offsets], axis=1)
                 for base in (np.uint64(arena.address), np.uint64(arena.src_address(rank)))]  # fmt: skip
         descs = [arena.raw.get_xfer_descs(one, "DRAM") for one in rows]
         handles.append(arena.raw.initialize_xfer("READ", *descs, arena.raw_peer(rank)))
