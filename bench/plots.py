@@ -96,8 +96,8 @@ def draw_ways(results: list[dict[str, Any]]) -> None:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="direct, ms CPU",
-        ylabel="staged, ms CPU",
+        xlabel="direct, ms",
+        ylabel="staged, ms",
         title="Direct or staged: measured and chosen",
     )
     axes.legend(fontsize=7)
