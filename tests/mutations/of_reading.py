@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "lengths of several fields in the wrong order",
         "plan/bind.py",
-        "np.tile(length_flat[part], len(src_bases))",
-        "np.repeat(length_flat[part], len(src_bases))",
+        "np.tile(runs.lengths[part], len(src_bases))",
+        "np.repeat(runs.lengths[part], len(src_bases))",
     ),
     Mutant(
         "the source's page stride on both sides",
@@ -67,8 +67,8 @@ MUTANTS = [
     Mutant(
         "copies beyond the first list are lost",
         "plan/bind.py",
-        "for low in range(0, len(length_flat), max_copies):",
-        "for low in range(0, min(len(length_flat), max_copies), max_copies):",
+        "for low in range(0, len(runs.lengths), max_copies):",
+        "for low in range(0, min(len(runs.lengths), max_copies), max_copies):",
     ),
     Mutant("boxes over the edge of a page", "plan/slot.py", " | (page[1:] != page[:-1])", ""),
     Mutant(
@@ -206,5 +206,29 @@ MUTANTS = [
         "plan/reads.py",
         "lists[copies.src_rank, copies.dst_rank].append(copies)",
         "lists[0, copies.dst_rank].append(copies)",
+    ),
+    Mutant(
+        "batches are read at the rate of many copies",
+        "plan/cost.py",
+        "num_read_bytes / self.stage_bytes_per_s",
+        "num_read_bytes / self.read_bytes_per_s",
+    ),
+    Mutant(
+        "runs are counted for one field",
+        "plan/bind.py",
+        "return len(self.lengths) * len(self.pattern.bases.src)",
+        "return len(self.lengths)",
+    ),
+    Mutant(
+        "a cut run forgets how far it is",
+        "transport/frames.py",
+        "local, remote = local[owner] + ahead, remote[owner] + ahead",
+        "local, remote = local[owner] + ahead, remote[owner]",
+    ),
+    Mutant(
+        "constants of another version count",
+        "session/constants.py",
+        "is_ours = head.form == FORM and head.version == VERSION",
+        "is_ours = head.form == FORM",
     ),
 ]

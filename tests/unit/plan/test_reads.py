@@ -9,6 +9,7 @@ from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import CopyList, PageCopies, bind, compile_route, reads, stage, whole
+from kvreshard.plan.bind import bind_lane, cut_lanes, find_runs
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.reads import plan_reads
 
@@ -192,6 +193,22 @@ def test_the_way_whose_reads_are_faster_is_taken(constant: str, way: str) -> Non
     tables = {src.groups[0].name: PageTable(range(1, 65), 1024)}, {dst.groups[0].name: PageTable(range(1, 65), 1024)}
     plan = plan_reads(route, Request(*tables, {dst.groups[0].name: [(0, 1024)]}, {}), STAGING_BYTES)
     assert (bool(plan.direct), bool(plan.batches)) == (way == "direct", way == "staged")
+
+
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (16, 48), (48, 16)])
+def test_copies_are_counted_as_they_would_be_listed(sizes: tuple[int, int]) -> None:
+    """Of 80 layers and several kinds of overlaps, parts of pages at both ends."""
+    src, dst = pair(*(f"tp=4,order={order},page={size}" for order, size in zip(("HND", "NHD"), sizes, strict=True)))
+    (src_group,), (dst_group,) = src.groups, dst.groups
+    pages = [np.random.default_rng(1).permutation(200)[: 2000 // size + 1] + 1 for size in sizes]
+    tables = {src_group.name: PageTable(pages[0], 1999)}, {dst_group.name: PageTable(pages[1], 1999)}
+    request = Request(*tables, {dst_group.name: [(5, 1999)]}, {})
+    cuts = list(cut_lanes(compile_route(src, dst, 0), request))
+    assert cuts
+    for cut in cuts:
+        runs, copies = list(find_runs(cut)), list(bind_lane(cut))
+        assert sum(one.num_copies for one in runs) == sum(one.num_copies for one in copies) > 80
+        assert sum(one.num_bytes for one in runs) == sum(one.num_bytes for one in copies)
 
 
 def test_short_lists_of_a_source_are_posted_as_one() -> None:
