@@ -19,7 +19,7 @@ import numpy as np
 from bench.compare import compare
 from kvreshard.transport.base import Copies, Direction, MemoryRegion
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 
 HOST = "127.0.0.1"
 MEMORY_BYTES = 128 << 20
@@ -41,7 +41,7 @@ class Both:
         if self.engine.register_memory(self.address, MEMORY_BYTES):
             raise RuntimeError("Mooncake does not register the memory")
         # NIXL's threads would poll two cores without rest for as long as the network reads (docs/design/0020).
-        self.transport = NixlTransport("tcp", NixlOptions(num_threads=0))
+        self.transport = NixlTransport("tcp", NixlOptions(num_threads=usual_threads(ENVIRONMENT["UCX_TLS"])))
         self.transport.register([MemoryRegion(self.address, MEMORY_BYTES)])
 
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
 
 MEMORY_BYTES = 64 << 20
@@ -92,7 +92,7 @@ def _surroundings(network: str) -> None:
 
 
 def _options(network: str) -> NixlOptions:
-    return NixlOptions(num_threads=0) if network else NixlOptions()
+    return NixlOptions(num_threads=usual_threads(network))
 
 
 def _source(pipe: Connection, network: str) -> None:

@@ -29,7 +29,7 @@ from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Copies, Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import SPLIT_PIECES
+from kvreshard.transport.slices import SPLIT_PIECES
 
 LEASE_SLOTS = 256
 STAGING_BYTES = 256 << 10

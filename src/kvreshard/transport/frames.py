@@ -23,13 +23,20 @@ from numpy.typing import NDArray
 from kvreshard.transport.base import Addresses
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PlacedCopies, cost_before, cut
+from kvreshard.transport.slices import (
+    DESCRIPTOR_COST_BYTES,
+    MAX_PIECE_BYTES,
+    SPLIT_PIECES,
+    PlacedCopies,
+    cost_before,
+    cut,
+)
 
 MAX_INDEX = 1 << 31
-# Runs are cut so that NIXL's threads can share them: of a post they take parts of as many pieces as there are for each, and of 64 at least
-# (`nixl_agent.SPLIT_PIECES`), so with fewer than a few hundred the shares are unequal. 84 MB in 80 pieces take 11.5 ms, in 320 of them 7.
+# Runs are cut so that NIXL's threads can share them: of a post they take parts of as many pieces as there are for each, and of
+# `SPLIT_PIECES` at least, so with fewer than some times as many the shares are unequal. 84 MB in 80 pieces take 11.5 ms, in 320 of them 7.
 # 128 KiB are read in some ten times what a piece costs.
-SHARED_PIECES = 256
+SHARED_PIECES = 4 * SPLIT_PIECES
 MIN_RUN_BYTES, MAX_RUN_BYTES = 128 << 10, 1 << 20
 
 
@@ -133,7 +140,7 @@ class PlacedFrame:
 
 def max_run_bytes(num_bytes: int) -> int:
     """Of how many bytes a piece may be where so many are posted together."""
-    if num_bytes < 64 * MIN_RUN_BYTES:
+    if num_bytes < SPLIT_PIECES * MIN_RUN_BYTES:
         return MAX_RUN_BYTES  # too few for any share
     return min(MAX_RUN_BYTES, max(MIN_RUN_BYTES, num_bytes // SHARED_PIECES))
 

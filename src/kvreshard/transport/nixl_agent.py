@@ -19,13 +19,10 @@ from kvreshard.transport.base import Direction, MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame
 from kvreshard.transport.frames import FramePlace, FrameSlice, strided_rows
 from kvreshard.transport.pace import Pace
-from kvreshard.transport.slices import Slice
+from kvreshard.transport.slices import SPLIT_PIECES, Slice
 
 # A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.
 MAX_PREPARED = 256
-
-# NIXL's own bound is 1024. A staged batch has fewer pieces than this, and is read faster by the thread that posts it (docs/design/0020).
-SPLIT_PIECES = 64
 
 # What the cost model's constants are measured with.
 USUAL_THREADS = 2

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvreshard.transport.nixl_agent import SPLIT_PIECES, USUAL_THREADS, NixlOptions, usual_threads
+from kvreshard.transport.nixl_agent import USUAL_THREADS, NixlOptions, usual_threads
+from kvreshard.transport.slices import SPLIT_PIECES
 
 
 def test_ucx_has_threads_that_share_long_slices() -> None:
