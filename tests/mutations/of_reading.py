@@ -219,12 +219,7 @@ MUTANTS = [
         "return len(self.lengths) * len(self.pattern.bases.src)",
         "return len(self.lengths)",
     ),
-    Mutant(
-        "a cut run forgets how far it is",
-        "transport/frames.py",
-        "local, remote = local[owner] + ahead, remote[owner] + ahead",
-        "local, remote = local[owner] + ahead, remote[owner]",
-    ),
+    Mutant("runs are as long as they are", "plan/whole.py", "begins[::most_pages] = True", "begins[:1] = True"),
     Mutant(
         "constants of another version count",
         "session/constants.py",

@@ -58,20 +58,20 @@ MUTANTS = [
     Mutant(
         "a run is one page long",
         "transport/frames.py",
-        "lengths = frame.length_bytes[:, None] * runs",
-        "lengths = frame.length_bytes[:, None] * np.ones_like(runs)",
+        "lengths = self.frame.length_bytes[:, None] * runs",
+        "lengths = self.frame.length_bytes[:, None] * np.ones_like(runs)",
     ),
     Mutant(
-        "every part of a cut run begins with its first page",
+        "a run that must be cut is listed",
         "transport/frames.py",
-        "remote[owner] + ahead",
-        "remote[owner]",
+        "longest_bytes > MAX_PIECE_BYTES",
+        "longest_bytes > 2**62",
     ),
     Mutant(
         "the remote pages of a run are the local ones",
         "transport/frames.py",
-        "_rows(frame.remote_address, remote * ",
-        "_rows(frame.remote_address, local * ",
+        "copies.local_page, copies.remote_page\n        pages",
+        "copies.local_page, copies.local_page\n        pages",
     ),
     Mutant(
         "what was found for other regions is used again",

@@ -2,7 +2,7 @@
 
 1. Cut the intervals of a stream into whole pages, which are a stretch of both block tables, and parts of a page.
 2. Put the whole pages of streams with one frame together, in the order of the source.
-3. Neighbours on both sides become one copy where that leaves few; else every page is one of its frame.
+3. Neighbours on both sides become one copy where that leaves few, not too long to be shared; else every page is one of its frame.
 
 Nothing is listed per page and lane. `bind` says the same of any pair of pages, and is what this is tested against.
 """
@@ -26,6 +26,11 @@ Int64s = NDArray[np.int64]
 MIN_FRAMED_COPIES = 256
 # Listing a joined copy costs about three times a page of a frame; NIXL joins neighbouring pages of a frame by itself.
 MAX_JOINED = 0.67
+# A transport's threads share what a post has in many pieces: 84 MB in 80 take 11.5 ms, in 320 of them 7. So neighbours are joined up to
+# the 256th part of what is read; 128 KiB are read in some ten times what a piece costs (docs/design/0020).
+SHARED_COPIES = 256
+MIN_JOINED_BYTES, MAX_JOINED_BYTES = 128 << 10, 1 << 20
+SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few pieces for any share below it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +71,12 @@ class WholePages:
         continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)
         return WholePages(src_page, dst_page, continues, int(np.count_nonzero(continues)))
 
-    def runs(self) -> tuple[Int64s, Int64s, Int64s]:
-        """Source page, destination page and number of pages of every run that continues on both sides."""
-        starts = np.flatnonzero(np.concatenate([_FIRST, ~self.continues]))
+    def runs(self, most_pages: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Source page, destination page and number of pages, at most so many, of every run that continues on both sides."""
+        begins = np.empty(len(self.src_page), dtype=bool)
+        np.logical_not(self.continues, out=begins[1:])
+        begins[::most_pages] = True
+        starts = np.flatnonzero(begins)
         run_pages = np.empty_like(starts)
         run_pages[:-1], run_pages[-1] = starts[1:] - starts[:-1], len(self.src_page) - starts[-1]
         return self.src_page[starts], self.dst_page[starts], run_pages
@@ -117,16 +125,21 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
     if num_copies >= min_framed and not (joins and pages.joined > MAX_JOINED * num_pages):
         yield PageCopies(src_rank, dst_rank, frame, pages.src_page, pages.dst_page)
         return
-    src_page, dst_page, run_pages = (
-        pages.runs() if joins else (pages.src_page, pages.dst_page, np.ones_like(pages.src_page))
-    )
+    most_pages = max(1, max_joined_bytes(sheaf.page_bytes * num_pages) // frame.dst_stride_bytes) if joins else 1
+    src_page, dst_page, run_pages = pages.runs(most_pages)
     each = max(1, MAX_COPIES_PER_LIST // sheaf.num_runs)
     for first in range(0, len(src_page), each):
         part = slice(first, first + each)
         yield PageCopies(src_rank, dst_rank, frame, src_page[part], dst_page[part], run_pages[part])
 
 
-_FIRST = np.ones(1, dtype=bool)
+def max_joined_bytes(num_bytes: int) -> int:
+    """Of how many bytes a copy may be where so many are read together, unless one page has more."""
+    if num_bytes < SPLIT_BYTES:
+        return MAX_JOINED_BYTES
+    return min(MAX_JOINED_BYTES, max(MIN_JOINED_BYTES, num_bytes // SHARED_COPIES))
+
+
 _NO_PAGES = WholePages(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), 0)
 
 

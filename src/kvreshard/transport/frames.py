@@ -26,18 +26,11 @@ from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import (
     DESCRIPTOR_COST_BYTES,
     MAX_PIECE_BYTES,
-    SPLIT_PIECES,
     PlacedCopies,
     cost_before,
-    cut,
 )
 
 MAX_INDEX = 1 << 31
-# Runs are cut so that NIXL's threads can share them: of a post they take parts of as many pieces as there are for each, and of
-# `SPLIT_PIECES` at least, so with fewer than some times as many the shares are unequal. 84 MB in 80 pieces take 11.5 ms, in 320 of them 7.
-# 128 KiB are read in some ten times what a piece costs.
-SHARED_PIECES = 4 * SPLIT_PIECES
-MIN_RUN_BYTES, MAX_RUN_BYTES = 128 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +95,8 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
 class PlacedFrame:
     """What every post of a frame needs of it: its place, each entry's first index per side, shape (entries, 1), the cost of
     one page of all entries before each, and the longest entry.
+
+    Of both sides, local and remote, for what is listed: `starts`, shape (2, entries, 1), `strides`, (2, 1), `devices`, (2, 1, 1).
     """
 
     frame: Frame
@@ -110,47 +105,42 @@ class PlacedFrame:
     remote_base: NDArray[np.int32]
     cost_bytes: list[int]
     longest_bytes: int
+    starts: Addresses
+    strides: Addresses
+    devices: Addresses
 
     @staticmethod
     def of(frame: Frame, place: FramePlace) -> PlacedFrame:
         """Found once per frame."""
         entries = np.arange(len(frame.length_bytes), dtype=np.int32)[:, None]
         cost = np.add.accumulate(frame.length_bytes + np.uint64(DESCRIPTOR_COST_BYTES))
-        bases = entries * np.int32(frame.local_count), entries * np.int32(frame.remote_count)
-        return PlacedFrame(frame, place, *bases, [0, *cost.tolist()], int(frame.length_bytes.max()))
-
-    def listed(self, copies: FramedCopies) -> PlacedCopies:
-        """The same pieces as rows, runs cut so that none is above `max_run_bytes`, or a page."""
-        frame, runs = self.frame, copies.runs()
-        local, remote = (page.astype(np.uint64) for page in (copies.local_page, copies.remote_page))
-        most = max(1, max_run_bytes(copies.num_bytes) // self.longest_bytes)
-        if len(runs) and int(np.maximum.reduce(runs)) > most:
-            owner, ahead, runs = cut(runs, most)
-            local, remote = local[owner] + ahead, remote[owner] + ahead
-        lengths = frame.length_bytes[:, None] * runs
-        place = self.place
-        return PlacedCopies(
-            _rows(frame.local_address, local * np.uint64(frame.local_stride_bytes), lengths, place.local_device),
-            _rows(frame.remote_address, remote * np.uint64(frame.remote_stride_bytes), lengths, place.remote_device),
-            place.local_kind,
-            place.remote_kind,
-            cost_before(lengths.reshape(-1)),
+        return PlacedFrame(
+            frame,
+            place,
+            entries * np.int32(frame.local_count),
+            entries * np.int32(frame.remote_count),
+            [0, *cost.tolist()],
+            int(frame.length_bytes.max()),
+            np.stack([frame.local_address, frame.remote_address])[:, :, None],
+            np.array([[frame.local_stride_bytes], [frame.remote_stride_bytes]], dtype=np.uint64),
+            np.array([[[place.local_device]], [[place.remote_device]]], dtype=np.uint64),
         )
 
-
-def max_run_bytes(num_bytes: int) -> int:
-    """Of how many bytes a piece may be where so many are posted together."""
-    if num_bytes < SPLIT_PIECES * MIN_RUN_BYTES:
-        return MAX_RUN_BYTES  # too few for any share
-    return min(MAX_RUN_BYTES, max(MIN_RUN_BYTES, num_bytes // SHARED_PIECES))
-
-
-def _rows(start: Addresses, page_bytes: Addresses, lengths: Addresses, device: int) -> NDArray[np.uint64]:
-    """NIXL's rows of pieces of `lengths`, shape (entries, pages), of pages that begin `page_bytes` behind page 0."""
-    rows = np.empty((*lengths.shape, 3), dtype=np.uint64)
-    rows[:, :, 0] = start[:, None] + page_bytes
-    rows[:, :, 1], rows[:, :, 2] = lengths, device
-    return rows.reshape(-1, 3)
+    def listed(self, copies: FramedCopies) -> PlacedCopies | None:
+        """The same pieces as rows; None where there are none, or one must be cut."""
+        runs = copies.runs()
+        if not len(runs) or int(np.maximum.reduce(runs)) * self.longest_bytes > MAX_PIECE_BYTES:
+            return None
+        pages = np.empty((2, len(runs)), dtype=np.uint64)
+        pages[0], pages[1] = copies.local_page, copies.remote_page
+        pages *= self.strides
+        lengths = self.frame.length_bytes[:, None] * runs
+        rows = np.empty((2, *lengths.shape, 3), dtype=np.uint64)
+        np.add(self.starts, pages[:, None], out=rows[..., 0])
+        rows[..., 1], rows[..., 2] = lengths, self.devices
+        local, remote = rows.reshape(2, -1, 3)
+        place = self.place
+        return PlacedCopies(local, remote, place.local_kind, place.remote_kind, cost_before(lengths.reshape(-1)))
 
 
 def place_frame(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: str) -> PlacedFrame | None:

@@ -161,8 +161,8 @@ class NixlTransport:
             frame = self._frames.get(copies.frame, table, remote, side)
             if frame is not None and copies.run_pages is None:
                 return FrameCursor(copies, frame)
-            if frame is not None:
-                listed = frame.listed(copies)
+            listed = frame.listed(copies) if frame is not None else None
+            if listed is not None:
                 return PartCursor(listed, 0, len(listed.local))
             copies = copies.flat()
         if copies.whole is not None:

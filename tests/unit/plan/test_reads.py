@@ -84,9 +84,35 @@ def test_neighbouring_pages_are_joined_instead_of_framed() -> None:
     src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
     pages = np.arange(1, 126)
     lists = plan_reads(compile_route(src, dst, 0), make_request(src, dst, pages, pages)).direct
-    # One copy per layer, of K and V together.
-    assert sum(one.num_copies for one in lists) == 32
+    # 125 pages per layer, 8 KiB with K and V together; more than 8 MiB in all, so a copy has 128 KiB at most.
+    assert sum(one.num_copies for one in lists) == 32 * 8
     assert all(isinstance(one, CopyList) or one.run_pages is not None for one in lists)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "most_bytes"),
+    [
+        (1, 1 << 20),
+        ((8 << 20) - 1, 1 << 20),
+        (8 << 20, 128 << 10),
+        (33 << 20, 132 << 10),
+        (255 << 20, 255 << 12),
+        (256 << 20, 1 << 20),
+        (1 << 40, 1 << 20),
+    ],
+)
+def test_neighbours_are_joined_so_far_that_threads_can_share_them(num_bytes: int, most_bytes: int) -> None:
+    assert whole.max_joined_bytes(num_bytes) == most_bytes
+
+
+@pytest.mark.parametrize("most_pages", [1, 2, 3, 7, 8, 50])
+def test_runs_have_every_page_once_and_not_too_many(most_pages: int) -> None:
+    src = np.array([*range(10, 18), 30, *range(31, 34), 50])
+    dst = np.array([*range(80, 88), 3, *range(60, 63), 9])
+    found = list(zip(*(column.tolist() for column in whole.WholePages.of([src], [dst]).runs(most_pages)), strict=True))
+    pages = [(here + k, there + k) for here, there, count in found for k in range(count)]
+    assert pages == list(zip(src.tolist(), dst.tolist(), strict=True))
+    assert max(count for _, _, count in found) == min(most_pages, 8)
 
 
 def test_neighbouring_pages_alone_are_runs_of_a_frame() -> None:
@@ -102,7 +128,8 @@ def test_neighbouring_pages_alone_are_runs_of_a_frame() -> None:
     (found,) = plan_reads(route, request).direct
     assert isinstance(found, PageCopies)
     assert found.run_pages is not None
-    assert found.run_pages.tolist() == [40, 1, 41, 1]
+    # Of 21.5 MB a copy has 128 KiB, 16 pages, at most.
+    assert found.run_pages.tolist() == [16, 16, 8, 1, 7, 16, 16, 2, 1]
     flat = found.flat()
     assert rows([flat]) == rows(list(bind(route, request)))
     assert (found.num_copies, found.num_bytes) == (flat.num_copies, flat.num_bytes)

@@ -81,6 +81,7 @@ def test_runs_are_listed_as_they_lie(budget_bytes: int) -> None:
     frame, runs = dense_frame(), np.array([1, 30, 5])
     copies = FramedCopies(frame, np.array([999, 20, 3]), np.array([0, 800, 895]), runs)
     listed = PlacedFrame.of(frame, FramePlace("cpu", "cuda", 0, 3)).listed(copies)
+    assert listed is not None
     assert (listed.local_kind, listed.remote_kind) == ("cpu", "cuda")
     flat = copies.flat()
     assert (len(copies), copies.num_bytes) == (9, 3 * 36 * 4096) == (len(flat), flat.num_bytes)
@@ -90,36 +91,14 @@ def test_runs_are_listed_as_they_lie(budget_bytes: int) -> None:
     assert rows_of(PartCursor(listed, 0, len(listed.local)), budget_bytes) == [(*row, 0, 3) for row in wanted]
 
 
-@pytest.mark.parametrize(
-    ("page_bytes", "num_pages", "most"),
-    [
-        (64 << 10, 40, 16),
-        (64 << 10, 100, 2),
-        (64 << 10, 400, 4),
-        (64 << 10, 850, 9),
-        (192 << 10, 600, 5),
-        (192 << 10, 50, 1),
-    ],
-)
-def test_a_long_run_is_cut_at_pages(page_bytes: int, num_pages: int, most: int) -> None:
-    """Three entries. Less than 8 MiB in all: pieces of at most 1 MiB; then of the 256th part, from 128 KiB to 1 MiB."""
+@pytest.mark.parametrize(("page_bytes", "num_pages"), [(4096, 0), (MAX_PIECE_BYTES, 2), (MAX_PIECE_BYTES // 8, 9)])
+def test_what_is_none_or_must_be_cut_is_not_listed(page_bytes: int, num_pages: int) -> None:
     frame = dense_frame(page_bytes)
-    copies = FramedCopies(frame, np.array([0, 700]), np.array([50, 0]), np.array([num_pages - 1, 1]))
-    listed = PlacedFrame.of(frame, PLACE).listed(copies)
-    first = [(page, 50 + page, min(most, num_pages - 1 - page)) for page in range(0, num_pages - 1, most)]
-    wanted = [
-        (int(here) + own * page_bytes, int(there) + other * page_bytes, count * page_bytes, 0, 0)
-        for here, there in zip(frame.local_address, frame.remote_address, strict=True)
-        for own, other, count in [*first, (700, 0, 1)]
-    ]
-    assert rows_of(PartCursor(listed, 0, len(listed.local)), 1 << 50) == wanted
-
-
-def test_a_page_that_is_longer_than_a_run_may_be_is_whole() -> None:
-    frame = dense_frame(3 << 20)
-    listed = PlacedFrame.of(frame, PLACE).listed(FramedCopies(frame, np.array([5]), np.array([7]), np.array([2])))
-    assert listed.local[:, 1].tolist() == [3 << 20] * 6
-    assert listed.local[:2, 0].tolist() == [int(frame.local_address[0]) + page * (3 << 20) for page in (5, 6)]
+    placed = PlacedFrame.of(frame, PLACE)
+    one = np.array([3] * min(1, num_pages), dtype=np.int64)
+    assert placed.listed(FramedCopies(frame, one, one, one * 0 + num_pages)) is None
+    if num_pages:
+        assert placed.listed(FramedCopies(frame, one, one, one * 0 + num_pages - 1)) is not None
 
 
 def test_runs_that_a_frame_does_not_have_are_refused() -> None:
