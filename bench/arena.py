@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,6 +91,13 @@ class Arena:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._close.close()
         self.plain = self.raw = None
+
+    def again(self, dst: EngineLayout) -> Arena:
+        """The same ranks and memory, laid out differently here."""
+        assert total_bytes(dst, self.dst_rank) <= self.dst_bytes
+        other = copy.copy(self)
+        other.dst = self._relocated(dst, {self.dst_rank: self.address})
+        return other
 
     def _relocated(self, layout: EngineLayout, real: dict[int, int]) -> EngineLayout:
         """Ranks that do not take part keep made-up addresses."""

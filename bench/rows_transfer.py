@@ -25,7 +25,7 @@ from bench.arena import Arena
 from bench.compare import compare
 from bench.intree import POLL_S, InTree, Pair, available, tables_of
 from bench.results import Result, compared, skipped
-from bench.shapes import Shape, pool_for, request
+from bench.shapes import Shape, pool_for, request, total_bytes
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route, compile_route
@@ -79,11 +79,14 @@ def cases(full: bool) -> list[Case]:
 def run(full: bool) -> Iterator[Result]:
     """All of them."""
     why = available()
+    by_shape: dict[Shape, list[Case]] = {}
     for case in cases(full):
+        by_shape.setdefault(case.shape, []).append(case)
+    for shape, alike in by_shape.items():
         if why is not None:
-            yield skipped(ROW, f"{case.shape.name}, {case.table}", why, case.bar)
+            yield from (skipped(ROW, f"{shape.name}, {case.table}", why, case.bar) for case in alike)
         else:
-            yield _beside_intree(case, full)
+            yield from _beside_intree(shape, alike, full)
     yield from _head_split(full)
     yield from _relayout(full)
     yield from _raw(full)
@@ -93,8 +96,8 @@ def _tokens(shape: Shape, full: bool) -> int:
     return NUM_TOKENS[full] // 2 if "tp=2" in shape.dst else NUM_TOKENS[full]
 
 
-def _beside_intree(case: Case, full: bool) -> Result:
-    shape, num_tokens = case.shape, _tokens(case.shape, full)
+def _beside_intree(shape: Shape, alike: list[Case], full: bool) -> Iterator[Result]:
+    num_tokens = _tokens(shape, full)
     assert shape.pair is not None
     src, dst = shape.layouts(pool_for(shape, num_tokens))
     with Arena(src, dst, 0, compile_route(src, dst, 0).src_ranks) as arena:
@@ -102,24 +105,24 @@ def _beside_intree(case: Case, full: bool) -> Result:
         intree = InTree(shape.pair, arena.dst, 0, arena.plain, arena.address)
         for rank in intree.handshake_ranks:
             intree.meet(arena.src, rank, arena.native[rank], arena.src_address(rank))
-        wanted = request(arena.src, arena.dst, num_tokens, case.table)
-        tables = tables_of(arena.src, wanted.src_tables), tables_of(arena.dst, wanted.dst_tables)
-        arena.fill(wanted)
+        for case in alike:
+            wanted = request(arena.src, arena.dst, num_tokens, case.table)
+            tables = tables_of(arena.src, wanted.src_tables), tables_of(arena.dst, wanted.dst_tables)
+            arena.fill(wanted)
 
-        def theirs() -> None:
-            intree.wait(intree.read(*tables, post=True))
+            def ours() -> None:
+                pull(mover, route, wanted, arena.dst)  # noqa: B023 (called here)
 
-        checked = [
-            _checked(arena, route, wanted, work) for work in (theirs, lambda: pull(mover, route, wanted, arena.dst))
-        ]
-        found = compare(
-            lambda: pull(mover, route, wanted, arena.dst), theirs, pairs=21 if full else 15, budget_s=30 if full else 4
-        )
-        raw_s = _raw_s(arena, route, wanted)
-        return compared(
-            ROW, f"{shape.name}, {num_tokens // 1024}k tokens, {case.table}", found, case.bar, case.at_least, cpu=False, low=case.low,
-            limit=found.theirs.wall_s / raw_s, raw_ms=raw_s * 1e3, checked_bytes=checked[0], plain_copy_ms=time_plain_copy(checked[0]) * 1e3, gb_per_s=checked[0] / found.ours.wall_s / 1e9,
-        )  # fmt: skip
+            def theirs() -> None:
+                intree.wait(intree.read(*tables, post=True))  # noqa: B023
+
+            checked = [_checked(arena, route, wanted, work) for work in (theirs, ours)]
+            found = compare(ours, theirs, pairs=21 if full else 15, budget_s=30 if full else 4)
+            raw_s = _raw_s(arena, route, wanted)
+            yield compared(
+                ROW, f"{shape.name}, {num_tokens // 1024}k tokens, {case.table}", found, case.bar, case.at_least, cpu=False, low=case.low,
+                limit=found.theirs.wall_s / raw_s, raw_ms=raw_s * 1e3, checked_bytes=checked[0], plain_copy_ms=time_plain_copy(checked[0]) * 1e3, gb_per_s=checked[0] / found.ours.wall_s / 1e9,
+            )  # fmt: skip
 
 
 def _raw_s(arena: Arena, route: Route, wanted: Request) -> float:
@@ -189,30 +192,32 @@ def _relayout(full: bool) -> Iterator[Result]:
         ("HND page 16 -> NHD page 64", "tp=4,order=HND,page=16", "tp=4,order=NHD,page=64", ("fresh", "random")),
         ("HND page 64 -> NHD page 16", "tp=4,order=HND,page=64", "tp=4,order=NHD,page=16", ("random",)),
     ):
-        for table in ("fresh", "random") if full else short:
-            spent = {}
-            for kind, dst in (("changed", dst_spec), ("plain", src_spec)):
-                spent[kind] = Shape(name, LLAMA, src_spec, dst, None)
-            yield _relayout_case(name, spent["changed"], spent["plain"], num_tokens, table, full)
+        changed, plain = (Shape(name, LLAMA, src_spec, spec, None) for spec in (dst_spec, src_spec))
+        yield from _relayout_cases(changed, plain, num_tokens, ("fresh", "random") if full else short, full)
 
 
-def _relayout_case(name: str, changed: Shape, plain: Shape, num_tokens: int, table: str, full: bool) -> Result:
+def _relayout_cases(
+    changed: Shape, plain: Shape, num_tokens: int, tables: tuple[str, ...], full: bool
+) -> Iterator[Result]:
     pools = max(pool_for(changed, num_tokens), pool_for(plain, num_tokens))
     src, dst = changed.layouts(pools)
     _, same = plain.layouts(pools)
-    with Arena(src, dst, 0, (0,)) as arena, Arena(src, same, 0, (0,)) as other:
-        works, checked = [], 0
-        for one in (arena, other):
-            wanted = request(one.src, one.dst, num_tokens, table)
-            route, mover = compile_route(one.src, one.dst, 0), one.mover()
-            one.fill(wanted)
-            works.append(lambda m=mover, r=route, w=wanted, d=one.dst: pull(m, r, w, d))
-            checked = _checked(one, route, wanted, works[-1])
-        found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 3)
-        return compared(
-            ROW, f"Llama-3.1-70B {name}, {num_tokens // 1024}k tokens, {table}, beside the same bytes unchanged", found, "0.5", 0.5, cpu=False,
-            checked_bytes=checked,
-        )  # fmt: skip
+    larger, smaller = sorted((dst, same), key=lambda layout: total_bytes(layout, 0), reverse=True)
+    with Arena(src, larger, 0, (0,)) as arena:
+        both = {id(larger): arena, id(smaller): arena.again(smaller)}
+        for table in tables:
+            works, checked = [], 0
+            for one in (both[id(dst)], both[id(same)]):
+                wanted = request(one.src, one.dst, num_tokens, table)
+                route, mover = compile_route(one.src, one.dst, 0), one.mover()
+                one.fill(wanted)
+                works.append(lambda m=mover, r=route, w=wanted, d=one.dst: pull(m, r, w, d))
+                checked = _checked(one, route, wanted, works[-1])
+            found = compare(*works, pairs=15 if full else 7, budget_s=30 if full else 3)
+            yield compared(
+                ROW, f"Llama-3.1-70B {changed.name}, {num_tokens // 1024}k tokens, {table}, beside the same bytes unchanged", found, "0.5", 0.5, cpu=False,
+                checked_bytes=checked,
+            )  # fmt: skip
 
 
 def _raw(full: bool) -> Iterator[Result]:

@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from typing import Any
 
@@ -335,8 +336,20 @@ def make_process_transport(kind: str, name: str) -> Transport:
     return NixlTransport(name)
 
 
+def leave_cpu_torch_out() -> None:
+    """Make a CPU build of torch one that is not installed, for this process, which has no use for it.
+
+    NIXL 1.5.1 asks torch for its CUDA version, and imports all of a CPU build to hear that it has none: 1.2 s of each rank's start
+    (`nixl_meta_utils.detect_cuda_major`). Others it reads from the disk.
+    """
+    with contextlib.suppress(PackageNotFoundError):
+        if "torch" not in sys.modules and version("torch").endswith("+cpu"):
+            sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it fails
+
+
 def main(arguments: list[str]) -> None:
     """Serve until the socket closes. Arguments: socket and memory file descriptors, memory bytes, transport, name."""
+    leave_cpu_torch_out()
     channel = socket.socket(fileno=int(arguments[0]))
     size_bytes = int(arguments[2])
     memory = mmap.mmap(int(arguments[1]), size_bytes)

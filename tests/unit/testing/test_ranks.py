@@ -1,9 +1,13 @@
 """Do ranks in processes of their own die, hang and restart without taking the test along?"""
 
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -31,6 +35,34 @@ def test_ranks_in_one_process() -> None:
         ranks.reset(fill_byte=5)
         assert ranks.notifications(1, 1, timeout_s=0.0) == []
         assert (ranks.memory(0) == 5).all()
+
+
+@pytest.mark.parametrize(("version", "is_left_out"), [("2.13.0+cpu", True), ("2.13.0", False), ("2.13.0+cu126", False)])
+def test_a_cpu_build_of_torch_is_left_out(monkeypatch: pytest.MonkeyPatch, version: str, is_left_out: bool) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # put back as it was afterwards
+    del sys.modules["torch"]
+    monkeypatch.setattr(ask, "version", lambda name: {"torch": version}[name])
+    ask.leave_cpu_torch_out()
+    assert ("torch" in sys.modules) is is_left_out
+    if is_left_out:
+        with pytest.raises(ImportError):
+            importlib.import_module("torch")
+
+
+def test_torch_that_is_there_or_not_installed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", there)
+    monkeypatch.setattr(ask, "version", lambda name: "2.13.0+cpu")
+    ask.leave_cpu_torch_out()
+    assert sys.modules["torch"] is there
+    del sys.modules["torch"]
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(ask, "version", missing)
+    ask.leave_cpu_torch_out()
+    assert "torch" not in sys.modules
 
 
 def test_memory_does_not_reach_other_processes() -> None:
