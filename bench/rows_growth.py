@@ -25,7 +25,7 @@ POOLS = (1000, 3000, 10_000, 30_000, 100_000)
 
 def run(full: bool) -> Iterator[Result]:
     """Two curves. The points are in the details, for the plots."""
-    tokens = list(TOKENS if full else TOKENS[::2])
+    tokens = list(TOKENS if full else (*TOKENS[::2], TOKENS[-1]))
     pool = pool_for(SHAPE, tokens[-1])
     points = {kind: _prepare_ms(tokens, pool, kind) for kind in ("fresh", "random")}
     slope = float(np.polyfit(np.log(tokens[-3:]), np.log(points["random"][-3:]), 1)[0])
