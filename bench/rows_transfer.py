@@ -202,12 +202,10 @@ def _relayout_cases(
     pools = max(pool_for(changed, num_tokens), pool_for(plain, num_tokens))
     src, dst = changed.layouts(pools)
     _, same = plain.layouts(pools)
-    larger, smaller = sorted((dst, same), key=lambda layout: total_bytes(layout, 0), reverse=True)
-    with Arena(src, larger, 0, (0,)) as arena:
-        both = {id(larger): arena, id(smaller): arena.again(smaller)}
+    with Arena(src, max(dst, same, key=lambda layout: total_bytes(layout, 0)), 0, (0,)) as arena:
         for table in tables:
             works, checked = [], 0
-            for one in (both[id(dst)], both[id(same)]):
+            for one in (arena.again(dst), arena.again(same)):
                 wanted = request(one.src, one.dst, num_tokens, table)
                 route, mover = compile_route(one.src, one.dst, 0), one.mover()
                 one.fill(wanted)

@@ -227,7 +227,7 @@ def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
     if not len(length):
         return []
     if int(np.maximum.reduce(length)) > MAX_PIECE_BYTES:
-        owner, offset, length = cut(length, MAX_PIECE_BYTES)
+        owner, offset, length = _cut(length, MAX_PIECE_BYTES)
         local, remote = (replace(one, address=one.address + offset) for one in (local.of(owner), remote.of(owner)))
     if isinstance(local.kind, int) and isinstance(remote.kind, int):
         return [_group(local, remote, length, 2 * local.kind + remote.kind)]
@@ -241,7 +241,7 @@ def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
     return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost_before(length))
 
 
-def cut(sizes: Addresses, most: int) -> tuple[NDArray[np.intp], Addresses, Addresses]:
+def _cut(sizes: Addresses, most: int) -> tuple[NDArray[np.intp], Addresses, Addresses]:
     """Pieces of at most `most`: the row that each comes from, what of that row is before it, and its size."""
     limit = np.uint64(most)
     parts = ((sizes - np.uint64(1)) // limit + np.uint64(1)).astype(np.intp)

@@ -12,6 +12,7 @@ from kvreshard.plan import CopyList, PageCopies, bind, compile_route, reads, sta
 from kvreshard.plan.bind import bind_lane, cut_lanes, find_runs
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.reads import plan_reads
+from kvreshard.transport.slices import SPLIT_PIECES
 
 NUM_TOKENS = 2000
 STAGING_BYTES = 8 << 20
@@ -103,6 +104,12 @@ def test_neighbouring_pages_are_joined_instead_of_framed() -> None:
 )
 def test_neighbours_are_joined_so_far_that_threads_can_share_them(num_bytes: int, most_bytes: int) -> None:
     assert whole.max_joined_bytes(num_bytes) == most_bytes
+
+
+def test_what_is_too_little_to_be_shared_is_what_the_transport_does_not_share() -> None:
+    """The planner knows no transport: that both mean the same bound is held here."""
+    assert whole.SPLIT_BYTES == SPLIT_PIECES * whole.MIN_JOINED_BYTES
+    assert whole.SHARED_COPIES >= 4 * SPLIT_PIECES
 
 
 @pytest.mark.parametrize("most_pages", [1, 2, 3, 7, 8, 50])

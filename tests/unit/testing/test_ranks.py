@@ -65,6 +65,15 @@ def test_torch_that_is_there_or_not_installed_is_left_alone(monkeypatch: pytest.
     assert "torch" not in sys.modules
 
 
+def test_a_worker_leaves_it_out_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def called() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(ask, "leave_cpu_torch_out", called)
+    with pytest.raises(InterruptedError):
+        ask.main([])
+
+
 def test_memory_does_not_reach_other_processes() -> None:
     with pytest.raises(TransportError, match="does not reach other processes"):
         ProcessRanks(1, KIB, transport="memory")
