@@ -64,6 +64,30 @@ MUTANTS = [
         "return start_token, stop",
     ),
     Mutant(
+        "regions of one rank may share bytes",
+        "model/layout_check.py",
+        "before.address + before.size_bytes > after.address",
+        "before.address > after.address",
+    ),
+    Mutant(
+        "regions that touch are refused",
+        "model/layout_check.py",
+        "before.address + before.size_bytes > after.address",
+        "before.address + before.size_bytes >= after.address",
+    ),
+    Mutant(
+        "regions of two devices share bytes",
+        "model/layout_check.py",
+        "before.device == after.device and ",
+        "",
+    ),
+    Mutant(
+        "regions that follow one another are not told from others",
+        "model/layout_check.py",
+        "if not any(map(gt, ends, rank.addresses[1:])):",
+        "if not all(map(gt, ends, rank.addresses[1:])):",
+    ),
+    Mutant(
         "cells that share bytes are let through",
         "model/layout_check.py",
         "int(np.diff(starts).min()) < run_bytes",

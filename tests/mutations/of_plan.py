@@ -199,6 +199,12 @@ MUTANTS = [
         "left = _inside(whole, low) & ~_inside(taken, low)",
         "left = _inside(whole, low)",
     ),
+    Mutant(
+        "bytes of two regions are zeroed at once",
+        "plan/fill.py",
+        "return cut(new, np.array(rank.addresses, dtype=np.int64))",
+        "return new",
+    ),
     Mutant("a range inside another ends it", "plan/copies.py", "np.maximum.accumulate(stop[order])", "stop[order]"),
     Mutant(
         "only the first group's ids are looked at",

@@ -63,6 +63,7 @@ FEATURES: dict[PairLayer, Sequence[str]] = {
         "raw: replicas",
         "raw: field on some ranks only",
         "raw: several regions",
+        "raw: regions without a gap",
         "raw: several pools",
         "raw: overlaid groups",
         "raw: interleaved slabs",

@@ -2,7 +2,8 @@
 
 1. Names are unique and every reference (field, group, region, pool) resolves.
 2. Each shard has exactly its field's axes, holds coordinates inside the extents, and pages as long as its group's.
-3. Slabs lie inside their regions for every page of their pool; slabs of different pools do not touch.
+3. A rank's regions share no byte. Slabs lie inside their regions for every page of their pool; slabs of different pools do
+   not touch.
 4. Each shard's cells lie inside slabs of its group's pool, no two cells share a byte, neither within a shard nor
    between shards of one group.
 
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
+from operator import add, gt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,6 +72,7 @@ def check_layout(layout: EngineLayout) -> None:
             kinds = kinds_of[id(outline)] = {}
             for field, number in zip(outline.fields, outline.geometry_of, strict=True):
                 kinds.setdefault((number, shapes[field]), field)
+        _check_regions_apart(rank)
         runs_of = {kind: pages.runs(rank, field, rank.geometries[kind[0]]) for kind, field in kinds.items()}
         form = (id(outline), *(id(runs) for runs in runs_of.values()), *(pages.form(g) for g in rank.geometries))
         if form not in placed:
@@ -155,6 +158,20 @@ def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
             raise LayoutError(
                 f"rank {rank.rank}, field '{field}': starts at byte {offset} of region '{outline.region_names[region]}', "
                 f"which has {outline.region_bytes[region]}; check its offset"
+            )
+
+
+def _check_regions_apart(rank: Rank) -> None:
+    """Addresses are a rank's own, so every rank is looked at: mostly its regions follow one another."""
+    ends = map(add, rank.addresses, rank.outline.region_bytes)
+    if not any(map(gt, ends, rank.addresses[1:])):
+        return
+    in_order = sorted(rank.regions, key=lambda region: (region.device, region.address, region.name))
+    for before, after in pairwise(in_order):
+        if before.device == after.device and before.address + before.size_bytes > after.address:
+            raise LayoutError(
+                f"rank {rank.rank}: regions '{before.name}' and '{after.name}' share bytes at address {after.address} of "
+                f"{before.device}; describe memory that fields share as one region"
             )
 
 

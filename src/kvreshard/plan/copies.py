@@ -121,6 +121,12 @@ def subtract(whole: ByteRanges, taken: ByteRanges) -> ByteRanges:
     return merged(low[left], high[left])
 
 
+def cut(ranges: ByteRanges, at: Int64s) -> ByteRanges:
+    """The same bytes; where a range goes on beyond one of the addresses `at`, it ends there and another begins."""
+    inside = at[_inside(ranges, at - 1) & _inside(ranges, at)]
+    return ByteRanges(*(np.sort(np.concatenate([edges, inside])) for edges in (ranges.start, ranges.stop)))
+
+
 def _inside(ranges: ByteRanges, points: Int64s) -> NDArray[np.bool_]:
     if not len(ranges.start):
         return np.zeros(len(points), dtype=bool)

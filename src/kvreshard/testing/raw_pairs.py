@@ -335,8 +335,9 @@ def _draw_slabs(
         of_region[names[int(rng.integers(len(names)))]].append(key)
     slabs: dict[tuple[str, int], Slab] = {}
     regions, address = [], first_address
+    close = rng.random() < 0.2  # no byte between the pages of two regions
     for name, keys in of_region.items():
-        offset = int(rng.integers(0, 20))
+        offset = 0 if close else int(rng.integers(0, 20))
         padding = [int(rng.integers(1, 30)) if rng.random() < 0.3 else 0 for _ in keys]
         if any(padding):
             features.add("raw: padding")
@@ -355,11 +356,13 @@ def _draw_slabs(
                 offset += (pools[key[0]] - 1) * (sizes[key] + pad) + sizes[key]
                 size = max(size, offset)
                 offset += int(rng.integers(0, 9))
-        size += int(rng.integers(0, 9))
+        size += 0 if close else int(rng.integers(0, 9))
         regions.append(Region(name, address, size))
-        address += size + int(rng.integers(0, 3)) * int(rng.integers(1, 1000))
+        address += size + (0 if close else int(rng.integers(0, 3)) * int(rng.integers(1, 1000)))
     if len(regions) > 1:
         features.add("raw: several regions")
+        if close:
+            features.add("raw: regions without a gap")
     return slabs, tuple(regions)
 
 

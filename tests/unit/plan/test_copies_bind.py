@@ -1,16 +1,18 @@
 """Does bind give the fewest copies that are right, in lists of bounded size, and does zeroing take exactly the rest?"""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kvreshard.kinds import Attention, Latent, Mamba1, Ring, Style
-from kvreshard.model import EngineLayout
+from kvreshard.model import EngineLayout, Rank, Region
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import ByteRanges, CopyList, bind, compile_route, find_unwritten
 from kvreshard.plan import bind as _bind
 from kvreshard.plan.bind import MAX_CODED, Pieces, _merge_pages, distinct_overlaps
-from kvreshard.plan.copies import merged, subtract
+from kvreshard.plan.copies import cut, merged, subtract
 from kvreshard.testing.apply import check_transfer, compile_all
 from kvreshard.testing.small import GROUP, changed, engine, request
 
@@ -72,6 +74,20 @@ def test_merged(given: list[tuple[int, int]], expected: list[tuple[int, int]]) -
 def test_subtract(whole: list[tuple[int, int]], taken: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     sides = [ByteRanges(array(*(a for a, _ in side)), array(*(b for _, b in side))) for side in (whole, taken)]
     assert ranges(subtract(*sides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "at", "expected"),
+    [
+        ([(0, 10)], [5], [(0, 5), (5, 10)]),
+        ([(0, 10)], [0, 10, 11, -1], [(0, 10)]),
+        ([(0, 4), (6, 10)], [8, 4, 6, 1, 5], [(0, 1), (1, 4), (6, 8), (8, 10)]),
+        ([(0, 4)], [], [(0, 4)]),
+        ([], [3], []),
+    ],
+)
+def test_cut(given: list[tuple[int, int]], at: list[int], expected: list[tuple[int, int]]) -> None:
+    assert ranges(cut(ByteRanges(array(*(a for a, _ in given)), array(*(b for _, b in given))), array(*at))) == expected
 
 
 def test_neighbouring_pages_are_one_copy() -> None:
@@ -181,6 +197,19 @@ def test_what_no_copy_writes_in_a_new_page_is_zeroed_in_full() -> None:
     route = compile_route(src, dst, 0)
     holes = ranges(find_unwritten(dst, 0, wanted, _bind(route, wanted)))
     assert holes == [(2_000_000 + 112, 2_000_000 + 120), (2_000_000 + 136, 2_000_000 + 200)]
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_ranges_to_zero_end_with_their_region(gap: int) -> None:
+    """The last page of one layer's region and the first of the next, neighbours by address: two allocations, two ranges."""
+    src, dst = engine("prefill", kind=ONE_FIELD, stages=(0, 0)), engine("decode", kind=ONE_FIELD, stages=(0, 0))
+    regions = [Region(f"r{i}", 2_000_000 + i * (320 + gap), 320) for i in range(2)]
+    shards = [replace(shard, region=f"r{i}", offset_bytes=0) for i, shard in enumerate(dst.ranks[0].shards)]
+    slabs = [replace(dst.ranks[0].slabs[0], region=region.name) for region in regions]
+    dst = replace(dst, ranks=(Rank.of(0, (), tuple(regions), tuple(slabs), tuple(shards)),))
+    wanted = request(src, dst, 6, [(2, 6)], dst_pages=[0, 9], new_pages=[0, 9])
+    found = ranges(find_unwritten(dst, 0, wanted, bind(compile_route(src, dst, 0), wanted)))
+    assert found == [(at, at + 16) for region in regions for at in (region.address, region.address + 304)]
 
 
 def test_a_page_that_is_not_new_keeps_what_it_has() -> None:
