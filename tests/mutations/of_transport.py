@@ -4,6 +4,18 @@ from mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "indices that were written for earlier entries are handed out",
+        "transport/frames.py",
+        "if first not in self._indexed or last > self._indexed.stop:",
+        "if not self._indexed:",
+    ),
+    Mutant(
+        "indices are written for too few entries",
+        "transport/frames.py",
+        "if first not in self._indexed or last > self._indexed.stop:",
+        "if first not in self._indexed:",
+    ),
+    Mutant(
         "a part begins where its whole does",
         "transport/base.py",
         '("first", self.first + first)',

@@ -31,6 +31,8 @@ from kvreshard.transport.slices import (
 )
 
 MAX_INDEX = 1 << 31
+# Of a few posts: written in one go, and still in a core's cache when they are read. 128 KiB a side.
+INDICES_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +154,23 @@ def place_frame(frame: Frame, local: RegionTable, remote: RegionTable, remote_si
 class FrameCursor:
     """Hands out framed copies slice by slice, one page a pair. `placed`: their frame."""
 
-    __slots__ = ("_entry", "_local", "_num_entries", "_page", "_placed", "_remote")
+    __slots__ = ("_entry", "_indexed", "_local", "_local_index", "_page", "_placed", "_remote", "_remote_index")
 
     def __init__(self, copies: FramedCopies, placed: PlacedFrame) -> None:
         self._placed = placed
-        self._num_entries = len(placed.local_base)
         self._local, self._remote = copies.local_page.astype(np.int32), copies.remote_page.astype(np.int32)
-        self._entry = 0 if len(self._local) else self._num_entries
+        self._entry = 0 if len(self._local) else len(placed.local_base)
         self._page = 0
+        self._indexed = range(0)
 
     @property
     def exhausted(self) -> bool:
         """Whether all pieces were handed out or dropped."""
-        return self._entry == self._num_entries
+        return self._entry == len(self._placed.local_base)
 
     def drop(self) -> None:
         """Hand out no more."""
-        self._entry = self._num_entries
+        self._entry = len(self._placed.local_base)
 
     def take(self, budget_bytes: int) -> FrameSlice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
@@ -185,8 +187,19 @@ class FrameCursor:
         return self._slice(first, first + 1, start, stop)
 
     def _slice(self, first: int, last: int, start: int, stop: int) -> FrameSlice:
-        placed = self._placed
-        local = (placed.local_base[first:last] + self._local[start:stop]).reshape(-1)
-        remote = (placed.remote_base[first:last] + self._remote[start:stop]).reshape(-1)
+        """Pages `[start, stop)` of entries `[first, last)`: all pages, or of one entry."""
+        placed, num_pages = self._placed, len(self._local)
+        if first not in self._indexed or last > self._indexed.stop:
+            self._index(first, last)
+        begin = (first - self._indexed.start) * num_pages + start
+        rows = slice(begin, begin + (last - 1 - first) * num_pages + stop - start)
         cost_bytes = (placed.cost_bytes[last] - placed.cost_bytes[first]) * (stop - start)
-        return FrameSlice(placed.frame, placed.place, local, remote, cost_bytes)
+        return FrameSlice(placed.frame, placed.place, self._local_index[rows], self._remote_index[rows], cost_bytes)
+
+    def _index(self, first: int, last: int) -> None:
+        """Indices of these entries and some more, of which later slices are views."""
+        placed = self._placed
+        stop = min(len(placed.local_base), max(last, first + INDICES_AT_ONCE // len(self._local)))
+        self._local_index = (placed.local_base[first:stop] + self._local).reshape(-1)
+        self._remote_index = (placed.remote_base[first:stop] + self._remote).reshape(-1)
+        self._indexed = range(first, stop)

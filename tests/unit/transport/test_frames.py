@@ -5,7 +5,8 @@ import pytest
 
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import FrameCursor, FramePlace, PlacedFrame, place, strided_rows
+from kvreshard.transport import frames
+from kvreshard.transport.frames import INDICES_AT_ONCE, FrameCursor, FramePlace, PlacedFrame, place, strided_rows
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PartCursor
 
@@ -28,8 +29,10 @@ def listed(cursor: FrameCursor, budget_bytes: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("budget_copies", [0, 1, 3, 20, 21, 55, 10_000])
-def test_slices_have_every_piece_once(budget_copies: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 45, INDICES_AT_ONCE])
+@pytest.mark.parametrize("budget_copies", [0, 1, 3, 20, 21, 45, 55, 10_000])
+def test_slices_have_every_piece_once(budget_copies: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "INDICES_AT_ONCE", at_once)
     frame, rng = make_frame(), np.random.default_rng(1)
     local, remote = rng.permutation(50)[:20], rng.permutation(50)[:20]
     cursor = FrameCursor(FramedCopies(frame, local, remote), PlacedFrame.of(frame, PLACE))
@@ -40,6 +43,18 @@ def test_slices_have_every_piece_once(budget_copies: int) -> None:
         for here, there in zip(local.tolist(), remote.tolist(), strict=True)
     ]
     assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_budgets_may_change_from_slice_to_slice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "INDICES_AT_ONCE", 45)
+    frame, rng, pages = make_frame(num_entries=9), np.random.default_rng(seed), np.arange(20)
+    cursor = FrameCursor(FramedCopies(frame, pages, pages[::-1]), PlacedFrame.of(frame, PLACE))
+    found: list[tuple[int, int]] = []
+    while not cursor.exhausted:
+        piece = cursor.take(int(rng.choice([1, 7, 21, 45, 62])) * (4096 + 72 + DESCRIPTOR_COST_BYTES))
+        found += zip(piece.local_index.tolist(), piece.remote_index.tolist(), strict=True)
+    assert found == [(entry * 50 + page, entry * 60 + 19 - page) for entry in range(9) for page in range(20)]
 
 
 def test_a_dropped_cursor_and_an_empty_one_have_nothing() -> None:
