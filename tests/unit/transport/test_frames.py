@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from kvreshard.transport import frames
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport import frames
 from kvreshard.transport.frames import INDICES_AT_ONCE, FrameCursor, FramePlace, PlacedFrame, place, strided_rows
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PartCursor
