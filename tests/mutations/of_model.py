@@ -76,12 +76,6 @@ MUTANTS = [
         "before.address + before.size_bytes >= after.address",
     ),
     Mutant(
-        "regions of two devices share bytes",
-        "model/layout_check.py",
-        "before.device == after.device and ",
-        "",
-    ),
-    Mutant(
         "regions that follow one another are not told from others",
         "model/layout_check.py",
         "if not any(map(gt, ends, rank.addresses[1:])):",

@@ -162,16 +162,19 @@ def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
 
 
 def _check_regions_apart(rank: Rank) -> None:
-    """Addresses are a rank's own, so every rank is looked at: mostly its regions follow one another."""
+    """As the transport refuses them when they are registered, devices or not: an address says which memory it is.
+
+    Addresses are a rank's own, so every rank is looked at: mostly its regions follow one another.
+    """
     ends = map(add, rank.addresses, rank.outline.region_bytes)
     if not any(map(gt, ends, rank.addresses[1:])):
         return
-    in_order = sorted(rank.regions, key=lambda region: (region.device, region.address, region.name))
+    in_order = sorted(rank.regions, key=lambda region: (region.address, region.name))
     for before, after in pairwise(in_order):
-        if before.device == after.device and before.address + before.size_bytes > after.address:
+        if before.address + before.size_bytes > after.address:
             raise LayoutError(
-                f"rank {rank.rank}: regions '{before.name}' and '{after.name}' share bytes at address {after.address} of "
-                f"{before.device}; describe memory that fields share as one region"
+                f"rank {rank.rank}: regions '{before.name}' and '{after.name}' share bytes at address {after.address}; "
+                "describe memory that fields share as one region"
             )
 
 

@@ -99,16 +99,16 @@ def test_regions_of_a_rank_share_no_byte(behind: int) -> None:
     """Bytes that two regions have would be two fields' at once, and the check of slabs looks inside of one region."""
     other = Region("spare", 4096 + behind, 640)
     first, second = ("kv", "spare") if behind >= 0 else ("spare", "kv")
-    facts = f"rank 0|'{first}' and '{second}' share bytes at address {4096 + max(0, behind)}|of cpu|as one region"
+    facts = f"rank 0|'{first}' and '{second}' share bytes at address {4096 + max(0, behind)}|as one region"
     refused(facts, regions=(REGION, other))
     refused(facts, regions=(other, Region("apart", 2**40, 1), REGION))
+    refused(facts, regions=(REGION, replace(other, device="cuda:0")))
 
 
-def test_regions_may_touch_lie_in_any_order_and_on_devices_that_count_alike() -> None:
+def test_regions_may_touch_and_lie_in_any_order() -> None:
     touching = [Region("below", 4096 - 8, 8), Region("above", 4096 + 640, 8)]
     layout(regions=(REGION, *touching))
     layout(regions=(touching[1], REGION, touching[0]))
-    layout(regions=(REGION, Region("on it", 4096, 640, "cuda:0")))
 
 
 @pytest.mark.parametrize(
