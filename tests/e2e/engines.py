@@ -29,6 +29,7 @@ from typing import Any
 from tests.e2e import models, processes
 from tests.e2e.arguments import arguments_of, environment_of
 from tests.e2e.engine import Engine, EngineFailed, EngineSpec, Leftovers, Output
+from tests.ports import free_ports
 
 __all__ = ["Engine", "EngineFailed", "EngineSpec", "Leftovers", "Nursery", "Output"]
 
@@ -114,7 +115,7 @@ class Nursery:
         socket = str(folder / "control")
         started = time.monotonic()
         with Listener(socket, "AF_UNIX") as listener:
-            environment = environment_of(spec, folder, processes.free_ports(PORTS_EACH))
+            environment = environment_of(spec, folder, free_ports(PORTS_EACH))
             engine.pid = self.ask(
                 spec.compiles, "start", socket, str(engine.log), environment, arguments_of(spec, folder)
             )

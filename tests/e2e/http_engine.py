@@ -24,6 +24,7 @@ from tests.e2e import engine_log, models, processes
 from tests.e2e.arguments import environment_of, plain_arguments, transfer_config
 from tests.e2e.engine import EngineFailed, EngineSpec, Leftovers, Output
 from tests.e2e.nursery import ENVIRONMENT
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 600.0  # some 40 on an idle machine of two cores
@@ -50,7 +51,7 @@ class HttpEngine:
 
     def __init__(self, spec: EngineSpec, folder: Path) -> None:
         self.spec, self.folder, self.log = spec, folder, folder / "server.log"
-        self.port = processes.free_ports(1)
+        self.port = free_ports(1)
         self._requests = itertools.count()
         self._shared: set[str] = set()
         self.start_seconds = 0.0
@@ -61,7 +62,7 @@ class HttpEngine:
         variables = {
             **os.environ,
             **ENVIRONMENT,
-            **environment_of(self.spec, self.folder, processes.free_ports(20)),
+            **environment_of(self.spec, self.folder, free_ports(20)),
             "PYTHONPATH": str(ROOT / "src"),
             **({} if self.spec.compiles else {"TORCHDYNAMO_DISABLE": "1"}),
         }

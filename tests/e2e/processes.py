@@ -6,10 +6,8 @@ Read from /proc, by process group, so that it says nothing about engines of othe
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -86,27 +84,3 @@ def end_group(group: int) -> list[str]:
             os.killpg(group, signum)
         wait_until_gone(group, seconds)
     return took
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that can be bound on the loopback address now; never the same one twice.
-
-    They are bound long after this returns, so what was given away is not given to somebody else in between.
-    """
-    for _ in range(20000 // count):
-        first = next(_PORTS)
-        for _ in range(count - 1):
-            next(_PORTS)
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise RuntimeError(f"no {count} consecutive free ports")
-
-
-# Below the kernel's own range for outgoing connections (32768), apart for test processes side by side.
-_PORTS = itertools.cycle(range(12000 + os.getpid() * 37 % 50 * 200, 32000))

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.e2e import processes
 from tests.e2e.engine import Engine
 from tests.e2e.engines import Nursery
 from tests.e2e.prompts import prompt
 from tests.e2e.router import PREFILL_PARAMS
 from tests.e2e.test_life import PREFILL, RECOMPUTES, check_all_free, check_honest, prefilled, texts
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.e2e_ci]
 
@@ -34,7 +34,7 @@ def only_llamas(nursery: Nursery) -> None:
 @pytest.fixture
 def port() -> int:
     """Where the prefill engine listens, in all of its lives."""
-    return processes.free_ports(1)
+    return free_ports(1)
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.e2e import engine_log, processes
+from tests.e2e import engine_log
 from tests.e2e.cases import OURS
 from tests.e2e.engine import Engine, EngineSpec, Output
 from tests.e2e.engines import Nursery
 from tests.e2e.prompts import prompt
 from tests.e2e.router import PREFILL_PARAMS, route
+from tests.ports import free_ports
 
 LEASE_S = 4
 OPTIONS = (("kv_lease_duration", LEASE_S), ("handshake_timeout_s", 3), ("load_timeout_s", 20), ("retry_s", 0))
@@ -163,7 +164,7 @@ class Rude(socketserver.BaseRequestHandler):
 
 @contextmanager
 def another_server() -> Iterator[int]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", processes.free_ports(1)), Rude) as server:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", free_ports(1)), Rude) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address[1]
         server.shutdown()
@@ -173,7 +174,7 @@ def test_nobody_is_there_and_somebody_else_is_there(pair: tuple[Engine, Engine],
     prefill, decode = pair
     words = prompt(150, 4)
     with another_server() as port:
-        for other in (processes.free_ports(1), port):
+        for other in (free_ports(1), port):
             params = prefilled(prefill, words) | {"remote_port": other}
             (output,) = decode.generate([words], 8, [params])
             assert failed(output), output
@@ -208,7 +209,7 @@ def test_another_model_is_refused_in_both_logs(
 
 def test_the_prefill_engine_restarts_in_between(nursery: Nursery) -> None:
     decode, words = nursery.engine(DECODE), prompt(150, 8)
-    spec = replace(PREFILL, environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", processes.free_ports(1)),))
+    spec = replace(PREFILL, environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", free_ports(1)),))
     prefill = nursery.engine(spec)
     check_honest(nursery, prefill, decode, 9)
     params = prefilled(prefill, words)

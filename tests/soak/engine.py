@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass, replace
 
 import numpy as np
+from tests.ports import free_ports
 from tests.soak.content import Content, views
 from tests.soak.pages import Pool
 from tests.soak.shapes import MAX_TOKENS, Shape
@@ -66,7 +67,7 @@ class _Rank:
 
 
 class Engine:
-    """One life of an engine. `port` 0: any free one; a restarted engine takes the port of its former life."""
+    """One life of an engine. `port` 0: one that nobody has; a restarted engine takes the port of its former life."""
 
     def __init__(self, shape: Shape, options: EndpointOptions, rng: random.Random, port: int = 0) -> None:
         self.shape, self.rng = shape, rng
@@ -91,7 +92,7 @@ class Engine:
         for rank in self._ranks.values():
             rank.endpoint.introduce(card, self.layout)
             rank.endpoint.start()
-        self.listener = Listener(Address("127.0.0.1", port), card)
+        self.listener = Listener(Address("127.0.0.1", port or free_ports(1)), card)
         self.remote = RemoteEngine(shape.name, card.incarnation, self.listener.address)
 
     def _open(self, number: int, memory: dict[str, np.ndarray], options: EndpointOptions) -> _Rank:

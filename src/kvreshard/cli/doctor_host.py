@@ -27,6 +27,7 @@ WANTED_SHM_BYTES = 1 << 30
 # 1 January 2024: a machine without a clock battery starts in 1970.
 SANE_WALL_S = 1_704_067_200
 RDMA, SHM, PTRACE = Path("/sys/class/infiniband"), Path("/dev/shm"), Path("/proc/sys/kernel/yama/ptrace_scope")
+IPV4 = Path("/proc/sys/net/ipv4")
 DEFAULT_PORT = 5600
 
 
@@ -126,8 +127,12 @@ def check_ptrace(setting: Path = PTRACE) -> Iterator[Line]:
         )
 
 
-def check_port(port: int | None = None) -> Iterator[Line]:
-    """Whether this engine's listener could bind."""
+def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]:
+    """Whether this engine's listener could bind, and again after a restart.
+
+    The kernel gives ports of `ip_local_port_range` to outgoing connections, but for those of `ip_local_reserved_ports`
+    (Linux, Documentation/networking/ip-sysctl.rst).
+    """
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
     told = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(DEFAULT_PORT))
     if port is None and not (told.isascii() and told.isdigit() and 0 < int(told) < 65536):
@@ -147,7 +152,26 @@ def check_port(port: int | None = None) -> Iterator[Line]:
             "an engine may listen there already; give each one a port of its own, and a host that is this machine's",
         )
         return
+    if _is_given_away(chosen, settings):
+        yield Line(
+            "port",
+            "warning",
+            f"{host}:{chosen} is free, but the kernel may give it to any outgoing connection while the engine starts or restarts",
+            f"choose a port outside of net.ipv4.ip_local_port_range, or sysctl net.ipv4.ip_local_reserved_ports={chosen}",
+        )
+        return
     yield Line("port", "ok", f"{host}:{chosen} is free")
+
+
+def _is_given_away(port: int, settings: Path) -> bool:
+    """Whether the kernel may give it to a connection by itself; False where the settings cannot be read."""
+    try:
+        first, last = map(int, (settings / "ip_local_port_range").read_text().split())
+        reserved = (settings / "ip_local_reserved_ports").read_text().strip()
+        spans = [[int(end) for end in span.split("-")] for span in reserved.split(",") if span]
+    except (OSError, ValueError):
+        return False
+    return first <= port <= last and not any(span[0] <= port <= span[-1] for span in spans)
 
 
 def check_clock() -> Iterator[Line]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.ports import free_ports
 from tests.unit.cli.conftest import Run
 
 from kvreshard.cli import doctor as command
@@ -154,6 +155,27 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (line.status, "cannot be bound" in line.text) == ("warning", True)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")
     assert only(doctor_host.check_port()).status == "error"
+
+
+def test_a_port_that_the_kernel_gives_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    port = free_ports(1)
+    cases = (
+        ("32768\t60999", "", "ok"),
+        (f"{port}\t{port}", "", "warning"),
+        (f"{port - 1} {port + 1}", f"1-{port - 1},{port + 1}", "warning"),
+        (f"{port - 1} {port + 1}", f"5,{port}", "ok"),
+        (f"{port - 1} {port + 1}", f"{port - 1}-{port + 1}", "ok"),
+        (f"{port + 1} {port + 2}", "", "ok"),
+        (f"{port - 2} {port - 1}", "", "ok"),
+        ("something else", "", "ok"),
+    )
+    for given, reserved, status in cases:
+        (tmp_path / "ip_local_port_range").write_text(given + "\n")
+        (tmp_path / "ip_local_reserved_ports").write_text(reserved + "\n")
+        line = only(doctor_host.check_port(port, tmp_path))
+        assert (line.status, "outgoing" in line.text) == (status, status == "warning"), (given, reserved)
+    assert only(doctor_host.check_port(port, tmp_path / "none")).status == "ok"
 
 
 def test_clock_and_python(monkeypatch: pytest.MonkeyPatch) -> None:
