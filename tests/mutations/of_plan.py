@@ -50,9 +50,10 @@ MUTANTS = [
     Mutant(
         "strips at uneven distances are folded",
         "plan/refine.py",
-        "if not same or (step is not None and distance != step):",
-        "if not same:",
+        " or (step is not None and distance != step):",
+        ":",
     ),
+    Mutant("loops step back", "plan/refine.py", " or min(distance) < 0", ""),
     Mutant(
         "coalesce looks at the source only",
         "plan/pattern.py",

@@ -6,7 +6,8 @@ Heads, widths and page sizes stay real; layers and pages give way.
 2. If all layers take more than the budget, fewer are taken (`catalog.shrink`): at least one of each sort, and one per
    pipeline stage. Names stay, so layer 17 is still called so.
 
-Refused: fewer layers than pipeline stages, more layers than the model has, requests that do not fit with the fewest layers.
+Refused: fewer layers than pipeline stages, more layers than the model has, requests that do not fit with the fewest layers, and
+what would take more memory than this machine can give (`check_room`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from kvreshard.catalog.engine import stage_of_layers
 from kvreshard.cli.inputs import InputError
 from kvreshard.cli.terminal import bytes_text
 from kvreshard.model import EngineLayout
+from kvreshard.testing.room import available_bytes
 from kvreshard.testing.scenario import pages_needed
+from kvreshard.testing.trial import trial_bytes
 
 # Filling and comparing take about 10 s per GiB on one core: 2 GiB keep a run below a minute.
 BUDGET_BYTES = 2 << 30
@@ -66,6 +69,17 @@ def fit(
                 "fewer --requests or --tokens, or say how many --layers"
             )
         wanted = max(num_stages, min(wanted - 1, wanted * BUDGET_BYTES // fitted.pool_bytes))
+
+
+def check_room(fitted: Fitted) -> None:
+    """Raises InputError if a trial of both engines would take more memory than is available here."""
+    needed, available = trial_bytes(fitted.prefill, fitted.decode), available_bytes()
+    if available is not None and needed > available:
+        raise InputError(
+            f"pools of {bytes_text(fitted.pool_bytes)} on all ranks, with what they are compared with, take "
+            f"{bytes_text(needed)} of memory, and {bytes_text(available)} are available here: give fewer pages=, --layers, "
+            "--requests or --tokens"
+        )
 
 
 def _fitted(

@@ -6,7 +6,7 @@
 3. Move all requests at once and compare all memory of the decode ranks with the slow oracle (`testing.trial`).
 4. Print what moved and the verdict; exit 1 if anything is wrong, naming the first wrong field, rank and token.
 
-Refused: NIXL that is not installed, `--way staged` with `--push`, and whatever the engines refuse.
+Refused: NIXL that is not installed, `--way staged` with `--push`, more memory than there is, and whatever the engines refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from kvreshard.catalog import load, parse_engine
 from kvreshard.cli.inputs import CostModelFile, InputError, read_cost_model
 from kvreshard.cli.plan import WayOption
-from kvreshard.cli.scale import fit
+from kvreshard.cli.scale import check_room, fit
 from kvreshard.cli.terminal import write_json
 from kvreshard.cli.verify_view import Run, run_document, show_run
 from kvreshard.model import KvReshardError
@@ -80,6 +80,7 @@ def verify(
     cost = read_cost_model(cost_model)
     found = load(model, draft)
     fitted = fit(found, parse_engine(prefill), parse_engine(decode), requests, tokens, layers)
+    check_room(fitted)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
     started_s = time.monotonic()

@@ -5,7 +5,7 @@ window the answer is a short list of `Strip`s, each a nest of loops with a const
 
 1. Cut the window at every edge of either side's ownership, of the chosen part, and of either side's innermost digit.
 2. Keep the stretches that all three hold; within one, both addresses are affine.
-3. Fold stretches that repeat at constant distances into loops, innermost first.
+3. Fold stretches that repeat at constant distances into loops that never step back, innermost first.
 
 The work grows with the number of edges in the window (one page or one bounded axis), never with its elements or with
 the length of a sequence.
@@ -23,7 +23,7 @@ from kvreshard.model.ownership import Coordinates, Ownership
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`count` repetitions, each `src_step` / `dst_step` bytes further."""
+    """`count` repetitions, each `src_step` / `dst_step` bytes further, on neither side back."""
 
     count: int
     src_step: int
@@ -121,7 +121,9 @@ def fold(items: list[Strip]) -> list[Strip]:
 
 
 def _num_repeats(items: list[Strip], index: int) -> int:
-    """How many strips from `index` on have the same loops and pages and lie at constant distances."""
+    """How many strips from `index` on have the same loops and pages and lie at constant distances, none of which goes back: a view
+    of memory begins at its first byte, and torch has no negative strides.
+    """
     first, last = items[index], index
     step: tuple[int, int] | None = None
     while last + 1 < len(items):
@@ -132,7 +134,7 @@ def _num_repeats(items: list[Strip], index: int) -> int:
             first.src_page,
             first.dst_page,
         )
-        if not same or (step is not None and distance != step):
+        if not same or min(distance) < 0 or (step is not None and distance != step):
             break
         step, last = distance, last + 1
     return last - index + 1

@@ -29,11 +29,16 @@ from kvreshard.plan import (
     match_fields,
     plan_reads,
 )
+from kvreshard.plan.cost import Way
 from kvreshard.plan.stage import Move
+from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, Memory, differing_bytes, oracle_transfer, write_values
 
 Int64s = NDArray[np.int64]
 POISON = 0xFF
+# Of the requests, those that are also carried out on real memory: it takes as long as the rest of a check.
+CARRIED_SHARE = 0.5
+WAYS: tuple[Way | None, ...] = (None, "direct", "staged")
 
 
 class WrongBytes(AssertionError):
@@ -148,6 +153,8 @@ def _listed(dst_rank: int, move: Move) -> CopyList:
     """A strided move as a list of copies from the staging buffer."""
     source, target = np.array([move.slot_offset], dtype=np.int64), np.array([move.dst_offset], dtype=np.int64)
     for loop in move.loops:
+        if min(loop.src_step, loop.dst_step) < 0:  # `transport.local.LocalMemory.move` takes none
+            raise WrongBytes(f"rank {dst_rank}: a move steps back, by {loop.src_step} and {loop.dst_step} bytes")
         steps = np.arange(loop.count, dtype=np.int64)
         source = (source + steps[:, None] * loop.src_step).reshape(-1)
         target = (target + steps[:, None] * loop.dst_step).reshape(-1)
@@ -207,14 +214,27 @@ def check_transfer(
     max_copies: int = 1 << 17,
     staging_bytes: int | None = None,
 ) -> int:
-    """Raises WrongBytes unless plan and oracle agree on every byte of the destination. Returns the bytes that changed."""
+    """Raises WrongBytes unless plan and oracle agree on every byte of the destination, and for a share of the requests also what the
+    session's own steps leave. Returns the bytes that changed.
+    """
     src_memory, dst_memory = random_memory(src, rng), random_memory(dst, rng)
     write_values(src, dst, src_memory, request, int(rng.integers(1 << 30)))
     poison_new_pages(dst, dst_memory, request)
     expected = oracle_transfer(src, dst, src_memory, dst_memory, request)
     got = run_transfer(src, dst, routes, request, src_memory, dst_memory, max_copies, staging_bytes)
+    _check_equal(expected, got, "the plan")
+    if rng.random() < CARRIED_SHARE:
+        is_push, way = rng.random() < 0.2, WAYS[int(rng.integers(len(WAYS)))]
+        size_bytes = int(rng.choice([256, 1 << 12, 1 << 16]))
+        carried = carry(src, dst, request, src_memory, dst_memory, way=way, staging_bytes=size_bytes, is_push=is_push)
+        _check_equal(
+            expected, carried, "what was pushed" if is_push else f"what was pulled, way {way or 'of the model'},"
+        )
+    return sum(int((expected[place] != dst_memory[place]).sum()) for place in expected)
+
+
+def _check_equal(expected: Memory, got: Memory, what: str) -> None:
     wrong = differing_bytes(expected, got)
     if wrong:
         shown = "; ".join(f"rank {rank} region '{name}': {ranges[:3]}" for (rank, name), ranges in wrong.items())
-        raise WrongBytes(f"differs from the oracle at {shown[:600]}")
-    return sum(int((expected[place] != dst_memory[place]).sum()) for place in expected)
+        raise WrongBytes(f"{what} differs from the oracle at {shown[:600]}")

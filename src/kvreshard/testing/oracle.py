@@ -26,6 +26,8 @@ from kvreshard.model.tables import PageTable, Request, Tokens
 Bytes = NDArray[np.uint8]
 Memory = Mapping[tuple[int, str], Bytes]
 """An engine's memory: (rank, region name) -> its bytes, shape (size_bytes,)."""
+# At once: a caller's memory may be most of what the machine has.
+COMPARED_BYTES = 64 << 20
 
 
 def oracle_transfer(
@@ -185,7 +187,11 @@ def differing_bytes(expected: Memory, got: Memory) -> dict[tuple[int, str], list
     """Half-open byte ranges per (rank, region) where two memories differ; an empty dict when they are equal."""
     found = {}
     for place, content in expected.items():
-        wrong = np.flatnonzero(content != got[place])
+        found_at = [np.zeros(0, dtype=np.int64)]
+        for start in range(0, len(content), COMPARED_BYTES):
+            part = slice(start, start + COMPARED_BYTES)
+            found_at.append(start + np.flatnonzero(content[part] != got[place][part]))
+        wrong = np.concatenate(found_at)
         if wrong.size:
             cuts = [0, *(np.flatnonzero(np.diff(wrong) > 1) + 1).tolist(), len(wrong)]
             found[place] = [(int(wrong[a]), int(wrong[b - 1]) + 1) for a, b in pairwise(cuts)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -33,6 +32,7 @@ from kvreshard.session.flight import Flight, FlightCopies, FlightSide, summarize
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
+from kvreshard.testing.room import available_bytes
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport
@@ -202,10 +202,11 @@ class _Memory:
     @staticmethod
     def _check_room(parts: list[tuple[EngineLayout, Rank, Mapping[str, PageTable]]]) -> None:
         needed = sum(len(content) for layout, rank, tables in parts for content in _pages(layout, rank, tables))
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if needed > free:
+        available = available_bytes()
+        if available is not None and needed > available:
             raise ReplayError(
-                f"the pages of this load take {needed} bytes on both sides, and {free} are free; replay it on a larger machine"
+                f"the pages of this load take {needed} bytes on both sides, and {available} are available; replay it on a larger "
+                "machine"
             )
 
 

@@ -36,6 +36,11 @@ Progress = Callable[[str, int, int], None]
 REGION_ALIGN = 4096
 STAGING_BYTES = 32 << 20
 POISON = 0xFF
+# At once, beside the memory itself.
+FILLED_BYTES = 64 << 20
+PLAIN_COPY_BYTES = 512 << 20
+# Measured: a process over NIXL with what it shares counted once takes 20 MB, the one that compares 200.
+RANK_BYTES, OWN_BYTES = 32 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,17 @@ class TrialResult:
 def memory_needed(src: EngineLayout, dst: EngineLayout) -> int:
     """Bytes of memory that each rank of a trial needs, staging included."""
     return max(_place(rank.regions)[1] for layout in (src, dst) for rank in layout.ranks) + STAGING_BYTES
+
+
+def trial_bytes(src: EngineLayout, dst: EngineLayout) -> int:
+    """About what a trial takes of this machine at its peak: both engines' memory, what the oracle expects of the destination's, and
+    what `time_plain_copy` copies at most.
+    """
+    src_bytes, dst_bytes = (
+        sum(region.size_bytes for rank in layout.ranks for region in rank.regions) for layout in (src, dst)
+    )
+    copied_bytes = 2 * min(dst_bytes, PLAIN_COPY_BYTES)
+    return src_bytes + 2 * dst_bytes + copied_bytes + OWN_BYTES + RANK_BYTES * (len(src.ranks) + len(dst.ranks))
 
 
 def run_trial(
@@ -133,7 +149,7 @@ def run_trial(
 
 def time_plain_copy(num_bytes: int) -> float:
     """Seconds that one core takes to copy so many bytes, in pieces of at most 512 MiB: more than any cache holds."""
-    size = min(num_bytes, 512 << 20)
+    size = min(num_bytes, PLAIN_COPY_BYTES)
     if not size:
         return 0.0
     source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)  # ones: touched, unlike zeros
@@ -182,9 +198,9 @@ def _fill(
     places = [*src_memory.values(), *dst_memory.values()]
     for done, content in enumerate(places):
         progress("fill", done, len(places))
-        words = len(content) // 8
-        content[: words * 8] = rng.integers(0, 1 << 64, words, dtype=np.uint64).view(np.uint8)
-        content[words * 8 :] = 1
+        for start in range(0, len(content), FILLED_BYTES):
+            part = content[start : start + FILLED_BYTES]
+            part[:] = rng.integers(0, 1 << 64, -(-len(part) // 8), dtype=np.uint64).view(np.uint8)[: len(part)]
     for request in requests:
         for group in dst.groups:
             pages = request.dst_new_pages.get(group.name, np.zeros(0, dtype=np.int64)).tolist()

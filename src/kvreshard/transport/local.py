@@ -38,7 +38,8 @@ class LocalMemory(Protocol):
         """Copy `length` bytes per step from slots to pages.
 
         Slot (f, k) starts at `slots_address + (f * len(dst_pages) + k) * slot_bytes`, its page at
-        `dst_bases[f] + dst_pages[k]`. `loops`: (count, step in the slot, step in the page), in bytes.
+        `dst_bases[f] + dst_pages[k]`. `loops`: (count, step in the slot, step in the page), in bytes, none
+        negative.
         """
 
 

@@ -172,10 +172,10 @@ def test_pools_of_any_size_take_memory_for_the_request_only(run: Run, save: Save
 
 
 def test_more_memory_than_there_is_is_refused(run: Run, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(replaying, "available_bytes", lambda: 1)
     result = run("replay", save(flight()))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.endswith("and 1 are free; replay it on a larger machine\n")
+    assert result.stderr.endswith("and 1 are available; replay it on a larger machine\n")
 
 
 def test_a_file_that_is_no_record_is_one_line(run: Run, save: Save, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 import pytest
 
 from kvreshard.catalog import MODELS, EngineSpec, load, parse_engine
+from kvreshard.cli import scale
 from kvreshard.cli.inputs import InputError
-from kvreshard.cli.scale import BUDGET_BYTES, fit
+from kvreshard.cli.scale import BUDGET_BYTES, check_room, fit
 from kvreshard.model import LayoutError
+from kvreshard.testing.trial import trial_bytes
 
 
 def test_given_stages_shrink_with_the_layers() -> None:
@@ -42,3 +44,27 @@ def test_pages_that_an_engine_gives_are_kept() -> None:
     fitted = fit(load("llama-3.1-8b"), parse_engine("pages=50"), EngineSpec(), 1, 64, 2)
     assert fitted.prefill.groups[0].num_pages == 50
     assert fitted.decode.groups[0].num_pages != 50
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = fit(load("llama-3.1-8b"), EngineSpec(), parse_engine("pages=100000000"), 3, 512, 2)
+    with pytest.raises(InputError, match=r"^pools of 11\.9 TiB .* take 23\.8 TiB of memory, and .* give fewer pages="):
+        check_room(fitted)
+    small = fit(load("llama-3.1-8b"), EngineSpec(), EngineSpec(), 1, 64, 2)
+    check_room(small)
+    least = trial_bytes(small.prefill, small.decode)
+    monkeypatch.setattr(scale, "available_bytes", lambda: least - 1)
+    with pytest.raises(InputError, match="--layers"):
+        check_room(small)
+    for enough in (least, None):
+        monkeypatch.setattr(scale, "available_bytes", lambda enough=enough: enough)
+        check_room(small)
+
+
+def test_what_a_trial_takes_counts_what_it_is_compared_with() -> None:
+    layouts = fit(load("llama-3.1-8b"), parse_engine("pages=100"), parse_engine("pages=300"), 1, 64, 2)
+    small, large = layouts.prefill, layouts.decode
+    pages_bytes = sum(region.size_bytes for region in small.ranks[0].regions)
+    more = trial_bytes(large, small) - trial_bytes(small, small)
+    assert more == 2 * pages_bytes
+    assert trial_bytes(small, large) - trial_bytes(small, small) == (2 + 2) * more

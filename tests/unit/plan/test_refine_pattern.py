@@ -75,8 +75,15 @@ def test_fold_joins_what_repeats_and_nothing_else() -> None:
     assert fold(pages) == pages, "strips of different pages lie at distances that only a block table knows"
     uneven = [Strip(0, 0, byte, byte, ()) for byte in (0, 10, 25)]
     assert sorted(c for s in fold(uneven) for c in cells(s)) == sorted(c for s in uneven for c in cells(s))
-    backwards = [Strip(0, 0, 30 - 10 * i, 7 * i, ()) for i in range(4)]
-    assert fold(backwards) == [Strip(0, 0, 30, 0, (Loop(4, -10, 7),))]
+
+
+def test_no_loop_steps_back() -> None:
+    """Heads of a source page from its 12th token on, then from its first: at the destination the second lies before the first."""
+    for sign in (1, -1):
+        backwards = [Strip(0, 0, 60 + sign * 10 * i, 60 - sign * 7 * i, ()) for i in range(4)]
+        assert fold(backwards) == backwards
+    again = [Strip(0, 0, src, dst, ()) for src, dst in ((0, 50), (10, 60), (20, 70), (40, 0), (50, 10), (60, 20))]
+    assert fold(again) == [Strip(0, 0, 0, 50, (Loop(3, 10, 10),)), Strip(0, 0, 40, 0, (Loop(3, 10, 10),))]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Does a request leave the oracle's bytes when it is carried out as engines do it, on real memory?
+
+`apply` lists what a plan says, one copy after the other. Here the session's own steps move it: a memory transport, staging buffers,
+the permute of host memory.
+
+1. Give every rank of both engines memory of its own, regions as far apart as the layout says where that is near.
+2. Route the layouts at those addresses, lanes read as `way` says.
+3. Pull on every destination rank, or push on every source rank after the destination has zeroed its new pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvreshard.kinds.assemble import relocate
+from kvreshard.model import BindError, EngineLayout
+from kvreshard.model.layout import Rank
+from kvreshard.model.tables import Request
+from kvreshard.plan import Route, bind, compile_route, elect, match_fields
+from kvreshard.plan.cost import Way
+from kvreshard.session.mover import Mover
+from kvreshard.session.staging import Staging
+from kvreshard.session.transfer import pull, push
+from kvreshard.testing.oracle import Bytes, Memory
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.memory import Fabric, MemoryTransport
+
+# Regions further apart than that are laid out anew: nothing of one could be taken for a neighbour of the other.
+MAX_SPAN_BYTES = 1 << 24
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """An engine with memory: its layout at real addresses, and views of its regions by rank and name."""
+
+    layout: EngineLayout
+    memory: dict[tuple[int, str], Bytes]
+
+    @staticmethod
+    def of(layout: EngineLayout, memory: Memory) -> _Engine:
+        """With a copy of `memory`."""
+        views: dict[tuple[int, str], Bytes] = {}
+        for rank in layout.ranks:
+            offsets, size_bytes = _offsets(rank)
+            own = np.zeros(size_bytes + PAGE_BYTES, dtype=np.uint8)
+            own = own[-int(own.ctypes.data) % PAGE_BYTES :]
+            for region in rank.regions:
+                view = own[offsets[region.name] : offsets[region.name] + region.size_bytes]
+                view[:] = memory[rank.rank, region.name]
+                views[rank.rank, region.name] = view
+        addresses = {
+            rank.rank: {region.name: int(views[rank.rank, region.name].ctypes.data) for region in rank.regions}
+            for rank in layout.ranks
+        }
+        return _Engine(relocate(layout, addresses), views)
+
+    def transport(self, fabric: Fabric, rank: Rank, name: str) -> MemoryTransport:
+        """Of one rank, with its regions."""
+        made = MemoryTransport(fabric, name)
+        made.register([MemoryRegion(region.address, region.size_bytes) for region in rank.regions])
+        return made
+
+
+def _offsets(rank: Rank) -> tuple[dict[str, int], int]:
+    """Where each region lies in a rank's memory, and where that ends."""
+    low = min((region.address for region in rank.regions), default=0)
+    size_bytes = max((region.address + region.size_bytes - low for region in rank.regions), default=0)
+    if size_bytes <= MAX_SPAN_BYTES:
+        return {region.name: region.address - low for region in rank.regions}, size_bytes
+    found, size_bytes = {}, 0
+    for region in rank.regions:
+        found[region.name] = size_bytes
+        size_bytes += region.size_bytes + PAGE_BYTES
+    return found, size_bytes
+
+
+def carry(
+    src: EngineLayout,
+    dst: EngineLayout,
+    request: Request,
+    src_memory: Memory,
+    dst_memory: Memory,
+    *,
+    way: Way | None,
+    staging_bytes: int,
+    is_push: bool = False,
+) -> Mapping[tuple[int, str], Bytes]:
+    """The destination's memory after the request, as a copy. A staging buffer of `staging_bytes`, or more where a slot needs it.
+
+    Raises what the planner, the transport and the session raise.
+    """
+    source, target = _Engine.of(src, src_memory), _Engine.of(dst, dst_memory)
+    fabric = Fabric()
+    near = {rank.rank: source.transport(fabric, rank, f"src{rank.rank}") for rank in source.layout.ranks}
+    far = {rank.rank: target.transport(fabric, rank, f"dst{rank.rank}") for rank in target.layout.ranks}
+    for name, one in near.items():
+        for other, two in far.items():
+            two.add_peer(f"src{name}", one.metadata())
+            one.add_peer(f"dst{other}", two.metadata())
+    table = elect(source.layout, target.layout, list(match_fields(source.layout, target.layout).names))
+    routes = {rank: compile_route(source.layout, target.layout, rank, election=table, way=way) for rank in far}
+    if is_push:
+        for rank, route in routes.items():
+            Mover(far[rank], HostMemory(), {}).fill(target.layout, rank, request, bind(route, request))
+        for rank, transport in near.items():
+            push(
+                Mover(transport, HostMemory(), {other: f"dst{other}" for other in far}), routes.values(), request, rank
+            )
+        return target.memory
+    for rank, route in routes.items():
+        _pull(far[rank], {other: f"src{other}" for other in near}, route, request, target.layout, staging_bytes)
+    return target.memory
+
+
+def _pull(
+    transport: MemoryTransport,
+    peers: Mapping[int, str],
+    route: Route,
+    request: Request,
+    dst: EngineLayout,
+    staging_bytes: int,
+) -> None:
+    while True:
+        buffer = np.zeros(staging_bytes, dtype=np.uint8)
+        region = MemoryRegion(int(buffer.ctypes.data), buffer.nbytes)
+        transport.register([region])
+        try:
+            pull(Mover(transport, HostMemory(), peers, Staging(region.address, region.size_bytes)), route, request, dst)
+            return
+        except BindError:  # one slot does not fit; nothing has moved
+            if staging_bytes > MAX_SPAN_BYTES:
+                raise
+            staging_bytes *= 2
+        finally:
+            transport.deregister([region])
