@@ -10,7 +10,7 @@ the permute of host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +26,11 @@ from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import Bytes, Memory
 from kvreshard.transport.base import MemoryRegion
-from kvreshard.transport.local import HostMemory
+from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
+MakeMemory = Callable[[Sequence[Bytes]], LocalMemory]
+"""From all arrays that a destination rank has, its staging buffer among them, what zeroes and permutes them."""
 # Regions further apart than that are laid out anew: nothing of one could be taken for a neighbour of the other.
 MAX_SPAN_BYTES = 1 << 24
 PAGE_BYTES = 4096
@@ -89,6 +91,7 @@ def carry(
     way: Way | None,
     staging_bytes: int,
     is_push: bool = False,
+    make_memory: MakeMemory = lambda arrays: HostMemory(),
 ) -> Mapping[tuple[int, str], Bytes]:
     """The destination's memory after the request, as a copy. A staging buffer of `staging_bytes`, or more where a slot needs it.
 
@@ -112,8 +115,10 @@ def carry(
                 Mover(transport, HostMemory(), {other: f"dst{other}" for other in far}), routes.values(), request, rank
             )
         return target.memory
+    peers = {rank: f"src{rank}" for rank in near}
     for rank, route in routes.items():
-        _pull(far[rank], {other: f"src{other}" for other in near}, route, request, target.layout, staging_bytes)
+        arrays = [view for (owner, _), view in target.memory.items() if owner == rank]
+        _pull(far[rank], peers, route, request, target.layout, arrays, staging_bytes, make_memory)
     return target.memory
 
 
@@ -123,14 +128,17 @@ def _pull(
     route: Route,
     request: Request,
     dst: EngineLayout,
+    arrays: Sequence[Bytes],
     staging_bytes: int,
+    make_memory: MakeMemory,
 ) -> None:
     while True:
         buffer = np.zeros(staging_bytes, dtype=np.uint8)
         region = MemoryRegion(int(buffer.ctypes.data), buffer.nbytes)
         transport.register([region])
         try:
-            pull(Mover(transport, HostMemory(), peers, Staging(region.address, region.size_bytes)), route, request, dst)
+            staging = Staging(region.address, region.size_bytes)
+            pull(Mover(transport, make_memory([*arrays, buffer]), peers, staging), route, request, dst)
             return
         except BindError:  # one slot does not fit; nothing has moved
             if staging_bytes > MAX_SPAN_BYTES:

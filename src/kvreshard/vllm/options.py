@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         handshake_timeout_s: seconds to wait for a peer's listener.
         retry_s: seconds before a peer that could not be met is asked again.
         staging_bytes: size of the staging buffer of each rank; 0 reads everything directly.
+        stage_on_device: also where the caches are a device's, on that device; otherwise those are read directly.
         max_in_flight_bytes: what a rank may have posted to one peer and not yet settled.
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
@@ -76,6 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     handshake_timeout_s: float = 30.0
     retry_s: float = 5.0
     staging_bytes: int = 64 * 1024 * 1024
+    stage_on_device: bool = False
     max_in_flight_bytes: int = Pace().max_in_flight_bytes
     lease_slots: int = 1 << 16
     allow_mismatch: tuple[str, ...] = ()

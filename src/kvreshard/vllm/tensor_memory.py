@@ -1,14 +1,16 @@
-"""How are bytes of a device's memory zeroed, given addresses inside the tensors that vLLM has registered?
+"""How are bytes of a device's memory zeroed and permuted, given addresses inside tensors?
 
-Each storage below the tensors is seen as bytes once; a range is a slice of one of them. A device does its work in its own
-time, so `zero` waits for it: afterwards the bytes are there for whoever reads them.
+Each storage below the tensors is seen as bytes once; what is zeroed is a slice of one of them. A permute is one indexed copy per field,
+of views with the steps of the loops, in elements as wide as all addresses and steps allow. A device does its work in its own time and
+in the order of its stream, so both wait for it: afterwards the bytes are there for whoever reads them, and a slot may be filled again.
 
-Refused, with TransportError: addresses outside the tensors, and moving (loads are not staged on devices).
+Refused, with TransportError: addresses outside the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Int64s = NDArray[np.int64]
+WIDEST_BYTES = 8
 
 
 class TensorMemory:
@@ -34,21 +37,65 @@ class TensorMemory:
             found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self._starts = np.array(sorted(found), dtype=np.int64)
         self._storages = [found[start] for start in self._starts.tolist()]
+        self._aligned_bytes = gcd(WIDEST_BYTES, *self._starts.tolist())
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""
-        place = np.searchsorted(self._starts, start, side="right") - 1
-        for index, low, high in zip(place.tolist(), start.tolist(), stop.tolist(), strict=True):
-            storage = self._storages[index]
-            first = low - int(self._starts[index])
-            if index < 0 or first + high - low > storage.numel():
-                raise TransportError(f"addresses [{low:#x}, {high:#x}) are in none of the registered caches")
+        for low, high in zip(start.tolist(), stop.tolist(), strict=True):
+            storage, first = self._find(low, high)
             storage[first : first + high - low].zero_()
         self._settle()
 
-    def move(self, *arguments: object, **named: object) -> None:
-        """Refused: a device's loads have no staging buffer."""
-        raise TransportError("loads are not staged on devices")
+    def move(
+        self,
+        slots_address: int,
+        slot_bytes: int,
+        dst_bases: Int64s,
+        dst_pages: Int64s,
+        length: int,
+        loops: Sequence[tuple[int, int, int]],
+        slot_offset: int,
+        dst_offset: int,
+    ) -> None:
+        """See `LocalMemory.move`."""
+        import torch
+
+        page_step = int(np.gcd.reduce(dst_pages)) or 1
+        page_numbers = dst_pages // page_step
+        counts = [count for count, _, _ in loops]
+        src_steps = [slot_bytes, *(step for _, step, _ in loops)]
+        dst_steps = [page_step, *(step for _, _, step in loops)]
+        src_shape, dst_shape = [len(dst_pages), *counts], [int(page_numbers.max()) + 1, *counts]
+        from_address, to_addresses = slots_address + slot_offset, (dst_bases + dst_offset).tolist()
+        width = gcd(self._aligned_bytes, length, from_address, *to_addresses, *src_steps, *dst_steps)
+        numbers: torch.Tensor | None = None
+        for field, to_address in enumerate(to_addresses):
+            at = from_address + field * len(dst_pages) * slot_bytes
+            src = self._view(at, src_shape, src_steps, length, width)
+            dst = self._view(to_address, dst_shape, dst_steps, length, width)
+            if numbers is None or numbers.device != dst.device:
+                numbers = torch.from_numpy(page_numbers).to(dst.device)
+            dst.index_copy_(0, numbers, src)
+        self._settle()
+
+    def _find(self, low: int, high: int) -> tuple[torch.Tensor, int]:
+        """The storage of addresses `[low, high)`, as bytes, and where in it they begin."""
+        index = int(np.searchsorted(self._starts, low, side="right")) - 1
+        if index >= 0:
+            storage, first = self._storages[index], low - int(self._starts[index])
+            if first + high - low <= storage.numel():
+                return storage, first
+        raise TransportError(f"addresses [{low:#x}, {high:#x}) are in none of the registered caches")
+
+    def _view(self, address: int, shape: list[int], steps: list[int], length: int, width: int) -> torch.Tensor:
+        """Runs of `length` bytes from `address` on, shape (*shape, length / width); all sizes are multiples of `width`."""
+        import torch
+
+        extent = sum((count - 1) * step for count, step in zip(shape, steps, strict=True)) + length
+        storage, first = self._find(address, address + extent)
+        element = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+        elements = storage[: storage.numel() // width * width].view(element)
+        return elements.as_strided([*shape, length // width], [*(step // width for step in steps), 1], first // width)
 
     def _settle(self) -> None:
         import torch

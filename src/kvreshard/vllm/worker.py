@@ -7,12 +7,10 @@ thread only passes orders on and collects what has ended; everything else is the
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvreshard.model import wire
@@ -50,7 +48,7 @@ class WorkerSide:
         self._engine, self._options = engine, options
         self._endpoint: Endpoint | None = None
         self._transport: NixlTransport | None = None
-        self._staging_memory: mmap.mmap | None = None
+        self._buffer: torch.Tensor | None = None
         self._rank = 0
         self._patience_s = 0.0
         self._metadata = ReshardWorkerMetadata()
@@ -70,21 +68,23 @@ class WorkerSide:
         rank = part.ranks[0]
         self._rank = rank.rank
         transport = NixlTransport(f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl)
-        table, staging = LeaseTable(self._options.lease_slots), self._make_staging()
-        on_host = all(region.device == "cpu" for region in rank.regions)
+        devices = {region.device for region in rank.regions}
+        table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
+        self._buffer = buffer  # the session knows it by address only
+        tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
         endpoint = Endpoint(
             rank.rank,
             transport,
-            HostMemory() if on_host else TensorMemory(kv_caches.values()),
+            HostMemory() if devices <= {"cpu"} else TensorMemory(tensors),
             self._options.endpoint,
             table=table,
-            staging=staging if on_host else None,
+            staging=None if buffer is None else Staging(buffer.data_ptr(), buffer.nbytes),
             recorder=self._make_recorder(),
         )
         regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
         regions += [table.region, *endpoint.regions]
-        if staging is not None:
-            regions.append(MemoryRegion(staging.address, staging.size_bytes))
+        if buffer is not None:
+            regions.append(MemoryRegion(buffer.data_ptr(), buffer.nbytes, *devices))
         transport.register(regions)
         self._transport, self._endpoint = transport, endpoint
         self.card = (
@@ -151,9 +151,11 @@ class WorkerSide:
         where = self._options.flight_recorder_dir
         return None if where is None else Recorder(Path(where).expanduser(), self._options.flight_recorder_files)
 
-    def _make_staging(self) -> Staging | None:
-        if not self._options.staging_bytes:
+    def _make_buffer(self, devices: set[str]) -> torch.Tensor | None:
+        """What staged loads are read into, where the caches are; None where they lie on several devices."""
+        import torch
+
+        is_allowed = devices == {"cpu"} or self._options.stage_on_device
+        if not self._options.staging_bytes or len(devices) != 1 or not is_allowed:
             return None
-        self._staging_memory = mmap.mmap(-1, self._options.staging_bytes)
-        address = int(np.frombuffer(self._staging_memory, dtype=np.uint8).ctypes.data)
-        return Staging(address, self._options.staging_bytes)
+        return torch.empty(self._options.staging_bytes, dtype=torch.uint8, device=next(iter(devices)))

@@ -1,0 +1,29 @@
+"""Where is what staged loads are read into, and who has none?"""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvreshard.vllm.options import read_options
+from kvreshard.vllm.worker import WorkerSide
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "device"),
+    [
+        ({"cpu"}, {}, "cpu"),
+        ({"cpu"}, {"staging_bytes": 0}, None),
+        ({"meta"}, {}, None),
+        ({"meta"}, {"stage_on_device": True}, "meta"),
+        ({"meta"}, {"stage_on_device": True, "staging_bytes": 0}, None),
+        ({"cpu", "meta"}, {"stage_on_device": True}, None),
+        (set(), {}, None),
+    ],
+)
+def test_a_buffer_lies_where_the_caches_do(devices: set[str], options: dict[str, object], device: str | None) -> None:
+    """`meta` stands for a device: torch has it everywhere."""
+    worker = WorkerSide(None, None, "engine", read_options(options))
+    buffer = worker._make_buffer(devices)
+    assert (None if buffer is None else (str(buffer.device), buffer.nbytes)) == (device and (device, 64 << 20))
