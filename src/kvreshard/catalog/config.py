@@ -101,6 +101,27 @@ class Config:
                 raise self.error(f"{name}[{index}]", f"is {_shown(entry)}", "give a whole number that is not negative")
         return tuple(value[:length])
 
+    def positions(self, name: str, length: int, *, first: int = 1) -> frozenset[int]:
+        """A list of numbers of decoder layers, the first of which is `first`; each at most once."""
+        value = self.fields.get(name)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "list the layers")
+        for index, entry in enumerate(value):
+            if isinstance(entry, bool) or not isinstance(entry, int) or not first <= entry < first + length:
+                raise self.error(
+                    f"{name}[{index}]", f"is {_shown(entry)}", f"give numbers from {first} to {first + length - 1}"
+                )
+            if entry in value[:index]:
+                raise self.error(f"{name}[{index}]", f"is {entry} again", "list every layer once")
+        return frozenset(value)
+
+    def part(self, name: str) -> Config:
+        """The fields of an object inside; an absent one has none."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(name, f"is {_shown(value)}", "give an object with named fields")
+        return Config(self.model, value or {}, f"{self.path}{name}.", self.outer)
+
     def must_be(self, name: str, *allowed: object) -> None:
         """Refuse a field that would shape the cache in a way that is not described here; absent is always fine."""
         value = self.fields.get(name)

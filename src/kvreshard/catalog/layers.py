@@ -122,6 +122,11 @@ def latent_layer(name: str, index: int, *, channels: int, dtype: str, packed: Ki
     return ModelLayer(name, index, kinds.get(dtype, own), "latent", kinds)
 
 
+def predicting(layer: ModelLayer) -> ModelLayer:
+    """The same as a prediction layer of the model itself."""
+    return replace(layer, optional=True, predicts=True)
+
+
 def as_draft(model: Model, draft: Model) -> Model:
     """`model` with the layers of `draft` behind its own: `draft.<i>.<cache>`, optional, on the last stage.
 

@@ -8,8 +8,13 @@
 | `gemma2` | every even layer, or `layer_types` | `Gemma2Config` |
 | `gemma3*` | all but every sixth (`sliding_window_pattern`), or `layer_types` | `Gemma3TextConfig` |
 | `gemma4*` | `layer_types`; full layers have their own heads and width | `Gemma4TextConfig`, vLLM 0.32 `gemma4.py` |
+| `exaone4` | `layer_types`, else all but every `sliding_window_pattern`th | `Exaone4Config` |
+| `llama4*` | chunks where `no_rope_layers` is not 0, by default all but every fourth | `Llama4TextConfig`, vLLM 0.32 `llama4.py` |
+| `glm4_moe` | none; `num_nextn_predict_layers` more layers predict | `Glm4MoeConfig`, vLLM 0.32 `glm4_moe_mtp.py` |
+| `minimax_m2` | none; every `attn_type_list` entry is 1 | vLLM 0.32 `minimax_m2.py`, which drops the `num_mtp_modules` |
+| `smollm3` | none, unless `layer_types` says otherwise | `SmolLM3Config` |
 
-The last `num_kv_shared_layers` read the cache of an earlier layer and have none (vLLM 0.32, `gemma4.py`). A model type that
+A chunk (`attention_chunk_size`) keeps at most its own tokens, so it is described as a window of that size. The last `num_kv_shared_layers` read the cache of an earlier layer and have none (vLLM 0.32, `gemma4.py`). A model type that
 is not known is read in the same way if none of its fields may shape the cache otherwise; else it is refused.
 """
 
@@ -17,9 +22,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layers import Model, ModelLayer, attention_layer
+from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
 
 PLAIN_TYPES = (
     "llama",
@@ -83,6 +89,62 @@ def read_alternating(config: Config) -> Model:
     else:
         types = tuple("full" if index % 2 else "window" for index in range(num_layers))
     return _model(config, num_layers, _windows_by_type(config, types))
+
+
+def read_exaone4(config: Config) -> Model:
+    """Without a window all layers are full."""
+    num_layers = config.count("num_hidden_layers")
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, LAYER_TYPES)
+    elif config.has("sliding_window"):
+        pattern = config.count("sliding_window_pattern", 4)
+        types = tuple("window" if (index + 1) % pattern else "full" for index in range(num_layers))
+    else:
+        types = ("full",) * num_layers
+    return _model(config, num_layers, _windows_by_type(config, types))
+
+
+def read_llama4(config: Config) -> Model:
+    """Layers with rotary embedding attend within chunks of `attention_chunk_size`, the others to everything."""
+    num_layers = config.count("num_hidden_layers")
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, {"full_attention": "full", "chunked_attention": "chunk"})
+    else:
+        interval = config.count("no_rope_layer_interval", 4)
+        rotated = [(index + 1) % interval for index in range(num_layers)]
+        if config.fields.get("no_rope_layers"):  # an empty list stands for the default
+            rotated = list(config.numbers("no_rope_layers", num_layers))
+        types = tuple("chunk" if entry else "full" for entry in rotated)
+    chunk = config.count("attention_chunk_size") if config.has("attention_chunk_size") else None
+    return _model(config, num_layers, [chunk if entry == "chunk" else None for entry in types])
+
+
+def read_glm4_moe(config: Config) -> Model:
+    """Plain attention, and layers of it that predict."""
+    model = read_plain(config)
+    number = config.count("num_nextn_predict_layers", 0, at_least=0)
+    added = (replace(model.layers[0], name=f"mtp.{index}.attn", index=model.num_layers) for index in range(number))
+    return replace(model, layers=(*model.layers, *map(predicting, added)))
+
+
+def read_minimax_m2(config: Config) -> Model:
+    """Plain attention in all layers. The older MiniMax types, with linear attention, are not known."""
+    num_layers = config.count("num_hidden_layers")
+    if config.has("attn_type_list"):
+        for index, entry in enumerate(config.numbers("attn_type_list", num_layers)):
+            if entry != 1:
+                raise config.error(f"attn_type_list[{index}]", f"is {entry}", "only 1, full attention, is known")
+    config.must_be("sliding_window")
+    return _model(config, num_layers, [None] * num_layers)
+
+
+def read_smollm3(config: Config) -> Model:
+    """Layers without rotary embedding cache like the others."""
+    if config.has("layer_types"):
+        return read_plain(config)
+    config.must_be("use_sliding_window", False)
+    num_layers = config.count("num_hidden_layers")
+    return _model(config, num_layers, [None] * num_layers)
 
 
 def read_gemma3(config: Config) -> Model:

@@ -7,6 +7,8 @@
 | `falcon_h1` | each layer is both | Mamba-2 | `FalconH1Config` |
 | `jamba` | attention at `attn_layer_offset` of every `attn_layer_period` | Mamba-1 | `JambaConfig` |
 | `qwen3_next`, `qwen3_5*` | `layer_types`, else attention last of every `full_attention_interval` | gated delta | `Qwen3NextConfig` |
+| `kimi_linear` | `layer_types`, or `kda_layers` of `linear_attn_config`, counted from 1; the others latents | KDA, recurrent in float32 | `KimiLinearConfig`, vLLM 0.32 `kda_state_dtype` |
+| `lfm2`, `lfm2_moe` | `layer_types`, or attention in `full_attn_idxs` | short convolution | `Lfm2Config`, vLLM 0.32 `lfm2.py`, `lfm2_moe.py` |
 | `mamba2`, `mamba`, `falcon_mamba` | all states | Mamba-2, Mamba-1 | `Mamba2Config`, `MambaConfig` |
 
 A convolution state has the model's dtype, a recurrent state the same unless the model says otherwise (vLLM 0.32
@@ -16,11 +18,11 @@ A convolution state has the model's dtype, a recurrent state the same unless the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layers import Model, ModelLayer, attention_layer
-from kvreshard.kinds import GatedDelta, Kind, Mamba1, Mamba2
+from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
+from kvreshard.catalog.read_latent import latent
+from kvreshard.kinds import GatedDelta, Kind, Mamba1, Mamba2, ShortConv
 
 BLOCKS = {
     "mamba": "state",
@@ -153,6 +155,62 @@ def read_gated_delta(config: Config) -> Model:
     return _model(config, types, state, "delta", num_predicting)
 
 
+def read_kimi_linear(config: Config) -> Model:
+    """Delta attention with as many key as value heads, and latents; prediction layers are latents."""
+    num_layers = config.count("num_hidden_layers")
+    inner = config.part("linear_attn_config")
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, {"linear_attention": "state", "full_attention": "latent"})
+    else:
+        types = _kimi_types(inner, num_layers)
+    known = {
+        "linear_num_heads": ("num_heads", inner),
+        "linear_head_dim": ("head_dim", inner),
+        "linear_conv_kernel_dim": ("short_conv_kernel_size", inner),
+    }
+    heads, width, taps = (
+        config.count(name) if config.has(name) else there.count(short) for name, (short, there) in known.items()
+    )
+    state = GatedDelta(heads, heads, width, width, taps, config.dtype(), "float32")
+    layers = [
+        ModelLayer(f"layers.{index}.kda", index, state, "state")
+        if entry == "state"
+        else latent(config, f"layers.{index}.attn", index)
+        for index, entry in enumerate(types)
+    ]
+    for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
+        layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
+    heads = config.count("num_attention_heads")
+    return Model(config.model, config.model_type, num_layers, tuple(layers), config.dtype(), num_query_heads=heads)
+
+
+def _kimi_types(inner: Config, num_layers: int) -> tuple[str, ...]:
+    """Every layer is in one of two lists, which count from 1."""
+    states, latents = inner.positions("kda_layers", num_layers), inner.positions("full_attn_layers", num_layers)
+    if sorted((*states, *latents)) != list(range(1, num_layers + 1)):
+        raise inner.error(
+            "kda_layers",
+            f"and full_attn_layers name {len(states)} and {len(latents)} of {num_layers} layers",
+            "name each once",
+        )
+    return tuple("state" if index + 1 in states else "latent" for index in range(num_layers))
+
+
+def read_lfm2(config: Config) -> Model:
+    """Convolutions of `conv_dim` channels, in `lfm2_moe` of the hidden size, and full attention."""
+    num_layers = config.count("num_hidden_layers")
+    if config.has("layer_types"):
+        types = config.entries("layer_types", num_layers, {"conv": "state", "full_attention": "full"})
+    else:
+        full = config.positions("full_attn_idxs", num_layers, first=0)
+        types = tuple("full" if index in full else "state" for index in range(num_layers))
+    channels = config.count("hidden_size")
+    if config.model_type == "lfm2":
+        channels = config.count("conv_dim", channels)
+    state = ShortConv(channels, config.count("conv_L_cache"), config.dtype())
+    return _model(config, types, state, "short_conv")
+
+
 def read_mamba2(config: Config) -> Model:
     """States only. The inner size is heads x head size."""
     state = Mamba2(
@@ -185,8 +243,7 @@ def _model(config: Config, types: Sequence[str], state: Kind | None, state_name:
         if entry in ("state", "both") and state is not None:
             layers.append(ModelLayer(f"layers.{index}.{state_name}", index, state, "state"))
     for index in range(num_predicting):
-        drafted = _attention(config, f"mtp.{index}.attn", len(types))
-        layers.append(replace(drafted, optional=True, predicts=True))
+        layers.append(predicting(_attention(config, f"mtp.{index}.attn", len(types))))
     heads = config.count("num_attention_heads") if any(layer.family == "full" for layer in layers) else None
     return Model(config.model, config.model_type, len(types), tuple(layers), config.dtype(), num_query_heads=heads)
 

@@ -2,7 +2,7 @@
 
 | model types | caches of a layer | source |
 |---|---|---|
-| `deepseek_v2`, `deepseek_v3`, `kimi_k2` | a latent of `kv_lora_rank + qk_rope_head_dim` | vLLM 0.32 `deepseek_v2.py` |
+| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite` | a latent of `kv_lora_rank + qk_rope_head_dim` | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py` |
 | `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent | `DeepseekV32IndexerCache` |
 | `deepseek_v4` | by `compress_ratios`, see `read_deepseek_v4` | `models/deepseek_v4/attention.py`, `compressor.py` |
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layers import PACKED, Model, ModelLayer, latent_layer
+from kvreshard.catalog.layers import PACKED, Model, ModelLayer, latent_layer, predicting
 from kvreshard.kinds import Kind, Latent, ScaledRows, indexer
 
 # vLLM 0.32 `mla/indexer.py`: fp8 keys, one float32 scale for each 128 of them.
@@ -33,9 +33,9 @@ V4_SCALED_CHANNELS, V4_SCALE_BYTES = 64, 8
 def read_latent(config: Config) -> Model:
     """One latent per token and layer."""
     num_layers = config.count("num_hidden_layers")
-    layers = [_latent(config, f"layers.{index}.attn", index) for index in range(num_layers)]
+    layers = [latent(config, f"layers.{index}.attn", index) for index in range(num_layers)]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
-        layers.append(_predicting(_latent(config, f"mtp.{index}.attn", num_layers)))
+        layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
     return _finish(config, num_layers, layers, 16)
 
 
@@ -50,13 +50,13 @@ def read_sparse(config: Config) -> Model:
     for index in range(num_layers):
         layers += _sparse(config, f"layers.{index}", index)
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
-        layers += [_predicting(layer) for layer in _sparse(config, f"mtp.{index}", num_layers)]
+        layers += [predicting(layer) for layer in _sparse(config, f"mtp.{index}", num_layers)]
     return _finish(config, num_layers, layers, 64)
 
 
 def _sparse(config: Config, layer: str, index: int) -> list[ModelLayer]:
     keys = ModelLayer(f"{layer}.indexer", index, indexer(*_index_row(config)), "latent")
-    return [keys, _latent(config, f"{layer}.attn", index)]
+    return [keys, latent(config, f"{layer}.attn", index)]
 
 
 def _index_row(config: Config) -> tuple[int, int]:
@@ -68,7 +68,8 @@ def _index_row(config: Config) -> tuple[int, int]:
     return channels, channels // SCALED_CHANNELS * 4
 
 
-def _latent(config: Config, name: str, index: int) -> ModelLayer:
+def latent(config: Config, name: str, index: int) -> ModelLayer:
+    """The latent of one layer."""
     channels = config.count("kv_lora_rank") + config.count("qk_rope_head_dim")
     packed = None
     if channels == PACKED_CHANNELS:
@@ -91,7 +92,7 @@ def read_deepseek_v4(config: Config) -> Model:
             raise config.error(f"compress_ratios[{index}]", f"is {ratio}", "known are 0, 1, 4 and 128")
         layers += _v4_layer(config, f"layers.{index}", index, ratio)
     for index in range(num_predicting):
-        layers += [_predicting(layer) for layer in _v4_layer(config, f"mtp.{index}", num_layers, 0)]
+        layers += [predicting(layer) for layer in _v4_layer(config, f"mtp.{index}", num_layers, 0)]
     model = _finish(config, num_layers, layers, V4_PAGE_TOKENS)
     return replace(model, default_order="BLHNC")
 
@@ -140,10 +141,6 @@ def _v4_cache(
         "bfloat16": replace(plain, page_alignment_bytes=PLAIN_ALIGNMENT_BYTES),
     }
     return ModelLayer(name, index, kinds[PACKED], family, kinds)
-
-
-def _predicting(layer: ModelLayer) -> ModelLayer:
-    return replace(layer, optional=True, predicts=True)
 
 
 def _finish(config: Config, num_layers: int, layers: list[ModelLayer], page_tokens: int) -> Model:
