@@ -26,7 +26,7 @@ demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, 
 	@scripts/venv vllm
 	@.venv-vllm/bin/python examples/vllm/demo.py $(ARGS)
 
-test: ## the test suite; under ten minutes on 2 cores
+test: ## the test suite; about ten minutes on 2 cores
 	@scripts/venv test
 	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) --hypothesis-profile=ci --ignore=tests/e2e --ignore=tests/vllm $(ARGS)
 

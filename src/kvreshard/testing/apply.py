@@ -37,7 +37,7 @@ from kvreshard.testing.oracle import Bytes, Memory, differing_bytes, oracle_tran
 Int64s = NDArray[np.int64]
 POISON = 0xFF
 # Of the requests, those that are also carried out on real memory: it takes as long as the rest of a check.
-CARRIED_SHARE = 0.5
+CARRIED_SHARE = 0.25
 WAYS: tuple[Way | None, ...] = (None, "direct", "staged")
 
 

@@ -10,7 +10,7 @@ the permute of host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,25 +101,29 @@ def carry(
     fabric = Fabric()
     near = {rank.rank: source.transport(fabric, rank, f"src{rank.rank}") for rank in source.layout.ranks}
     far = {rank.rank: target.transport(fabric, rank, f"dst{rank.rank}") for rank in target.layout.ranks}
-    for name, one in near.items():
-        for other, two in far.items():
-            two.add_peer(f"src{name}", one.metadata())
-            one.add_peer(f"dst{other}", two.metadata())
     table = elect(source.layout, target.layout, list(match_fields(source.layout, target.layout).names))
     routes = {rank: compile_route(source.layout, target.layout, rank, election=table, way=way) for rank in far}
     if is_push:
         for rank, route in routes.items():
             Mover(far[rank], HostMemory(), {}).fill(target.layout, rank, request, bind(route, request))
         for rank, transport in near.items():
-            push(
-                Mover(transport, HostMemory(), {other: f"dst{other}" for other in far}), routes.values(), request, rank
-            )
+            readers = [other for other, route in routes.items() if rank in route.src_ranks]
+            mover = Mover(transport, HostMemory(), _meet(transport, far, readers))
+            push(mover, [routes[other] for other in readers], request, rank)
         return target.memory
-    peers = {rank: f"src{rank}" for rank in near}
     for rank, route in routes.items():
         arrays = [view for (owner, _), view in target.memory.items() if owner == rank]
+        peers = _meet(far[rank], near, route.src_ranks)
         _pull(far[rank], peers, route, request, target.layout, arrays, staging_bytes, make_memory)
     return target.memory
+
+
+def _meet(transport: MemoryTransport, others: Mapping[int, MemoryTransport], ranks: Iterable[int]) -> dict[int, str]:
+    """Add these ranks of the other engine; the names under which they are known."""
+    peers = {rank: f"rank {rank}" for rank in ranks}
+    for rank, name in peers.items():
+        transport.add_peer(name, others[rank].metadata())
+    return peers
 
 
 def _pull(
