@@ -43,8 +43,10 @@ class PagePlan:
 
 def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None = None) -> EngineLayout:
     """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError."""
-    plan = plan_pages(model, spec)
-    stages = stage_of_layers(model, spec)
+    try:
+        plan, stages = plan_pages(model, spec), stage_of_layers(model, spec)
+    except LayoutError as error:
+        raise LayoutError(f"engine '{engine}': {error}") from None
     layers = [
         Layer(
             layer.name,

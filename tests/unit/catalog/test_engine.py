@@ -181,3 +181,9 @@ def test_what_vllm_would_not_run_is_a_warning(model: str, engine: str, message: 
 def test_an_engine_that_vllm_runs_has_no_warnings(model: str) -> None:
     assert warnings(load(model), parse_engine("tp=1")) == []
     assert warnings(load(model), parse_engine("tp=2,pp=2,spec=1")) == []
+
+
+@pytest.mark.parametrize("option", ["page=3", "dtype=float16", "pp=20+21", "page.windw=4"])
+def test_a_refusal_says_which_engine(option: str) -> None:
+    with pytest.raises(LayoutError, match=r"^engine 'decode': "):
+        describe(load("deepseek-v4-flash"), parse_engine(option), "decode")
