@@ -180,8 +180,10 @@ def read_kimi_linear(config: Config) -> Model:
     ]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
         layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
-    heads = config.count("num_attention_heads")
-    return Model(config.model, config.model_type, num_layers, tuple(layers), config.dtype(), num_query_heads=heads)
+    query_heads = config.count("num_attention_heads")
+    return Model(
+        config.model, config.model_type, num_layers, tuple(layers), config.dtype(), num_query_heads=query_heads
+    )
 
 
 def _kimi_types(inner: Config, num_layers: int) -> tuple[str, ...]:

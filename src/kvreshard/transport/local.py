@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -67,19 +68,42 @@ class HostMemory:
         dst_offset: int,
     ) -> None:
         """See `LocalMemory.move`."""
-        page_step = int(np.gcd.reduce(dst_pages)) or 1
         # Bytes of a run as one opaque element: NumPy copies it whole, whatever its alignment.
         run = np.dtype(f"V{length}")
-        counts = [count for count, _, _ in loops]
-        num_pieces = len(dst_pages)
-        src_steps = [slot_bytes, *(step for _, step, _ in loops)]
-        dst_steps = [page_step, *(step for _, _, step in loops)]
-        ids = dst_pages // page_step
+        seen = MoveViews.of(slot_bytes, dst_pages, loops)
         for field, base in enumerate(dst_bases.tolist()):
-            at = slots_address + field * num_pieces * slot_bytes + slot_offset
-            src = _view(at, run, [num_pieces, *counts], src_steps)
-            dst = _view(base + dst_offset, run, [int(ids.max()) + 1, *counts], dst_steps)
-            dst[ids] = src
+            at = slots_address + field * len(dst_pages) * slot_bytes + slot_offset
+            src = _view(at, run, seen.src_shape, seen.src_steps)
+            dst = _view(base + dst_offset, run, seen.dst_shape, seen.dst_steps)
+            dst[seen.page_numbers] = src
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoveViews:
+    """How a `move` sees slots and pages of one field as strided arrays: shapes and steps in bytes, pieces first, then the loops.
+
+    Pages lie at `page_numbers` along the first axis of theirs, shape (n,).
+    """
+
+    src_shape: list[int]
+    src_steps: list[int]
+    dst_shape: list[int]
+    dst_steps: list[int]
+    page_numbers: Int64s
+
+    @staticmethod
+    def of(slot_bytes: int, dst_pages: Int64s, loops: Sequence[tuple[int, int, int]]) -> MoveViews:
+        """From some of the arguments of `LocalMemory.move`."""
+        page_step = int(np.gcd.reduce(dst_pages)) or 1
+        page_numbers = dst_pages // page_step
+        counts = [count for count, _, _ in loops]
+        return MoveViews(
+            [len(dst_pages), *counts],
+            [slot_bytes, *(step for _, step, _ in loops)],
+            [int(page_numbers.max()) + 1, *counts],
+            [page_step, *(step for _, _, step in loops)],
+            page_numbers,
+        )
 
 
 def _view(address: int, run: np.dtype[np.void], shape: list[int], steps: list[int]) -> NDArray[np.void]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.transport.base import TransportError
+from kvreshard.transport.local import MoveViews
 
 if TYPE_CHECKING:
     import torch
@@ -60,21 +61,16 @@ class TensorMemory:
         """See `LocalMemory.move`."""
         import torch
 
-        page_step = int(np.gcd.reduce(dst_pages)) or 1
-        page_numbers = dst_pages // page_step
-        counts = [count for count, _, _ in loops]
-        src_steps = [slot_bytes, *(step for _, step, _ in loops)]
-        dst_steps = [page_step, *(step for _, _, step in loops)]
-        src_shape, dst_shape = [len(dst_pages), *counts], [int(page_numbers.max()) + 1, *counts]
+        seen = MoveViews.of(slot_bytes, dst_pages, loops)
         from_address, to_addresses = slots_address + slot_offset, (dst_bases + dst_offset).tolist()
-        width = gcd(self._aligned_bytes, length, from_address, *to_addresses, *src_steps, *dst_steps)
+        width = gcd(self._aligned_bytes, length, from_address, *to_addresses, *seen.src_steps, *seen.dst_steps)
         numbers: torch.Tensor | None = None
         for field, to_address in enumerate(to_addresses):
             at = from_address + field * len(dst_pages) * slot_bytes
-            src = self._view(at, src_shape, src_steps, length, width)
-            dst = self._view(to_address, dst_shape, dst_steps, length, width)
+            src = self._view(at, seen.src_shape, seen.src_steps, length, width)
+            dst = self._view(to_address, seen.dst_shape, seen.dst_steps, length, width)
             if numbers is None or numbers.device != dst.device:
-                numbers = torch.from_numpy(page_numbers).to(dst.device)
+                numbers = torch.from_numpy(seen.page_numbers).to(dst.device)
             dst.index_copy_(0, numbers, src)
         self._settle()
 

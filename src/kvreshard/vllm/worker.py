@@ -84,7 +84,7 @@ class WorkerSide:
         regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
         regions += [table.region, *endpoint.regions]
         if buffer is not None:
-            regions.append(MemoryRegion(buffer.data_ptr(), buffer.nbytes, *devices))
+            regions.append(MemoryRegion(buffer.data_ptr(), buffer.nbytes, str(buffer.device)))
         transport.register(regions)
         self._transport, self._endpoint = transport, endpoint
         self.card = (
