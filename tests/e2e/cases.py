@@ -85,15 +85,17 @@ def every(pairs: str, outcome: str) -> dict[str, str]:
     return dict.fromkeys(pairs.split(), outcome)
 
 
-_GEMMA4 = {**every("1->2 2->1", EXACT), **every("1->4 2->4", WRONG), **every("4->1 4->2", REFUSED)}
-_GEMMA4_WIDE = {**every("1->2 2->1", EXACT), **every("1->4 2->4 4->1 4->2", REFUSED)}
+# With a window the in-tree connector is wrong for one prompt of the ladder at least (docs/design/0024).
+_GEMMA4 = {**every("1->2 2->1 1->4 2->4", WRONG), **every("4->1 4->2", REFUSED)}
+_GEMMA4_WIDE = {**every("1->2 2->1", WRONG), **every("1->4 2->4 4->1 4->2", REFUSED)}
 CASES: list[Case] = [
     *rows("Llama (4 KV heads)", "llama", every("1->2 2->1 1->4 4->1 4->2", EXACT), ci=("1->2",)),
     *rows(
         "Qwen3 (2 KV heads)", "qwen3", {**every("1->2 2->1 1->4", EXACT), **every("4->1 4->2", REFUSED)}, ci=("4->2",)
     ),
-    *rows("Gemma-3", "gemma3", every("1->2 2->1", EXACT)),
-    *rows("gpt-oss", "gpt-oss", every("1->2 2->1", EXACT)),
+    *rows("Gemma-3", "gemma3", every("1->2 2->1", WRONG)),
+    *rows("Llama-4 (chunks)", "llama4", every("1->2 4->2", REFUSED), ci=("1->2",)),
+    *rows("gpt-oss", "gpt-oss", every("1->2 2->1", WRONG)),
     *rows("Gemma-4 (window 4x32, global 2x64)", "gemma4", _GEMMA4, ci=("1->4", "4->1")),
     *rows("Gemma-4 (window 8x32, global 2x64)", "gemma4-wide", _GEMMA4_WIDE),
     *rows("DeepSeek-V2 (MLA)", "deepseek-v2", every("1->2 2->1 2->4 4->2", EXACT)),

@@ -7,13 +7,14 @@
    the coordinates and both values. Ranks that compute the same cell differ by float noise, so a cell that several ranks of
    the expected cache hold must equal one of them.
 
-A field without a sequence (a state) has no token axis. Tokens before a group's window are not asked for.
+A field without a sequence (a state) has no token axis. Tokens before a group's window or chunk are not asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +76,8 @@ def logical_cache(
 
 
 def _assemble(field: Field, holders: Sequence[Holder], num_tokens: int, first_token: int) -> Logical:
-    first, stop = _needed(field, holders[0][1], num_tokens, first_token)
+    _, group, _, rank, _ = holders[0]
+    first, stop = _needed(field, group, rank, num_tokens, first_token)
     shape = [stop - first if axis.extent is None else axis.extent for axis in field.axes]
     cells = np.zeros([*shape, field.element_bytes], np.uint8)
     held = np.zeros(shape, np.bool_)
@@ -89,13 +91,15 @@ def _assemble(field: Field, holders: Sequence[Holder], num_tokens: int, first_to
     return Logical(field, first, cells, held, tuple(parts))
 
 
-def _needed(field: Field, group: Group, num_tokens: int, first_token: int) -> tuple[int, int]:
+def _needed(field: Field, group: Group, rank: RankFacts, num_tokens: int, first_token: int) -> tuple[int, int]:
     """Half-open range of sequence indices that the token after `num_tokens` tokens looks at."""
     axis = field.sequence
     if axis is None:
         return 0, 1
-    window = group.window_tokens
+    window, chunk = group.window_tokens, _group_facts(group, rank)[1]["chunk_tokens"]
     start = first_token if window is None else max(first_token, num_tokens - window)
+    if chunk is not None:
+        start = max(start, num_tokens // chunk * chunk)
     if start % axis.tokens_per_index:
         start += axis.tokens_per_index - start % axis.tokens_per_index
     first, stop = axis.indices_of(start, num_tokens)
@@ -135,12 +139,17 @@ def _addresses(
 
 def _page_table(group: Group, snapshot: Snapshot, rank: RankFacts) -> NDArray[np.int64]:
     """The group's pages of the request, in logical order; 0 where there is none."""
-    index, facts = next((i, facts) for i, facts in enumerate(rank.groups) if facts["name"] == group.name)
+    index, facts = _group_facts(group, rank)
     blocks = list(snapshot.held.block_ids[index])
     if group.tokens_per_page is None:
         entry = -(-snapshot.held.num_tokens // facts["block_size"]) - 1 if facts["state_mode"] == "align" else 0
         blocks = blocks[entry : entry + 1]
     return np.array(blocks, dtype=np.int64)
+
+
+def _group_facts(group: Group, rank: RankFacts) -> tuple[int, dict[str, Any]]:
+    """The place of the group among the engine's, and what the engine said about it."""
+    return next((i, facts) for i, facts in enumerate(rank.groups) if facts["name"] == group.name)
 
 
 def first_difference(expected: Mapping[str, Logical], got: Mapping[str, Logical], tolerance: float = 0.0) -> str | None:

@@ -129,6 +129,22 @@ MODELS: dict[str, TinyModel] = {
                 "rope_parameters": {"sliding_attention": ROPE, "full_attention": {**ROPE, "rope_theta": 1000000.0}},
             },
         ),
+        TinyModel(
+            "llama4",
+            "Llama4ForCausalLM",
+            {
+                "num_hidden_layers": 4,  # three look at their chunk, one at all
+                "head_dim": 64,
+                "attention_chunk_size": 128,
+                "no_rope_layer_interval": 4,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "intermediate_size_mlp": 256,
+                "interleave_moe_layer_step": 2,
+                "attn_temperature_tuning": False,
+                "rope_parameters": ROPE,
+            },
+        ),
         # The geometry of Gemma-4 12B and 26B: window heads twice as many as global ones, and half as wide.
         TinyModel(
             "gemma4", "Gemma4ForCausalLM", {**_GEMMA4, "num_key_value_heads": 4, "num_global_key_value_heads": 2}

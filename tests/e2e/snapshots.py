@@ -91,6 +91,7 @@ def write_layout(folder: Path, vllm_config: Any, kv_cache_config: Any, kv_caches
             "spec": str(group.kv_cache_spec),
             "block_size": int(group.kv_cache_spec.block_size),
             "state_mode": getattr(group.kv_cache_spec, "mamba_cache_mode", None),
+            "chunk_tokens": getattr(group.kv_cache_spec, "attention_chunk_size", None),
         }
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     ]

@@ -87,7 +87,8 @@ class Bench:
         """All rounds, until one fails outright."""
         started = time.monotonic()
         pages = [engine.about["block_size"] for engine in (self.prefill, self.decode)]
-        prompts = ladder(max(pages), seed=self.case.seed)
+        window = MODELS[self.case.model].config.get("sliding_window")
+        prompts = ladder(max(pages), seed=self.case.seed, window=window)
         longer = [words + prompt(ADDED, self.case.seed + 1) for words in prompts]
         rounds = [prompts, prompts, longer] if MODELS[self.case.model].prefix_caching else [prompts, prompts]
         for texts in rounds:

@@ -157,11 +157,11 @@ def test_a_prefill_is_loaded_where_it_was_put() -> None:
     decode = Decode(full(128))
     asked = decode.arrive(params, TOKENS)
     assert [type(order) for order in decode.watched] == [Watch]
-    assert decode.side.count_loadable(asked, 0) == 300
-    order = decode.load(asked, blocks([7, 8, 9]), 300)
+    assert decode.side.count_loadable(asked, 0) == 299
+    order = decode.load(asked, blocks([7, 8, 9]), 299)
     assert order.transfer.src_tables["g0"].pages.tolist() == [1, 2, 3, 4, 5]
     assert order.transfer.dst_tables["g0"].pages.tolist() == [7, 8, 9]
-    assert order.transfer.intervals == {"g0": [(0, 300)]}
+    assert order.transfer.intervals == {"g0": [(0, 299)]}
     assert order.transfer.dst_new_pages["g0"].tolist() == [7, 8, 9]
     assert (order.remote.address, order.lease.request) == (Address("127.0.0.1", 5), "p-1")
 
@@ -169,9 +169,9 @@ def test_a_prefill_is_loaded_where_it_was_put() -> None:
 def test_a_local_prefix_hit_is_not_loaded_again() -> None:
     decode = Decode(full(128))
     asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
-    assert decode.side.count_loadable(asked, 128) == 172
-    order = decode.load(asked, blocks([7, 8, 9], cached=1), 172)
-    assert order.transfer.intervals == {"g0": [(128, 300)]}
+    assert decode.side.count_loadable(asked, 128) == 171
+    order = decode.load(asked, blocks([7, 8, 9], cached=1), 171)
+    assert order.transfer.intervals == {"g0": [(128, 299)]}
     assert order.transfer.dst_new_pages["g0"].tolist() == [8, 9]
 
 
@@ -198,10 +198,10 @@ def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> 
     params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
     decode = Decode(full(128), window(128))
     asked = decode.arrive(params, TOKENS)
-    assert decode.side.count_loadable(asked, 0) == 300
+    assert decode.side.count_loadable(asked, 0) == 299
     held = blocks([1, 2, 3], [0, 5, 6])
-    order = decode.load(asked, held, 300)
-    assert order.transfer.intervals == {"g0": [(0, 300)], "g1": [(192, 300)]}
+    order = decode.load(asked, held, 299)
+    assert order.transfer.intervals == {"g0": [(0, 299)], "g1": [(192, 299)]}
     assert order.transfer.dst_tables["g1"].first_page == 1
     assert [(group.name, number) for group, number in decode.side.incomplete_blocks("d-1", held)] == [("g1", 2)]
 
@@ -214,9 +214,9 @@ def test_two_windows_are_clipped_each_by_its_own() -> None:
     )
     decode = Decode(window(32), wide)
     asked = decode.arrive(params, TOKENS)
-    assert decode.side.count_loadable(asked, 0) == 300
-    order = decode.load(asked, blocks([0] * 6 + [1, 2, 3, 4], [0, 11, 12, 13, 14, 15, 16, 17, 18, 19]), 300)
-    assert order.transfer.intervals == {"g0": [(192, 300)], "g1": [(32, 300)]}
+    assert decode.side.count_loadable(asked, 0) == 299
+    order = decode.load(asked, blocks([0] * 6 + [1, 2, 3, 4], [0, 11, 12, 13, 14, 15, 16, 17, 18, 19]), 299)
+    assert order.transfer.intervals == {"g0": [(192, 299)], "g1": [(32, 299)]}
 
 
 def test_a_prefill_that_ran_too_far_for_a_window_is_not_used() -> None:
@@ -276,7 +276,7 @@ def test_an_abort_before_blocks_releases_and_after_cancels() -> None:
     assert [type(order) for order in early.side.abort("d-1")] == [Unwatch, Release]
     asked = late.arrive(params, TOKENS)
     late.side.count_loadable(asked, 0)
-    late.load(asked, blocks([1, 2, 3, 4, 5]), 300)
+    late.load(asked, blocks([1, 2, 3, 4, 5]), 299)
     assert [type(order) for order in late.side.abort("d-1")] == [Cancel]
     late.side.ended("d-1")
     assert list(late.side.abort("d-1")) == []

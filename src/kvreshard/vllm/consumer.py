@@ -2,7 +2,7 @@
 
 1. A request with `do_remote_prefill` arrives: its parameters are read; the ranks meet its source and renew its lease.
 2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`): the longest prefix that is the same
-   text, that the source still has whole, and that this engine may resume from.
+   text, that the source still has whole, and that this engine may resume from: the last token is always computed here.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
 
@@ -25,7 +25,7 @@ from kvreshard.session.orders import Cancel, Load, Order, Release, Unwatch, Watc
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup, Reach
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.prompt import count_matching
-from kvreshard.vllm.requests import read_prompt
+from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -127,7 +127,7 @@ class Consumer:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""
         name, num_prompt = request.request_id, int(request.num_prompt_tokens)
         same = count_matching(prefill.prompt, read_prompt(request))
-        limit = num_prompt - self._num_backoff_tokens
+        limit = num_prompt - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
         count = int(min(same, prefill.num_tokens, limit))
         if self._has_state or prefill.has_state:
             if prefill.num_tokens > limit or same < prefill.num_tokens:

@@ -64,6 +64,20 @@ class CacheGroup:
             return 0
         return max(0, num_tokens - self.window_tokens + 1 - self.extra_tokens)
 
+    def last_pages(self, num_tokens: int) -> range:
+        """Numbers of the pages that the last one of `num_tokens` tokens still looks at, and the next one does not."""
+        if self.page_tokens is None:
+            return range(0)
+        return range(
+            self.first_needed(num_tokens - 1) // self.page_tokens, self.first_needed(num_tokens) // self.page_tokens
+        )
+
+    def find_lost(self, block_ids: Sequence[int], num_tokens: int) -> int | None:
+        """The first token that the last one of `num_tokens` looks at, if a table made for all of them has no page for it."""
+        pages, token = self.last_pages(num_tokens), self.first_needed(num_tokens - 1)
+        is_lost = any(block_ids[page] == NULL_BLOCK for page in pages if page < len(block_ids))
+        return token if is_lost and token < num_tokens - 1 else None
+
     def pages(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
         """(first page, page ids) of what a request of `num_tokens` tokens has."""
         if self.page_tokens is None:

@@ -2,7 +2,8 @@
 
 1. A request with `do_remote_decode` arrives: its last tokens are dropped that the decode side must compute itself.
 2. It is scheduled for the first time: it gets a lease slot, and every rank writes its word.
-3. It finishes: its blocks stay, every rank keeps the lease, and the router gets `kv_transfer_params`.
+3. It finishes: its blocks stay, with those that the decode side's first token looks at (`last_pages`), every rank keeps the lease, and
+   the router gets `kv_transfer_params`.
 4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
 
 A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt.
@@ -19,9 +20,10 @@ from vllm.v1.request import RequestStatus
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
 from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
-from kvreshard.vllm.requests import read_prompt
+from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
 from kvreshard.vllm.slots import Slots
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Producer:
         self._engine, self._incarnation, self._groups, self._sizes = engine, incarnation, tuple(groups), sizes
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
+        self.last_pages = LastPages(groups)
         self.address: Address | None = None
 
     def arrive(self, request: Request) -> None:
@@ -75,6 +78,8 @@ class Producer:
             if grant is None:
                 logger.warning("no lease slot is free: request %s will not be offered", request.request_id)
             else:
+                if self._num_backoff_tokens < MIN_COMPUTED_TOKENS:
+                    self.last_pages.expect(request.request_id, request.num_prompt_tokens)
                 yield grant
 
     def finish(
@@ -86,8 +91,9 @@ class Producer:
             return None, None
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         if not good or self.address is None or request.num_computed_tokens < 1:
-            self._slots.give(request.request_id)
+            self.freed(request.request_id)
             return None, Revoke(request.request_id)
+        block_ids = self.last_pages.restore(request.request_id, block_ids)
         prefill = self.describe(
             request, block_ids, RemoteLease(request.request_id, grant.slot, grant.word), self.address
         )
@@ -114,5 +120,6 @@ class Producer:
         )
 
     def freed(self, request_id: str) -> None:
-        """Every rank has ended the lease."""
+        """Every rank has ended the lease, or none has one."""
+        self.last_pages.release(request_id)
         self._slots.give(request_id)

@@ -9,6 +9,10 @@ from kvreshard.vllm.prompt import Prompt
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+# vLLM computes the last token of a prompt in any case. A table made for all of them has lost what that token still looks at where a
+# window or a chunk then begins on the border of a page (docs/design/0024).
+MIN_COMPUTED_TOKENS = 1
+
 
 def read_prompt(request: Request) -> Prompt:
     """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash, the adapter by its name.

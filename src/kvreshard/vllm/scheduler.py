@@ -128,6 +128,7 @@ class SchedulerSide:
         """Everything that the ranks have to know by now. Requests `scheduled` in this step, `finished` before it."""
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.is_idle = self._idleness.step(scheduled, finished)
+        self._producer.last_pages.keep()
         return metadata
 
     def hear(self, output: KVConnectorOutput) -> None:
@@ -147,7 +148,7 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's cache manager."""
         self._manager = manager
-        self._quarantine.manager = manager
+        self._quarantine.manager = self._producer.last_pages.manager = manager
 
     def close(self) -> None:
         """Stop listening."""

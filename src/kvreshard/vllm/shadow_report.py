@@ -6,8 +6,8 @@ ranks (replicas): when NixlConnector read from others than our election, the ele
 | verdict | |
 |---|---|
 | `same` | both bring every byte from the same place |
-| `more` | so do both, and NixlConnector also fills what the request does not need: the rest of a last page, a window's past |
-| `missing` | NixlConnector leaves bytes unwritten that this connector would load |
+| `more` | so do both, and NixlConnector also fills what the request does not need: the last token, a last page's rest, a window's past |
+| `missing` | NixlConnector leaves bytes unwritten that this connector would load, or has no page for them (`reason`) |
 | `differs` | some bytes come from another place: wrong, unless NixlConnector rearranges them afterwards (`rearranges`) |
 | `refused there` | NixlConnector did not load the request |
 | `refused here` | this connector would not load it: `reason` |

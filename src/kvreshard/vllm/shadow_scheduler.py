@@ -27,13 +27,17 @@ NO_SLOT, NO_WORD = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class ShadowLoad:
-    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load; None: not asked."""
+    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load.
+
+    `why_not`: why this connector would not load it, if it would not; `lost`: what the last token looks at and has no page for.
+    """
 
     load: Load | None
     request: str
     num_tokens: int
     their_tokens: int
     why_not: str = ""
+    lost: str = ""
 
 
 @dataclass(slots=True)
@@ -56,9 +60,10 @@ class ShadowScheduler:
         self._reception = Reception(vllm_config, engine, options)
         self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1)
         self._fallback = ""
+        self._groups = groups
         self._consumer = Consumer(groups, backoff, self._note_fallback)
         self._address: Address | None = None
-        self._counts: dict[str, tuple[int, int]] = {}
+        self._counts: dict[str, tuple[int, int, int]] = {}
         self._orders = ShadowOrders()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
@@ -77,15 +82,36 @@ class ShadowScheduler:
         """How many tokens either would load."""
         self._fallback = ""
         ours = self._consumer.count_loadable(request, num_computed)
-        self._counts[request.request_id] = ours, theirs or 0
+        self._counts[request.request_id] = ours, theirs or 0, num_computed
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks are there, and NixlConnector will load `num_external` tokens into them."""
-        ours, theirs = self._counts.pop(request.request_id, (0, num_external))
-        found = [order for order in self._consumer.allocate(request, blocks, ours) if isinstance(order, Load)]
-        why = "" if found else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
+        ours, theirs, num_computed = self._counts.pop(request.request_id, (0, num_external, 0))
+        orders = list(self._consumer.allocate(request, blocks, ours))
+        found = [order for order in orders if isinstance(order, Load)]
+        # Orders without a load let the source go: all but the last token, which is computed in any case, is there.
+        why = (
+            ""
+            if orders and not self._fallback
+            else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
+        )
         load = found[0] if found else None
-        self._orders.loads.append(ShadowLoad(load, request.request_id, ours, theirs, why))
+        lost = self._find_lost(request, blocks, num_computed + num_external)
+        self._orders.loads.append(
+            ShadowLoad(load, request.request_id, ours, theirs, "" if load is not None else why, lost)
+        )
+
+    def _find_lost(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> str:
+        """What vLLM misses when it computes the last token again, after a load of all of them (docs/design/0024)."""
+        if num_tokens < request.num_tokens:
+            return ""
+        for group in self._groups:
+            token = group.find_lost(blocks.get_block_ids()[group.index], num_tokens)
+            if token is not None:
+                return (
+                    f"token {num_tokens - 1} looks at token {token}, for which group {group.name} has no page any more"
+                )
+        return ""
 
     def describe(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """What a finished prefill's parameters say beside NixlConnector's; None when there is nothing to say."""

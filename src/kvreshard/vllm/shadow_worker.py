@@ -132,9 +132,16 @@ class ShadowWorker:
     def _run(self) -> None:
         while (ended := self._waiting.get()) is not None:
             try:
-                self._note(self._compare(ended))
+                self._note(self._judge(ended))
             except Exception:  # a comparison that fails must not end the others
                 logger.exception("kvreshard shadow: request %s could not be compared", ended.load.request)
+
+    def _judge(self, ended: _Ended) -> ShadowReport:
+        """What is found, unless the load itself cannot suffice."""
+        found = self._compare(ended)
+        if ended.load.lost and not ended.is_failed and found.verdict in ("same", "more", "refused here"):
+            return msgspec.structs.replace(found, verdict="missing", reason=ended.load.lost)
+        return found
 
     def _compare(self, ended: _Ended) -> ShadowReport:
         load, me, place = ended.load, self._me, self._place
@@ -146,6 +153,8 @@ class ShadowWorker:
             "their_tokens": load.their_tokens,
             "rearranges": bool(getattr(self._worker, "enable_permute_local_kv", False)),
         }
+        if load.load is None and not load.why_not:  # all that there was to load is the last token
+            return ShadowReport(verdict="more" if ended.posted and not ended.is_failed else "refused there", **facts)
         if load.load is None or me is None or place is None:
             return ShadowReport(verdict="refused here", reason=load.why_not, **facts)
         met = self._meet(load.load, me, place)
