@@ -73,7 +73,8 @@ def _sizes(layer: ModelLayer) -> str:
     window = f" {kind.window_tokens}" if kind.window_tokens else ""
     match kind:
         case Attention():
-            return f"{window}, {kind.num_kv_heads} heads x {kind.head_size}"
+            values = "" if kind.value_size == kind.head_size else f" and {kind.value_size} of V"
+            return f"{window}, {kind.num_kv_heads} heads x {kind.head_size}{values}"
         case Latent() | ScaledRows():
             size = kind.cell_bytes if isinstance(kind, Latent) else kind.row_bytes + kind.scale_bytes
             per = f" per {kind.tokens_per_state} tokens" if kind.tokens_per_state > 1 else " per token"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvreshard.catalog import read_attention, read_hybrid, read_latent
+from kvreshard.catalog import read_attention, read_hybrid, read_latent, read_unequal
 from kvreshard.catalog.config import Config, language_part
 from kvreshard.catalog.layers import Model
 
@@ -22,7 +22,10 @@ READERS: Mapping[str, Reader] = {
     **dict.fromkeys(read_attention.PLAIN_TYPES, read_attention.read_plain),
     "gpt_oss": read_attention.read_alternating,
     "gemma2": read_attention.read_alternating,
+    "afmoe": read_attention.read_afmoe,
+    "cohere2": read_attention.read_cohere2,
     "exaone4": read_attention.read_exaone4,
+    "exaone_moe": read_attention.read_exaone_moe,
     "glm4_moe": read_attention.read_glm4_moe,
     "llama4": read_attention.read_llama4,
     "llama4_text": read_attention.read_llama4,
@@ -36,6 +39,8 @@ READERS: Mapping[str, Reader] = {
     "gemma4_text": read_attention.read_gemma4,
     "gemma4_unified": read_attention.read_gemma4,
     "gemma4_unified_text": read_attention.read_gemma4,
+    "mimo_v2_flash": read_unequal.read_mimo_v2,
+    "step3p5": read_unequal.read_step3p5,
     "deepseek_v2": read_latent.read_latent,
     "deepseek_v3": read_latent.read_latent,
     "glm4_moe_lite": read_latent.read_latent,

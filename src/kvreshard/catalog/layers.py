@@ -100,9 +100,11 @@ def attention_layer(
     head_size: int,
     dtype: str,
     window_tokens: int | None = None,
+    head_size_v: int | None = None,
 ) -> ModelLayer:
-    """A layer of K and V, full or with a window."""
-    own = Attention(num_kv_heads, head_size, dtype, window_tokens=window_tokens)
+    """A layer of K and V, full or with a window. `head_size_v`: channels of V, None for as many as K has."""
+    narrow = None if head_size_v == head_size else head_size_v
+    own = Attention(num_kv_heads, head_size, dtype, head_size_v=narrow, window_tokens=window_tokens)
     kinds = {
         other: replace(own, dtype=other, quantisation=PER_TENSOR if other.startswith("fp8") else "")
         for other in CACHE_DTYPES

@@ -8,7 +8,9 @@
 | `gemma2` | every even layer, or `layer_types` | `Gemma2Config` |
 | `gemma3*` | all but every sixth (`sliding_window_pattern`), or `layer_types` | `Gemma3TextConfig` |
 | `gemma4*` | `layer_types`; full layers have their own heads and width | `Gemma4TextConfig`, vLLM 0.32 `gemma4.py` |
-| `exaone4` | `layer_types`, else all but every `sliding_window_pattern`th | `Exaone4Config` |
+| `exaone4`, `exaone_moe` | `layer_types`, else all but every `sliding_window_pattern`th | `Exaone4Config`, vLLM 0.32 `exaone_moe.py` |
+| `cohere2` | the same; a token sees `sliding_window` tokens beside itself | `Cohere2Config`, vLLM 0.32 `commandr.py` |
+| `afmoe` | `layer_types`, else all but every `global_attn_every_n_layers`th | `AfmoeConfig` |
 | `llama4*` | chunks where `no_rope_layers` is not 0, by default all but every fourth | `Llama4TextConfig`, vLLM 0.32 `llama4.py` |
 | `glm4_moe` | none; `num_nextn_predict_layers` more layers predict | `Glm4MoeConfig`, vLLM 0.32 `glm4_moe_mtp.py` |
 | `minimax_m2` | none; every `attn_type_list` entry is 1 | vLLM 0.32 `minimax_m2.py`, which drops the `num_mtp_modules` |
@@ -94,14 +96,45 @@ def read_alternating(config: Config) -> Model:
 def read_exaone4(config: Config) -> Model:
     """Without a window all layers are full."""
     num_layers = config.count("num_hidden_layers")
+    if not config.has("sliding_window") and not config.has("layer_types"):
+        return _model(config, num_layers, [None] * num_layers)
+    return _model(config, num_layers, _windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern")))
+
+
+def read_exaone_moe(config: Config) -> Model:
+    """One window for all layers that have one; prediction layers are like the first layers."""
+    config.must_be("sliding_windows")
+    config.must_be("mtp_layer_types")
+    model = read_exaone4(config)
+    number = config.count("num_nextn_predict_layers", 0, at_least=0)
+    added = (
+        replace(layer, name=f"mtp.{index}.attn", index=model.num_layers)
+        for index, layer in enumerate(model.layers[:number])
+    )
+    return replace(model, layers=(*model.layers, *map(predicting, added)))
+
+
+def read_cohere2(config: Config) -> Model:
+    """`sliding_window` does not count the token itself."""
+    num_layers = config.count("num_hidden_layers")
+    windows = _windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern"), 4096)
+    return _model(config, num_layers, [None if window is None else window + 1 for window in windows])
+
+
+def read_afmoe(config: Config) -> Model:
+    """Window layers with a full one every few."""
+    num_layers = config.count("num_hidden_layers")
+    return _model(
+        config, num_layers, _windows_by_type(config, _periodic(config, num_layers, "global_attn_every_n_layers"))
+    )
+
+
+def _periodic(config: Config, num_layers: int, name: str) -> tuple[str, ...]:
+    """Types of the layers, as listed or one full layer after some window layers: every `name`th, by default every fourth."""
     if config.has("layer_types"):
-        types = config.entries("layer_types", num_layers, LAYER_TYPES)
-    elif config.has("sliding_window"):
-        pattern = config.count("sliding_window_pattern", 4)
-        types = tuple("window" if (index + 1) % pattern else "full" for index in range(num_layers))
-    else:
-        types = ("full",) * num_layers
-    return _model(config, num_layers, _windows_by_type(config, types))
+        return config.entries("layer_types", num_layers, LAYER_TYPES)
+    every = config.count(name, 4)
+    return tuple("window" if (index + 1) % every else "full" for index in range(num_layers))
 
 
 def read_llama4(config: Config) -> Model:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvreshard.catalog import Model, read_model
+from kvreshard.catalog.entries import geometry
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, ScaledRows, ShortConv
 from kvreshard.model import LayoutError
 
@@ -313,6 +314,11 @@ LLAMA_4: dict[str, Any] = {**PLAIN, "model_type": "llama4_text", "head_dim": 128
         (changed(PLAIN, model_type="exaone4", sliding_window_pattern="LLLG"), [None] * 4),
         (changed(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG",
                  layer_types=["sliding_attention", "full_attention"] * 2), [4096, None, 4096, None]),
+        (changed(PLAIN, model_type="exaone_moe", sliding_window=128), [128, 128, 128, None]),
+        (changed(PLAIN, model_type="cohere2", sliding_window=4096, sliding_window_pattern=2), [4097, None, 4097, None]),
+        (changed(PLAIN, model_type="cohere2"), [4097, 4097, 4097, None]),
+        (changed(PLAIN, model_type="afmoe", sliding_window=2048), [2048, 2048, 2048, None]),
+        (changed(PLAIN, model_type="afmoe", sliding_window=2048, global_attn_every_n_layers=2), [2048, None, 2048, None]),
         (changed(PLAIN, model_type="smollm3", no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4), [None] * 4),
         (changed(PLAIN, model_type="minimax_m2", head_dim=128, attn_type_list=[1] * 4, num_mtp_modules=3), [None] * 4),
     ],
@@ -336,6 +342,49 @@ def test_glm_predicts_with_layers_like_its_own() -> None:
     assert len(read_model("m", changed(GLM, num_nextn_predict_layers=None)).layers) == 4
     light = read_model("m", changed(LATENT, model_type="glm4_moe_lite", num_nextn_predict_layers=1))
     assert light.layers[-1].kind == Latent(576, "bfloat16")
+
+
+def test_exaone_predicts_with_layers_like_its_first() -> None:
+    raw = changed(PLAIN, model_type="exaone_moe", sliding_window=128, num_nextn_predict_layers=1)
+    added = read_model("m", raw).layers[-1]
+    assert (added.name, added.index, added.optional, added.predicts) == ("mtp.0.attn", 4, True, True)
+    assert added.kind == Attention(8, 128, "bfloat16", window_tokens=128)
+
+
+MIMO: dict[str, Any] = {
+    **PLAIN, "model_type": "mimo_v2_flash", "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+    "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128, "sliding_window": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+}  # fmt: skip
+
+
+def test_mimo_has_narrow_values_and_more_heads_in_its_windows() -> None:
+    model = read_model("m", MIMO)
+    full, window = Attention(4, 192, "bfloat16", 128), Attention(8, 192, "bfloat16", 128, 128)
+    assert [layer.kind for layer in model.layers] == [full, window, window, full]
+    assert [layer.family for layer in model.layers] == ["full", "window", "window", "full"]
+    assert "8 heads x 192 and 128 of V" in geometry(model)
+    alike = read_model("m", changed(MIMO, swa_v_head_dim=None, v_head_dim=192))
+    assert [layer.kind for layer in alike.layers[:2]] == [
+        Attention(4, 192, "bfloat16"),
+        Attention(8, 192, "bfloat16", window_tokens=128),
+    ]
+
+
+def test_step_takes_heads_from_its_other_setting() -> None:
+    raw = changed(
+        PLAIN, model_type="step3p5", num_attention_groups=8, head_dim=128, sliding_window=512, num_nextn_predict_layers=1,
+        layer_types=["full_attention", *["sliding_attention"] * 3, "sliding_attention"],
+        attention_other_setting={
+            "attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 4, "head_dim": 64,
+        },
+    )  # fmt: skip
+    layers = read_model("m", raw).layers
+    assert layers[0].kind == Attention(8, 128, "bfloat16")
+    assert {layer.kind for layer in layers[1:]} == {Attention(4, 64, "bfloat16", window_tokens=512)}
+    assert [layer.predicts for layer in layers] == [False] * 4 + [True]
+    same = read_model("m", changed(raw, attention_other_setting=None))
+    assert same.layers[1].kind == Attention(8, 128, "bfloat16", window_tokens=512)
 
 
 def test_kimi_linear_in_both_forms_of_its_file() -> None:
@@ -365,6 +414,9 @@ def test_lfm2_in_both_forms_of_its_file() -> None:
         (changed(PLAIN, model_type="minimax_m2", head_dim=128, attn_type_list=[1, 0, 1, 1]),
          r"attn_type_list\[1\]': is 0; only 1, full attention"),
         (changed(PLAIN, model_type="smollm3", use_sliding_window=True), "use_sliding_window': is True"),
+        (changed(MIMO, swa_num_key_value_heads=None), "swa_num_key_value_heads': is missing"),
+        (changed(MIMO, hybrid_layer_pattern=[0, 1]), "hybrid_layer_pattern': has 2 entries for 4 decoder layers"),
+        (changed(PLAIN, model_type="exaone_moe", sliding_windows=[128]), r"sliding_windows': is \[128\]"),
         (changed(PLAIN, model_type="exaone4", sliding_window=64, sliding_window_pattern="LLLG"),
          "sliding_window_pattern': is 'LLLG'; give a whole number"),
         (changed(KIMI, linear_attn_config={"kda_layers": [1, 2, 3]}), "linear_attn_config.full_attn_layers': is missing"),

@@ -1,0 +1,71 @@
+"""Models whose window layers have KV heads of their own: how many, and how wide, in each?
+
+| model types | window layers | source |
+|---|---|---|
+| `mimo_v2_flash` | `hybrid_layer_pattern` 1; all their fields begin with `swa_`. V is narrower than K | vLLM 0.32 `mimo_v2.py` |
+| `step3p5` | `layer_types`; those that `attention_other_setting` names have its heads | vLLM 0.32 `step3p5.py` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvreshard.catalog.config import Config
+from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
+from kvreshard.catalog.read_attention import LAYER_TYPES
+
+
+def read_mimo_v2(config: Config) -> Model:
+    """Full layers by the usual fields, window layers by theirs."""
+    num_layers = config.count("num_hidden_layers")
+    pattern = config.numbers("hybrid_layer_pattern", num_layers)
+    name = "sliding_window_size" if config.has("sliding_window_size") else "sliding_window"
+    window, dtype = config.count(name) if any(pattern) else None, config.dtype()
+
+    def layer(index: int) -> ModelLayer:
+        prefix = "swa_" if pattern[index] else ""
+        return attention_layer(
+            f"layers.{index}.attn",
+            index,
+            num_kv_heads=config.count(f"{prefix}num_key_value_heads"),
+            head_size=(width := config.count(f"{prefix}head_dim")),
+            dtype=dtype,
+            window_tokens=window if pattern[index] else None,
+            head_size_v=config.count(f"{prefix}v_head_dim", width),
+        )
+
+    return _model(config, num_layers, layer)
+
+
+def read_step3p5(config: Config) -> Model:
+    """`num_attention_groups` KV heads, or those of the other setting; prediction layers follow, with types of their own."""
+    num_layers, number = config.count("num_hidden_layers"), config.count("num_nextn_predict_layers", 0, at_least=0)
+    types = config.entries("layer_types", num_layers + number, LAYER_TYPES)
+    other, dtype = config.part("attention_other_setting"), config.dtype()
+    special = LAYER_TYPES.get(other.text("attention_type")) if other.fields else None
+    window = config.count("sliding_window") if "window" in types else None
+
+    def layer(index: int) -> ModelLayer:
+        own = other if types[index] == special else config
+        return attention_layer(
+            f"layers.{index}.attn",
+            index,
+            num_kv_heads=own.count("num_attention_groups"),
+            head_size=own.head_size(),
+            dtype=dtype,
+            window_tokens=window if types[index] == "window" else None,
+        )
+
+    return _model(config, num_layers, layer, number)
+
+
+def _model(config: Config, num_layers: int, layer: Callable[[int], ModelLayer], num_predicting: int = 0) -> Model:
+    layers = [layer(index) for index in range(num_layers + num_predicting)]
+    return Model(
+        config.model,
+        config.model_type,
+        num_layers,
+        (*layers[:num_layers], *map(predicting, layers[num_layers:])),
+        config.dtype(),
+        num_query_heads=config.count("num_attention_heads"),
+    )
