@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from tests.vllm.test_requests import Decode, groups, producer
+from tests.vllm.test_requests import Decode, groups, producer, state
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
@@ -44,8 +45,9 @@ CHUNKS = [ChunkedLocalAttentionSpec(attention_chunk_size=tokens, **SHAPE) for to
 def manager(specs: Sequence[Any]) -> KVCacheManager:
     init_none_hash(sha256)
     page = specs[0].block_size
+    whole = max(spec.block_size for spec in specs)
     config = KVCacheConfig(200, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
-    return KVCacheManager(config, 4 * LONGEST, page, page)
+    return KVCacheManager(config, 4 * LONGEST, whole, page)
 
 
 def request(specs: Sequence[Any], name: str, tokens: list[int]) -> Request:
@@ -64,11 +66,17 @@ def compute(
         asked.num_computed_tokens += count
 
 
+def backoff(specs: Sequence[Any]) -> int:
+    return int(any(isinstance(spec, MambaSpec) for spec in specs))
+
+
 def offered(specs: Sequence[Any], tokens: list[int], step_tokens: int) -> dict[str, Any]:
     """What the router gets for a prompt; its blocks are handed out as `Scheduler._connector_finished` does."""
-    engine, asked, side = manager(specs), request(specs, "p", tokens), producer(groups(*specs))
+    engine, asked, side = manager(specs), request(specs, "p", list(tokens)), producer(groups(*specs), backoff(specs))
+    asked.kv_transfer_params = {"do_remote_decode": True}
     free_before = engine.block_pool.get_num_free_blocks()
     side.last_pages.manager = engine
+    side.arrive(asked)
     list(side.schedule(asked))
     compute(engine, asked, step_tokens, side.last_pages.keep)
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
@@ -82,8 +90,8 @@ def offered(specs: Sequence[Any], tokens: list[int], step_tokens: int) -> dict[s
 
 
 def looked_at(spec: Any, token: int) -> set[int]:
-    """The tokens that one token attends to, beside itself."""
-    first = 0
+    """The tokens that one token attends to, beside itself; a state has seen all, and keeps none."""
+    first = token if isinstance(spec, MambaSpec) else 0
     if isinstance(spec, SlidingWindowSpec):
         first = max(0, token - spec.sliding_window + 1)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -93,13 +101,15 @@ def looked_at(spec: Any, token: int) -> set[int]:
 
 def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int], num_cached: int) -> int:
     """Load a prompt, and look at its next token; returns how many tokens were there before it, loaded or cached."""
-    engine, decode, asked = manager(specs), Decode(*specs), request(specs, "d-1", tokens)
+    engine, decode = manager(specs), Decode(*specs, backoff=backoff(specs))
+    asked = request(specs, "d-1", list(tokens))
     if num_cached:
         before = request(specs, "before", tokens[:num_cached])
-        compute(engine, before, num_cached)
+        compute(engine, before, PAGE if backoff(specs) else num_cached)
         engine.free(before)
+        engine.new_step_starts()
     list(decode.side.arrive(asked, params))
-    found, cached, *_ = engine.get_computed_blocks(asked)
+    found, cached, *_ = engine.get_computed_blocks_for_connector(asked)
     external = decode.side.count_loadable(asked, cached)
     there = [set(range(cached)) for _ in specs]
     if external:
@@ -112,6 +122,7 @@ def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int]
             filled.update(*(range(*interval) for interval in intervals))
         asked.num_computed_tokens = cached + external
         asked.num_computed_tokens -= asked.num_computed_tokens == len(tokens)
+        check_states(engine, specs, order, cached + external)
         assert engine.allocate_slots(asked, len(tokens) - asked.num_computed_tokens)
     else:
         assert engine.allocate_slots(asked, len(tokens) - cached, cached, found)
@@ -121,6 +132,31 @@ def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int]
         assert all(ids[token // spec.block_size] != 0 for token in wanted), (len(tokens), cached, external, ids)
         assert wanted <= filled, (len(tokens), cached, external, sorted(wanted - filled))
     return int(cached + external)
+
+
+def check_states(engine: KVCacheManager, specs: Sequence[Any], order: Load, num_tokens: int) -> None:
+    """A state is loaded whole, at its position, into a page of its own, which is where vLLM goes on from (`mamba_utils`)."""
+    for number, spec in enumerate(specs):
+        if isinstance(spec, MambaSpec):
+            blocks = engine.get_blocks("d-1").blocks[number]
+            place = (num_tokens - 1) // spec.block_size if spec.mamba_cache_mode == "align" else 0
+            assert order.transfer.intervals[f"g{number}"] == [(0, num_tokens)]
+            assert order.transfer.dst_tables[f"g{number}"].pages.tolist() == [blocks[place].block_id]
+            assert (blocks[place].is_null, blocks[place].ref_cnt, blocks[place].block_hash) == (False, 1, None)
+
+
+@pytest.mark.parametrize("step_tokens", [8, LONGEST])
+@pytest.mark.parametrize("num_cached", [0, 16])
+@pytest.mark.parametrize(
+    "spec",
+    [state(PAGE, "align"), state(PAGE, "align", 2), state(512, "none", 2)],
+    ids=lambda spec: f"{spec.mamba_cache_mode}-{spec.num_speculative_blocks}",
+)
+def test_states_beside_a_window_are_loaded_where_they_stand(spec: Any, num_cached: int, step_tokens: int) -> None:
+    specs = [FULL, spec, WINDOWS[4]]
+    for num_tokens in range(num_cached + 2, LONGEST):
+        tokens = list(range(num_tokens))
+        assert check_loaded(specs, offered(specs, tokens, step_tokens), tokens, num_cached) == num_tokens - 1
 
 
 @pytest.mark.parametrize("step_tokens", [7, LONGEST])
