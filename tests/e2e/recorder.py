@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ class Recording:
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         delayed, parameters = super().request_finished_all_groups(request, block_ids)
         if delayed:
-            self._noted.finished.append(_held(request, block_ids, request.num_computed_tokens, 0))
+            ids = _offered(parameters or {}, block_ids, self._cache.transfer_group_ids)
+            self._noted.finished.append(_held(request, ids, request.num_computed_tokens, 0))
         return delayed, parameters
 
     def build_connector_meta(self, scheduler_output: Any) -> Noted:
@@ -104,6 +106,21 @@ class Recording:
             write_pages(Path(os.environ[FOLDER]), when, held, self._config, self._cache, self._kv_caches)
         except Exception:  # noqa: BLE001  recording must not change what the engine does
             traceback.print_exc()
+
+
+def _offered(parameters: dict[str, Any], block_ids: Any, transferred: Sequence[int]) -> Any:
+    """The blocks that the other side is told of: ours keeps some that vLLM has dropped by then (`kvreshard.vllm.last_pages`)."""
+    from kvreshard.vllm.params import ParamsError, read_params
+
+    try:
+        prefill = read_params(parameters)
+    except ParamsError:  # another connector's
+        return block_ids
+    told = [list(ids) for ids in block_ids]
+    for index, group, pages in zip(transferred, prefill.groups, prefill.pages, strict=True):
+        if group.page_tokens is not None:
+            told[index] = [0] * group.first_page + list(pages)
+    return told
 
 
 def _held(request: Any, block_ids: Any, tokens: int, loaded: int) -> Held:
