@@ -35,6 +35,7 @@ def cell(found: Found, case: Case, connector: str) -> str:
     if result["outcome"] == "exact":
         return "exact"
     reasons = [detail for detail in result["details"] if "Error" in detail] or result["details"]
+    reasons.sort(key=lambda detail: "EngineDeadError" in detail)  # what ended the engine says more than that it ended
     reason = "; ".join(reasons[:2])
     if result["outcome"] == "refused":  # the innermost exception says why
         reason = [line for line in reasons[0].splitlines() if "Error" in line or line][-1].split("Connector: ", 1)[-1]
