@@ -133,8 +133,8 @@ class Bench:
             self.result.found(WRONG, f"{len(found.wrong_tokens)} of {served} texts differ, {off}")
         return found.answered
 
-    def _compare_with_prefill(self, answer: Routed) -> tuple[dict[str, Logical], int] | None:
-        """Compare what was loaded; what it is, for how many tokens. None when nothing had to be loaded."""
+    def _compare_with_prefill(self, answer: Routed) -> tuple[dict[str, Logical], int, int] | None:
+        """Compare what was loaded; what it is, for how many tokens of how many that were prefilled. None when nothing was loaded."""
         loaded = read_snapshots(self.decode.snapshots, "loaded", answer.decode_id)
         kept = _await_snapshots(self.prefill, answer.prefill_id)
         try:
@@ -149,7 +149,7 @@ class Bench:
                 if difference is not None:
                     self.result.found(WRONG, f"loaded pages are not the prefill engine's: {difference}")
                 self.result.compared_bytes += 0 if tolerance else sum(cache.cells.size for cache in got.values())
-            return got, tokens
+            return got, tokens, kept[0].held.num_tokens
         except Incomplete as error:
             self.result.found(WRONG, f"loaded pages: {error}")
             return None
@@ -162,10 +162,11 @@ class Bench:
         loaded = self._compare_with_prefill(route(self.prefill, self.decode, [text], MAX_TOKENS)[0])
         if loaded is None:
             return
-        got, tokens = loaded
+        got, tokens, prefilled = loaded
         engine = self.ordinary[self.case.prefill.tp]
         name = engine.new_id()
-        engine.generate([text[:tokens]], 1, request_ids=[name])
+        # A draft's cache of a token depends on the next one too: the same text, and not only what was loaded of it.
+        engine.generate([text[:prefilled]], 1, request_ids=[name])
         try:
             expected = logical_cache(read_facts(engine.snapshots), _await_snapshots(engine, name), tokens)
             if first_difference(expected, got) is not None:
