@@ -105,13 +105,7 @@ def read_exaone_moe(config: Config) -> Model:
     """One window for all layers that have one; prediction layers are like the first layers."""
     config.must_be("sliding_windows")
     config.must_be("mtp_layer_types")
-    model = read_exaone4(config)
-    number = config.count("num_nextn_predict_layers", 0, at_least=0)
-    added = (
-        replace(layer, name=f"mtp.{index}.attn", index=model.num_layers)
-        for index, layer in enumerate(model.layers[:number])
-    )
-    return replace(model, layers=(*model.layers, *map(predicting, added)))
+    return _with_predicting(config, read_exaone4(config))
 
 
 def read_cohere2(config: Config) -> Model:
@@ -154,9 +148,15 @@ def read_llama4(config: Config) -> Model:
 
 def read_glm4_moe(config: Config) -> Model:
     """Plain attention, and layers of it that predict."""
-    model = read_plain(config)
-    number = config.count("num_nextn_predict_layers", 0, at_least=0)
-    added = (replace(model.layers[0], name=f"mtp.{index}.attn", index=model.num_layers) for index in range(number))
+    return _with_predicting(config, read_plain(config))
+
+
+def _with_predicting(config: Config, model: Model) -> Model:
+    """The model, and `num_nextn_predict_layers` more that are like its first ones."""
+    added = (
+        replace(model.layers[index % model.num_layers], name=f"mtp.{index}.attn", index=model.num_layers)
+        for index in range(config.count("num_nextn_predict_layers", 0, at_least=0))
+    )
     return replace(model, layers=(*model.layers, *map(predicting, added)))
 
 

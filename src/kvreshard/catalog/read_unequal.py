@@ -18,19 +18,19 @@ from kvreshard.catalog.read_attention import LAYER_TYPES
 def read_mimo_v2(config: Config) -> Model:
     """Full layers by the usual fields, window layers by theirs."""
     num_layers = config.count("num_hidden_layers")
-    pattern = config.numbers("hybrid_layer_pattern", num_layers)
+    has_window = [entry == 1 for entry in config.numbers("hybrid_layer_pattern", num_layers)]
     name = "sliding_window_size" if config.has("sliding_window_size") else "sliding_window"
-    window, dtype = config.count(name) if any(pattern) else None, config.dtype()
+    window, dtype = config.count(name) if any(has_window) else None, config.dtype()
 
     def layer(index: int) -> ModelLayer:
-        prefix = "swa_" if pattern[index] else ""
+        prefix = "swa_" if has_window[index] else ""
         return attention_layer(
             f"layers.{index}.attn",
             index,
             num_kv_heads=config.count(f"{prefix}num_key_value_heads"),
             head_size=(width := config.count(f"{prefix}head_dim")),
             dtype=dtype,
-            window_tokens=window if pattern[index] else None,
+            window_tokens=window if has_window[index] else None,
             head_size_v=config.count(f"{prefix}v_head_dim", width),
         )
 

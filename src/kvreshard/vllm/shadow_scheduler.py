@@ -88,18 +88,12 @@ class ShadowScheduler:
         """Blocks are there, and NixlConnector will load `num_external` tokens into them."""
         ours, theirs, num_computed = self._counts.pop(request.request_id, (0, num_external, 0))
         orders = list(self._consumer.allocate(request, blocks, ours))
-        found = [order for order in orders if isinstance(order, Load)]
+        load = next((order for order in orders if isinstance(order, Load)), None)
         # Orders without a load let the source go: all but the last token, which is computed in any case, is there.
-        why = (
-            ""
-            if orders and not self._fallback
-            else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
-        )
-        load = found[0] if found else None
+        is_served = load is not None or (orders and not self._fallback)
+        why = "" if is_served else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
         lost = self._find_lost(request, blocks, num_computed + num_external)
-        self._orders.loads.append(
-            ShadowLoad(load, request.request_id, ours, theirs, "" if load is not None else why, lost)
-        )
+        self._orders.loads.append(ShadowLoad(load, request.request_id, ours, theirs, why, lost))
 
     def _find_lost(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> str:
         """What vLLM misses when it computes the last token again, after a load of all of them (docs/design/0024)."""

@@ -1,0 +1,160 @@
+"""Is each family of models, by its `model_type`, read as vLLM lays out its cache?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.catalog.test_config import LATENT, PLAIN, changed, kinds, windows
+
+from kvreshard.catalog import read_model
+from kvreshard.catalog.entries import geometry
+from kvreshard.kinds import Attention, GatedDelta, Latent, ShortConv
+from kvreshard.model import LayoutError
+
+GLM: dict[str, Any] = {**PLAIN, "model_type": "glm4_moe", "head_dim": 128, "num_nextn_predict_layers": 1}
+KIMI: dict[str, Any] = {
+    **LATENT,
+    "model_type": "kimi_linear",
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+LFM: dict[str, Any] = {**PLAIN, "model_type": "lfm2", "conv_dim": 2048, "conv_L_cache": 3, "full_attn_idxs": [2]}
+LLAMA_4: dict[str, Any] = {**PLAIN, "model_type": "llama4_text", "head_dim": 128, "attention_chunk_size": 8192}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (LLAMA_4, [8192, 8192, 8192, None]),
+        (changed(LLAMA_4, no_rope_layers=[]), [8192, 8192, 8192, None]),
+        (changed(LLAMA_4, no_rope_layers=[0, 1, 1, 0]), [None, 8192, 8192, None]),
+        (changed(LLAMA_4, no_rope_layer_interval=2), [8192, None, 8192, None]),
+        (changed(LLAMA_4, layer_types=["chunked_attention"] * 3 + ["full_attention"]), [8192, 8192, 8192, None]),
+        (changed(LLAMA_4, attention_chunk_size=None), [None] * 4),
+        (changed(PLAIN, model_type="exaone4", sliding_window=4096), [4096, 4096, 4096, None]),
+        (changed(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern=2), [4096, None, 4096, None]),
+        (changed(PLAIN, model_type="exaone4", sliding_window_pattern="LLLG"), [None] * 4),
+        (changed(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG",
+                 layer_types=["sliding_attention", "full_attention"] * 2), [4096, None, 4096, None]),
+        (changed(PLAIN, model_type="exaone_moe", sliding_window=128), [128, 128, 128, None]),
+        (changed(PLAIN, model_type="cohere2", sliding_window=4096, sliding_window_pattern=2), [4097, None, 4097, None]),
+        (changed(PLAIN, model_type="cohere2"), [4097, 4097, 4097, None]),
+        (changed(PLAIN, model_type="afmoe", sliding_window=2048), [2048, 2048, 2048, None]),
+        (changed(PLAIN, model_type="afmoe", sliding_window=2048, global_attn_every_n_layers=2), [2048, None, 2048, None]),
+        (changed(PLAIN, model_type="smollm3", no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4), [None] * 4),
+        (changed(PLAIN, model_type="minimax_m2", head_dim=128, attn_type_list=[1] * 4, num_mtp_modules=3), [None] * 4),
+    ],
+)  # fmt: skip
+def test_windows_of_further_types(raw: dict[str, Any], expected: list[int | None]) -> None:
+    model = read_model("m", raw)
+    assert windows(model) == expected
+    assert all(
+        layer.kind == Attention(8, 128, "bfloat16", window_tokens=w)
+        for layer, w in zip(model.layers, expected, strict=True)
+    )
+
+
+def test_glm_predicts_with_layers_like_its_own() -> None:
+    model = read_model("m", GLM)
+    assert [(layer.name, layer.index, layer.optional, layer.predicts) for layer in model.layers[-2:]] == [
+        ("layers.3.attn", 3, False, False),
+        ("mtp.0.attn", 4, True, True),
+    ]
+    assert model.layers[-1].kind == Attention(8, 128, "bfloat16")
+    assert len(read_model("m", changed(GLM, num_nextn_predict_layers=None)).layers) == 4
+    light = read_model("m", changed(LATENT, model_type="glm4_moe_lite", num_nextn_predict_layers=1))
+    assert light.layers[-1].kind == Latent(576, "bfloat16")
+
+
+def test_exaone_predicts_with_layers_like_its_first() -> None:
+    raw = changed(PLAIN, model_type="exaone_moe", sliding_window=128, num_nextn_predict_layers=1)
+    added = read_model("m", raw).layers[-1]
+    assert (added.name, added.index, added.optional, added.predicts) == ("mtp.0.attn", 4, True, True)
+    assert added.kind == Attention(8, 128, "bfloat16", window_tokens=128)
+
+
+MIMO: dict[str, Any] = {
+    **PLAIN, "model_type": "mimo_v2_flash", "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+    "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128, "sliding_window": 128,
+    "hybrid_layer_pattern": [0, 1, 1, 0],
+}  # fmt: skip
+
+
+def test_mimo_has_narrow_values_and_more_heads_in_its_windows() -> None:
+    model = read_model("m", MIMO)
+    full, window = Attention(4, 192, "bfloat16", 128), Attention(8, 192, "bfloat16", 128, 128)
+    assert [layer.kind for layer in model.layers] == [full, window, window, full]
+    assert [layer.family for layer in model.layers] == ["full", "window", "window", "full"]
+    assert "8 heads x 192 and 128 of V" in geometry(model)
+    alike = read_model("m", changed(MIMO, swa_v_head_dim=None, v_head_dim=192))
+    assert [layer.kind for layer in alike.layers[:2]] == [
+        Attention(4, 192, "bfloat16"),
+        Attention(8, 192, "bfloat16", window_tokens=128),
+    ]
+
+
+def test_step_takes_heads_from_its_other_setting() -> None:
+    raw = changed(
+        PLAIN, model_type="step3p5", num_attention_groups=8, head_dim=128, sliding_window=512, num_nextn_predict_layers=1,
+        layer_types=["full_attention", *["sliding_attention"] * 3, "sliding_attention"],
+        attention_other_setting={
+            "attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 4, "head_dim": 64,
+        },
+    )  # fmt: skip
+    layers = read_model("m", raw).layers
+    assert layers[0].kind == Attention(8, 128, "bfloat16")
+    assert {layer.kind for layer in layers[1:]} == {Attention(4, 64, "bfloat16", window_tokens=512)}
+    assert [layer.predicts for layer in layers] == [False] * 4 + [True]
+    same = read_model("m", changed(raw, attention_other_setting=None))
+    assert same.layers[1].kind == Attention(8, 128, "bfloat16", window_tokens=512)
+
+
+def test_kimi_linear_in_both_forms_of_its_file() -> None:
+    model = read_model("m", KIMI)
+    delta = GatedDelta(32, 32, 128, 128, 4, "bfloat16", "float32")
+    assert list(kinds(model).values()) == [delta, delta, delta, Latent(576, "bfloat16")]
+    newer = changed(
+        KIMI, linear_attn_config=None, linear_num_heads=32, linear_head_dim=128, linear_conv_kernel_dim=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )  # fmt: skip
+    assert read_model("m", newer).layers == model.layers
+
+
+def test_lfm2_in_both_forms_of_its_file() -> None:
+    model = read_model("m", LFM)
+    conv = ShortConv(2048, 3, "bfloat16")
+    assert list(kinds(model).values()) == [conv, conv, Attention(8, 128, "bfloat16"), conv]
+    newer = changed(LFM, full_attn_idxs=None, layer_types=["conv", "conv", "full_attention", "conv"])
+    assert read_model("m", newer).layers == model.layers
+    assert read_model("m", changed(LFM, conv_dim=None)).layers[0].kind == ShortConv(4096, 3, "bfloat16")
+    assert read_model("m", changed(LFM, model_type="lfm2_moe")).layers[0].kind == ShortConv(4096, 3, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (changed(PLAIN, model_type="minimax_m2", head_dim=128, attn_type_list=[1, 0, 1, 1]),
+         r"attn_type_list\[1\]': is 0; only 1, full attention"),
+        (changed(PLAIN, model_type="smollm3", use_sliding_window=True), "use_sliding_window': is True"),
+        (changed(MIMO, swa_num_key_value_heads=None), "swa_num_key_value_heads': is missing"),
+        (changed(MIMO, hybrid_layer_pattern=[0, 1]), "hybrid_layer_pattern': has 2 entries for 4 decoder layers"),
+        (changed(PLAIN, model_type="exaone_moe", sliding_windows=[128]), r"sliding_windows': is \[128\]"),
+        (changed(PLAIN, model_type="exaone4", sliding_window=64, sliding_window_pattern="LLLG"),
+         "sliding_window_pattern': is 'LLLG'; give a whole number"),
+        (changed(KIMI, linear_attn_config={"kda_layers": [1, 2, 3]}), "linear_attn_config.full_attn_layers': is missing"),
+        (changed(KIMI, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": [4]}),
+         "kda_layers': and full_attn_layers name 2 and 1 of 4 layers; name each once"),
+        (changed(KIMI, linear_attn_config={"kda_layers": [0, 2], "full_attn_layers": [4]}),
+         r"kda_layers\[0\]': is 0; give numbers from 1 to 4"),
+        (changed(KIMI, linear_attn_config={"kda_layers": [2, 2], "full_attn_layers": [4]}), r"kda_layers\[1\]': is 2 again"),
+        (changed(KIMI, linear_attn_config=[1]), r"linear_attn_config': is \[1\]; give an object"),
+        (changed(LFM, full_attn_idxs=[4]), r"full_attn_idxs\[0\]': is 4; give numbers from 0 to 3"),
+        (changed(LFM, full_attn_idxs=None), "full_attn_idxs': is missing"),
+        (changed(LLAMA_4, no_rope_layers=[1, 0]), "no_rope_layers': has 2 entries for 4 decoder layers"),
+    ],
+)  # fmt: skip
+def test_further_types_refuse_by_name(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(LayoutError, match=told):
+        read_model("m", raw)
