@@ -1,7 +1,7 @@
 """How does a soak go, from the first engine's start to the last count?
 
 1. Start every engine, count everything once a fifth of the time is over.
-2. Send requests, let faults happen, until the time is over.
+2. Send requests, let faults happen, until the time is over and enough has happened; a slow machine takes longer for that.
 3. Bring everybody back, wait until every request and every lease has ended, and count again: no page, lease, job, handle or
    quarantine may be left, and no free page may have been written to.
 4. End the engines; each must end by itself.
@@ -29,22 +29,26 @@ ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": 
 # What must be nothing when everything has ended.
 AT_REST = ("leases", "quarantined", "jobs", "scratch_places", "pages_missing", "pages_trespassed", "handles")
 TURN_S = 0.005
+# How many times as long a soak may take in which not enough happens.
+MAX_TIMES = 15
 COUNT_EVERY_S = 1.0
 # Measured: none in tens of thousands. A machine that stands still for seconds has some.
 MAX_INNOCENT = 0.002
 
 
 class Soak:
-    """One run. The clock is real: everything here is about processes."""
+    """One run. The clock is real: everything here is about processes. `is_enough`: whether it has seen what it is there for."""
 
-    def __init__(self, seconds: float, seed: int, log: Path) -> None:
+    def __init__(
+        self, seconds: float, seed: int, log: Path, is_enough: Callable[[Tally], bool] = lambda tally: True
+    ) -> None:
         os.environ.update(ENVIRONMENT)
         self.tally = Tally(seed, seconds)
         self._rng = random.Random(seed)
         self._members = {shape.name: Member(shape, OPTIONS, str(log)) for shape in SHAPES}
         self._router = Router(self._members, self._rng, self.tally)
         self._weather = Weather(list(self._members.values()), self._router, self._rng, self.tally)
-        self._seconds = seconds
+        self._seconds, self._is_enough = seconds, is_enough
 
     def run(self) -> Tally:
         """From start to end; whatever happens, no process is left."""
@@ -68,7 +72,9 @@ class Soak:
     def _storm(self) -> None:
         started_s = now_s = time.monotonic()
         is_counted = False
-        while now_s < started_s + self._seconds:
+        while now_s < started_s + self._seconds or not (
+            self._is_enough(self.tally) or now_s > started_s + MAX_TIMES * self._seconds
+        ):
             self._router.launch(now_s)
             self._router.abort(now_s)
             self._weather.blow(now_s)

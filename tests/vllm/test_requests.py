@@ -67,6 +67,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "all_token_ids": list(tokens),
         "num_prompt_tokens": len(tokens),
         "num_computed_tokens": len(tokens),
+        "num_in_flight_tokens": 0,
         "mm_features": [],
         "lora_request": None,
         "prompt_embeds": None,
@@ -115,9 +116,9 @@ def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
 class Decode:
     """A decode side with what it has said."""
 
-    def __init__(self, *specs: Any, backoff: int = 0) -> None:
+    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life")) -> None:
         self.fallbacks: list[str] = []
-        self.side = Consumer(groups(*specs), backoff, self.fallbacks.append)
+        self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append)
 
     def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params)
@@ -310,3 +311,78 @@ def test_without_a_slot_nothing_is_offered_and_a_preempted_request_keeps_its_own
     assert side.finish(second, [[1]]) == (None, None)
     side.freed("p-1")
     assert [type(order) for order in side.schedule(second)] == [Grant]
+
+
+def finished(side: Producer, asked: Any) -> Any:
+    """What the router gets for a prompt that has been computed."""
+    side.arrive(asked)
+    list(side.schedule(asked))
+    return side.finish(asked, [[1, 2, 3, 4, 5, 6]] * len(side._groups))
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_in_flight", "num_said", "expected"), [(300, 0, 1, 300), (304, 1, 4, 303), (307, 2, 4, 304)]
+)
+def test_only_what_has_been_written_and_said_is_offered(
+    num_computed: int, num_in_flight: int, num_said: int, expected: int
+) -> None:
+    """A step begun before the end was known is still being written; drafts behind the end were never said."""
+    text = [*TOKENS, *range(900, 900 + num_said)]
+    asked = request(
+        "p-1", text, num_prompt_tokens=300, num_computed_tokens=num_computed, num_in_flight_tokens=num_in_flight
+    )
+    params, order = finished(producer(groups(full(64))), asked)
+    assert (params["remote_num_tokens"], type(order)) == (expected, Offer)
+    decode = Decode(full(64))
+    assert decode.side.count_loadable(decode.arrive(params, [*text, 7]), 0) == expected
+
+
+@pytest.mark.parametrize(("num_in_flight", "is_offered"), [(0, True), (1, False)])
+def test_a_state_that_is_still_going_on_is_not_offered(num_in_flight: int, is_offered: bool) -> None:
+    asked = request("p-1", TOKENS, num_computed_tokens=300, num_in_flight_tokens=num_in_flight)
+    params, order = finished(producer(groups(full(64), state(512, "none"))), asked)
+    assert (params is not None, type(order)) == (is_offered, Offer if is_offered else Revoke)
+
+
+def test_what_was_prefilled_here_is_given_back_and_goes_on_here() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    decode = Decode(full(64), me=("p", "life"))
+    asked = decode.arrive(params, TOKENS)
+    assert [type(order) for order in decode.watched] == [Release]
+    assert (decode.side.count_loadable(asked, 256), decode.fallbacks) == (0, ["itself"])
+    assert list(decode.side.allocate(asked, blocks([1, 2, 3, 4, 5]), 0)) == list(decode.side.abort("d-1")) == []
+    another_life = Decode(full(64), me=("p", "another life"))
+    another_life.arrive(params, TOKENS)
+    assert [type(order) for order in another_life.watched] == [Watch]
+
+
+def test_a_request_whose_load_failed_steps_back_once_unless_it_has_ended() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    computed, ended = Decode(full(64)), Decode(full(64))
+    for decode in (computed, ended):
+        asked = decode.arrive(params, TOKENS)
+        decode.side.count_loadable(asked, 0)
+        decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
+    list(ended.side.abort("d-1"))
+    for decode in (computed, ended):
+        decode.side.failed("d-1")
+        decode.side.ended("d-1")
+    assert [computed.side.steps_back("d-1"), computed.side.steps_back("d-1")] == [True, False]
+    assert not ended.side.steps_back("d-1")
+    computed.side.failed("d-1")  # not its load's any more
+    assert not computed.side.steps_back("d-1")
+
+
+def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    decode = Decode(full(64))
+    assert not decode.side.is_waiting
+    asked = decode.arrive(params, TOKENS)
+    assert decode.side.is_waiting
+    assert [type(order) for order in decode.side.give_up_one()] == [Unwatch, Release]
+    assert (decode.side.is_waiting, decode.side.count_loadable(asked, 0)) == (False, 0)
+    assert decode.fallbacks == ["standstill"]
+    asked = decode.arrive(params, TOKENS)
+    decode.side.count_loadable(asked, 0)
+    decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
+    assert not decode.side.is_waiting  # it is being loaded

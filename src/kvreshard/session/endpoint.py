@@ -28,7 +28,7 @@ from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.lease import LeaseBook, LeaseTable
-from kvreshard.session.notes import Heartbeat, Question, Report, heartbeats, read_note, write_note
+from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, heartbeats, read_note, write_note
 from kvreshard.session.orders import (
     Cancel,
     CheckResult,
@@ -227,7 +227,8 @@ class Endpoint:
             case Load():
                 self._load(order, now_s)
             case Release():
-                self._waiting_releases.append(order)
+                if not self._release_own(order):
+                    self._waiting_releases.append(order)
             case Cancel():
                 for job in self._jobs:
                     if job.load.request == order.request:
@@ -238,6 +239,14 @@ class Endpoint:
                     self._peers.get(self._me, order.remote)
             case Unwatch():
                 self._watched.pop(order.request, None)
+
+    def _release_own(self, release: Release) -> bool:
+        """End this rank's own lease, if it is one: every rank of an engine that was to read from itself is told so."""
+        if self._me is None or (release.remote.engine, release.remote.incarnation) != self._me.name:
+            return False
+        lease, consumer = release.lease, "/".join(self._me.name)
+        self._book.report(Report(VERSION, consumer, lease.request, lease.word, self._rank, (self._rank,)))
+        return True
 
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
@@ -336,7 +345,7 @@ class Endpoint:
         self._waiting_releases = still
 
     def _report(self, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
-        consumer = f"{self._me.card.engine}/{self._me.card.incarnation}" if self._me is not None else ""
+        consumer = "/".join(self._me.name) if self._me is not None else ""
         for rank in peer.told_ranks:
             report = Report(
                 peer.note_version, consumer, lease.request, lease.word, self._rank, peer.route.reporters[rank], is_good

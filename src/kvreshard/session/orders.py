@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell the source that a request's pages are not needed. Nothing is reported for it here."""
+    """Tell the source that a request's pages are not needed. Nothing is reported for it here, unless this engine is the source."""
 
     remote: RemoteEngine
     lease: RemoteLease

@@ -85,6 +85,11 @@ class Self:
     staging: Staging | None
     refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
 
+    @property
+    def name(self) -> tuple[str, str]:
+        """The engine and its incarnation."""
+        return self.card.engine, self.card.incarnation
+
 
 class Peers:
     """The engines that this rank knows, or is getting to know. Used from one thread; meetings run on others."""

@@ -93,7 +93,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerSide.count_loadable`."""
         count = self._scheduling.count_loadable(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See `SchedulerSide.allocate`."""

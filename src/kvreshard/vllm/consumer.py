@@ -5,9 +5,11 @@
    text, that the source still has whole, and that this engine may resume from: the last token is always computed here.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
+5. Its load has failed and vLLM shall compute it: it steps back once behind the requests that hold blocks (`steps_back`).
 
 What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
-position that the source stands at, or nothing is.
+position that the source stands at, or nothing is. Nothing is loaded from this very engine: its pages are given back, and what its
+prefix cache has of them is a hit.
 """
 
 from __future__ import annotations
@@ -42,21 +44,28 @@ class _Waiting:
     num_loadable: int | None = None
     num_computed: int = 0
     is_loading: bool = False
+    is_aborted: bool = False
 
 
 class Consumer:
-    """`num_backoff_tokens`: trailing tokens that this engine must compute itself. `note_fallback`: hears why a request is
-    computed here although a prefill was offered: 'params', 'state', 'window' or 'prompt'.
+    """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `note_fallback`:
+    hears why a request is computed here although a prefill was offered: 'params', 'itself', 'state', 'window', 'prompt' or 'standstill'.
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], num_backoff_tokens: int, note_fallback: Callable[[str], None]
+        self,
+        me: tuple[str, str],
+        groups: Sequence[CacheGroup],
+        num_backoff_tokens: int,
+        note_fallback: Callable[[str], None],
     ) -> None:
+        self._me = me
         self._groups = tuple(groups)
         self._note_fallback = note_fallback
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens = num_backoff_tokens
         self._waiting: dict[str, _Waiting] = {}
+        self._stepping_back: set[str] = set()
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
         """Read the parameters; a request that cannot use them is computed here."""
@@ -65,6 +74,11 @@ class Consumer:
         except ParamsError as error:
             self._note_fallback("params")
             logger.warning("request %s will be computed here: %s", request.request_id, error)
+            return
+        if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
+            self._note_fallback("itself")
+            logger.info("request %s was prefilled here, and goes on here", request.request_id)
+            yield Release(prefill.remote, prefill.lease)
             return
         self._waiting[request.request_id] = _Waiting(prefill)
         yield Watch(request.request_id, prefill.remote, prefill.lease)
@@ -92,15 +106,52 @@ class Consumer:
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
         yield Load(request.request_id, prefill.remote, prefill.lease, transfer)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether requests wait to be loaded, and none is being loaded."""
+        return bool(self._waiting) and not any(waiting.is_loading for waiting in self._waiting.values())
+
+    def give_up_one(self) -> Iterator[Order]:
+        """The request that waits longest is computed here (see `standstill`)."""
+        request_id, waiting = next(iter(self._waiting.items()))
+        self._note_fallback("standstill")
+        logger.warning(
+            "request %s will be computed here: nothing is computed or loaded while blocks are held for other engines, which may wait "
+            "for one another in a circle; its source %s gets its blocks back. Give these engines more blocks or less to prefill",
+            request_id,
+            waiting.prefill.remote.engine,
+        )
+        yield from self._release(request_id, waiting)
+
     def abort(self, request_id: str) -> Iterator[Order]:
         """The request has ended, in whatever way."""
+        self._stepping_back.discard(request_id)
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
+        waiting.is_aborted = True
         if waiting.is_loading:
             yield Cancel(request_id)
         else:
             yield from self._release(request_id, waiting)
+
+    def failed(self, request_id: str) -> None:
+        """The load has failed on some rank; vLLM ends the request, or has it computed here."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and not waiting.is_aborted:
+            self._stepping_back.add(request_id)
+
+    def steps_back(self, request_id: str) -> bool:
+        """Whether vLLM should go on to the next request; once after a failed load.
+
+        vLLM frees the blocks of such a request and leaves it first among those that hold some (0.32.0, `kv_holding_waiting`). Where
+        it then needs the blocks of the others, which wait behind it, nobody goes on any more. Asked to come back, it is put
+        among those that hold none.
+        """
+        if request_id not in self._stepping_back:
+            return False
+        self._stepping_back.remove(request_id)
+        return True
 
     def ended(self, request_id: str) -> None:
         """The load is over on every rank."""

@@ -6,7 +6,8 @@
    the router gets `kv_transfer_params`.
 4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
 
-A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt.
+A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt. So does one
+whose state has gone beyond its tokens, in a step that is still under way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
-from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
+from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, count_settled, read_prompt
 from kvreshard.vllm.slots import Slots
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class Producer:
         self._slots = Slots(num_slots)
         self.last_pages = LastPages(groups)
         self.address: Address | None = None
+
+    @property
+    def is_offering(self) -> bool:
+        """Whether blocks are held, or will be, for other engines."""
+        return bool(len(self._slots))
 
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives in the scheduler again."""
@@ -90,7 +96,9 @@ class Producer:
         if grant is None:
             return None, None
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not good or self.address is None or request.num_computed_tokens < 1:
+        num_tokens = count_settled(request)
+        is_beyond = num_tokens < request.num_computed_tokens and any(group.is_state for group in self._groups)
+        if not good or self.address is None or num_tokens < 1 or is_beyond:
             self.freed(request.request_id)
             return None, Revoke(request.request_id)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
@@ -103,7 +111,7 @@ class Producer:
         self, request: Request, block_ids: Sequence[Sequence[int]], lease: RemoteLease, address: Address
     ) -> RemotePrefill:
         """What the decode side is told of a finished request."""
-        num_tokens = request.num_computed_tokens
+        num_tokens = count_settled(request)
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
         return RemotePrefill(
             RemoteEngine(self._engine, self._incarnation, address),

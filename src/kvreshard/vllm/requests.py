@@ -27,6 +27,15 @@ def read_prompt(request: Request) -> Prompt:
     return Prompt(request.all_token_ids, tuple(items), adapter)
 
 
+def count_settled(request: Request) -> int:
+    """Tokens of a finished request whose cache has been written.
+
+    vLLM counts those of a step that is still under way, where one was begun before the end was known, and drafts that were right but
+    behind the end.
+    """
+    return int(min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids)))
+
+
 def hash_tensor(tensor: Any) -> str:
     """A digest of a tensor's bytes."""
     import hashlib

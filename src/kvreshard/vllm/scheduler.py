@@ -25,6 +25,7 @@ from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import Reception
 from kvreshard.vllm.requests import count_backoff, read_sizes
+from kvreshard.vllm.standstill import Standstill
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -80,11 +81,13 @@ class SchedulerSide:
             options.lease_slots,
         )
         self.stats = ReshardStats()
-        self._consumer = Consumer(groups, backoff, lambda cause: self.stats.count("fallbacks", cause))
+        me = engine, self._reception.incarnation
+        self._consumer = Consumer(me, groups, backoff, lambda cause: self.stats.count("fallbacks", cause))
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._manager: KVCacheManager | None = None
         self._idleness = Idleness(parallel.data_parallel_size)
+        self._standstill = Standstill(options.kv_lease_duration)
 
     def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
         """The layout and the card of every rank: make the engine's card, and listen if others read from here."""
@@ -101,8 +104,10 @@ class SchedulerSide:
         elif params.get("do_remote_prefill"):
             self._order(self._consumer.arrive(request, params))
 
-    def count_loadable(self, request: Request, num_computed: int) -> int:
-        """Tokens that the ranks can load beyond what is computed."""
+    def count_loadable(self, request: Request, num_computed: int) -> int | None:
+        """Tokens that the ranks can load beyond what is computed; None: it cannot be said yet, go on with the next request."""
+        if self._consumer.steps_back(request.request_id):
+            return None
         params = request.kv_transfer_params or {}
         return self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
 
@@ -126,6 +131,10 @@ class SchedulerSide:
 
     def take_metadata(self, scheduled: Iterable[str], finished: Iterable[str]) -> ReshardMetadata:
         """Everything that the ranks have to know by now. Requests `scheduled` in this step, `finished` before it."""
+        scheduled = tuple(scheduled)
+        is_still = not scheduled and self._producer.is_offering and self._consumer.is_waiting
+        if self._standstill.step(is_still):
+            self._order(self._consumer.give_up_one())
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.is_idle = self._idleness.step(scheduled, finished)
         self._producer.last_pages.keep()
@@ -140,6 +149,8 @@ class SchedulerSide:
             if kept:
                 self.stats.count("quarantined", amount=kept)
             self._quarantine.give_back(meta.settled)
+        for request_id in output.failed_recving:
+            self._consumer.failed(request_id)
         for request_id in output.finished_recving or ():
             self._consumer.ended(request_id)
         for request_id in output.finished_sending or ():

@@ -15,7 +15,7 @@ from kvreshard.vllm.options import Options
 from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.reception import Reception
-from kvreshard.vllm.requests import count_backoff, read_sizes
+from kvreshard.vllm.requests import count_backoff, count_settled, read_sizes
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -61,7 +61,7 @@ class ShadowScheduler:
         self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1)
         self._fallback = ""
         self._groups = groups
-        self._consumer = Consumer(groups, backoff, self._note_fallback)
+        self._consumer = Consumer((engine, self._reception.incarnation), groups, backoff, self._note_fallback)
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}
         self._orders = ShadowOrders()
@@ -109,7 +109,7 @@ class ShadowScheduler:
 
     def describe(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """What a finished prefill's parameters say beside NixlConnector's; None when there is nothing to say."""
-        if self._address is None or request.num_computed_tokens < 1:
+        if self._address is None or count_settled(request) < 1:
             return None
         lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
         return write_params(self._producer.describe(request, block_ids, lease, self._address), self._sizes)

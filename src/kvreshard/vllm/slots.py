@@ -15,6 +15,10 @@ class Slots:
         self._free = deque(range(num_slots))
         self._granted: dict[str, Grant] = {}
 
+    def __len__(self) -> int:
+        """Slots that are granted."""
+        return len(self._granted)
+
     def take(self, request: str) -> Grant | None:
         """The request's grant, a new one if it has none; None when all slots are taken."""
         if request not in self._granted:

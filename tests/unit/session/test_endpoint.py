@@ -10,7 +10,19 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, make_world, meet, order_load
+from tests.unit.session.world import (
+    LEASE,
+    OPTIONS,
+    REMOTE,
+    SLOT,
+    WORD,
+    FakePeers,
+    World,
+    collect,
+    make_world,
+    meet,
+    order_load,
+)
 
 from kvreshard.model import LayoutMismatch
 from kvreshard.session.handshake import HandshakeError
@@ -21,6 +33,7 @@ from kvreshard.session.orders import (
     Load,
     Offer,
     Release,
+    RemoteEngine,
     RemoteLease,
     Revoke,
     Unwatch,
@@ -243,6 +256,23 @@ def test_a_release_frees_the_source_without_a_load(world: World) -> None:
     meet(world)
     world.turn()
     assert (collect(world.src)[2], collect(world.dst)) == ({"r"}, (set(), {}, set()))
+
+
+def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World) -> None:
+    """No rank meets itself for it; a lease with another word, or of another life, stays."""
+    world.grant_and_offer()
+    for remote, lease in (
+        (REMOTE, RemoteLease("r", SLOT, WORD + 1)),
+        (RemoteEngine("prefill", "another life", REMOTE.address), LEASE),
+        (REMOTE, LEASE),
+    ):
+        assert world.words() == {WORD}
+        for endpoint in world.src.endpoints.values():
+            endpoint._peers = FakePeers(world, 0)
+            endpoint.submit(Release(remote, lease))
+        world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+    assert world.met  # the other life is asked for, by its listener
 
 
 def test_a_load_that_was_given_up_before_its_source_was_met_frees_the_source(world: World) -> None:

@@ -1,0 +1,142 @@
+"""Which engines, which model and which weather does a seed stand for?
+
+All engines of a world run one model, each at its own TP (DCP with latents), page size, order of dimensions, pool, step size, with or
+without asynchronous scheduling and prefix caching. Some pools are so small that requests are preempted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.vllm import models
+from tests.vllm.engines import ModelLayer
+from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.world import Weather
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+LONGEST = 150
+MOST_SAID = 24
+Layers = Mapping[str, ModelLayer]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`num_groups`: groups that need blocks of their own."""
+
+    kind: str
+    num_groups: int
+    heads: int = 4
+    window_heads: int | None = None
+
+    @property
+    def has_states(self) -> bool:
+        return self.kind.startswith(("states", "aligned"))
+
+    @property
+    def is_aligned(self) -> bool:
+        return self.kind.startswith("aligned")
+
+    def layers(self, page: int, window: int) -> Layers:
+        """One or two layers per group."""
+        one, two, three = (models.name(number) for number in range(3))
+        full = models.attention(self.heads, 8, bs=page)
+        windowed = models.attention(self.heads, 8, bs=page, window=window)
+        if self.has_states:
+            state = _state(page, self.is_aligned)
+            more = {three: windowed} if self.kind.endswith("window") else {}
+            return {models.name(0, "mixer"): state, two: full, **more}
+        found: dict[str, Layers] = {
+            "full": {one: full, two: full},
+            "latent": {one: models.mla(24, bs=page), two: models.mla(24, bs=page)},
+            "window": {one: full, two: windowed},
+            "windows": {one: full, two: windowed, three: models.attention(4, 8, bs=page, window=2 * window + 1)},
+            "only window": {one: windowed, two: windowed},
+            "chunk": {one: full, two: _chunk(page, 32 * (1 + window % 3))},
+            "unequal heads": {
+                one: models.attention(2, 16, bs=page),
+                two: models.attention(8, 8, bs=page, window=window),
+            },
+        }
+        return found[self.kind]
+
+
+MODELS = (
+    Model("full", 1), Model("latent", 1), Model("window", 2), Model("windows", 3), Model("only window", 1), Model("chunk", 2),
+    Model("unequal heads", 2, heads=2, window_heads=8), Model("states", 2), Model("states, window", 3), Model("aligned", 2),
+    Model("aligned, window", 3),
+)  # fmt: skip
+CALM = (
+    Weather(),
+    Weather(delays=3, unwanted=0.1, retried=0.1),
+    Weather(delays=2, longer_prefills=0.3, cache_resets=0.01),
+)
+STORMS = (
+    Weather(
+        delays=4, failures=0.05, unmet=0.1, aborts=0.01, unwanted=0.1, retried=0.2, other_prompts=0.2, jumps=0.002,
+        longer_prefills=0.2, cache_resets=0.01,
+    ),
+    Weather(delays=3, aborts=0.03),
+    Weather(delays=1, other_prompts=0.5),
+    Weather(delays=2, jumps=0.01, unwanted=0.2),
+    Weather(delays=3, failures=0.2, retried=0.3),
+)  # fmt: skip
+
+
+def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
+    """Two to four engines. The first can prefill and the second decode."""
+    rng = random.Random(seed)
+    model, window = rng.choice(MODELS), rng.choice([3, 8, 9, 20, 24, 40])
+    weather = rng.choice(CALM + STORMS)
+    prefill, decode = rng.choice([("kv_producer", "kv_consumer")] * 2 + [("kv_both", "kv_both")])
+    shapes = {"p": _shape(rng, model, window, prefill), "d": _shape(rng, model, window, decode)}
+    if rng.random() < 0.3:
+        shapes["q"] = _shape(rng, model, window, prefill)
+    if rng.random() < 0.3:
+        shapes["e"] = _shape(rng, model, window, decode)
+    return model, shapes, weather
+
+
+def _shape(rng: random.Random, model: Model, window: int, role: str) -> Shape:
+    page = rng.choice([16, 32] if model.has_states else [4, 8, 16, 32])
+    tp = rng.choice([1, 2, 4, 8] if model.window_heads else [1, 2, 4])
+    blocks_of_a_request = (-(-(LONGEST + MOST_SAID) // page) + 2) * model.num_groups
+    return Shape(
+        model.layers(page, window),
+        tp=tp,
+        dcp=rng.choice([1, tp]) if model.kind == "latent" else 1,
+        order=rng.choice(["LBHNC", "LBNHC", "BLHNC"]),
+        blocks=int(blocks_of_a_request * rng.choice([1.1, 1.4, 2, 3, 6])) + 2,
+        max_tokens_per_step=rng.choice([16, 40, 64, 200]) if not model.is_aligned else rng.choice([40, 64, 200]),
+        max_requests=rng.choice([2, 4, 8]),
+        is_async=rng.random() < 0.5,
+        has_prefix_caching=model.is_aligned or (not model.has_states and rng.random() < 0.75),
+        is_aligned=model.is_aligned,
+        kv_heads=model.heads,
+        window_heads=model.window_heads,
+        role=role,
+    )
+
+
+def _state(page: int, is_aligned: bool) -> ModelLayer:
+    """A small Mamba-2 state in a page of the attention beside it."""
+    made = models.mamba2(4, 2, 2, 3, 3, dim_first=False, padded=lambda place: page * models.held(4, place) * 8 * 2 * 2)
+    if not is_aligned:
+        return made
+    return replace(made, spec=lambda place: replace(made.spec(place), block_size=page, mamba_cache_mode="align"))
+
+
+def _chunk(page: int, chunk: int) -> ModelLayer:
+    """A chunk is a whole number of pages: vLLM 0.32's prefix hits are wrong where it is not (pages of the chunk are missing)."""
+    made = models.attention(4, 8, bs=page)
+
+    def spec(place: Any) -> Any:
+        heads = made.spec(place)
+        return ChunkedLocalAttentionSpec(
+            block_size=page, num_kv_heads=heads.num_kv_heads, head_size=heads.head_size, dtype=heads.dtype,
+            attention_chunk_size=chunk,
+        )  # fmt: skip
+
+    return replace(made, spec=spec)

@@ -1,0 +1,317 @@
+"""An engine without kernels: vLLM's scheduler with this package's connector, its sessions, and a runner that only looks.
+
+What a step does, in vLLM's order (0.32.0): the scheduler schedules; every rank takes its orders, computes, and says what has ended;
+the scheduler hears of it. With asynchronous scheduling the next step's orders go out while one is still being computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from tests.unit.session.world import Clock
+from tests.vllm.engines import Side, build
+from tests.vllm.simulation.runner import Runner
+from tests.vllm.simulation.text import Text
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvreshard.model import wire
+from kvreshard.session.card import RankCard, decode_card
+from kvreshard.session.endpoint import Endpoint
+from kvreshard.session.handshake import Address
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.orders import EndpointOptions
+from kvreshard.session.peers import Peers
+from kvreshard.session.staging import Staging
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
+from kvreshard.vllm.connector import ReshardHandshake
+from kvreshard.vllm.options import read_options
+from kvreshard.vllm.worker import WorkerSide
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine is laid out and how it is driven."""
+
+    layers: Mapping[str, Any]
+    tp: int = 1
+    dcp: int = 1
+    order: str = "LBHNC"
+    blocks: int = 60
+    max_tokens_per_step: int = 64
+    max_requests: int = 8
+    is_async: bool = False
+    has_prefix_caching: bool = True
+    is_aligned: bool = False
+    kv_heads: int = 4
+    window_heads: int | None = None
+    role: str = "kv_both"
+
+
+@dataclass
+class _Step:
+    scheduled: Any
+    fresh: list[int]
+    connector: list[KVConnectorOutput] | None = None
+    computed: ModelRunnerOutput | None = None
+
+
+@dataclass
+class Finished:
+    """How a request ended: vLLM's reason, what it said, and what the router gets."""
+
+    reason: str
+    tokens: list[int]
+    params: dict[str, Any] | None
+
+
+@dataclass
+class Engine:
+    """`make_peers`: how its ranks meet others."""
+
+    name: str
+    shape: Shape
+    base_config: Any
+    clock: Clock
+    fabric: Fabric
+    address: Address
+    options: EndpointOptions
+    make_peers: Callable[[Engine, int], Peers]
+    faults: FaultPlan
+    is_overlapping: Callable[[], bool]
+    texts: dict[str, Text] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    loadable: dict[str, int] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
+    num_preempted: int = 0
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.side: Side = build(
+            self.name, shape.layers, tp=shape.tp, dcp=shape.dcp, order=shape.order, blocks=shape.blocks,
+            config={
+                "kv_heads": shape.kv_heads,
+                "text": {} if shape.window_heads is None else {"swa_num_key_value_heads": shape.window_heads},
+            },
+        )  # fmt: skip
+        config = self._configure()
+        kv_config = generate_scheduler_kv_cache_config(self.side.configs)
+        block_size, self.hash_block_size = resolve_kv_cache_block_sizes(kv_config, config)
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(self.hash_block_size, sha256)
+        self.scheduler = (AsyncScheduler if shape.is_async else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=self.hash_block_size,
+        )
+        self.connector: Any = self.scheduler.connector
+        self.connector._scheduler._reception.listen = lambda card: self.address
+        self.connector._scheduler._standstill._clock = self.clock
+        self.runner = Runner(self.side, self.texts)
+        self.pending: deque[_Step] = deque()
+        self._said: dict[str, list[int]] = {}
+        self.num_blocks_at_rest = self.num_free_blocks
+        self._watch_blocks()
+        self._make_workers(config)
+        self.aggregator = KVOutputAggregator(len(self.workers))
+
+    def _configure(self) -> Any:
+        shape = self.shape
+        config = copy.deepcopy(self.base_config)
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="ReshardConnector",
+            kv_connector_module_path="kvreshard.vllm",
+            kv_role=shape.role,  # type: ignore[arg-type]
+            engine_id=self.name,
+            kv_load_failure_policy="recompute",
+        )
+        config.cache_config.num_gpu_blocks = shape.blocks
+        config.cache_config.enable_prefix_caching = shape.has_prefix_caching
+        config.cache_config.block_size = self.side.configs[0].kv_cache_groups[0].kv_cache_spec.block_size
+        if shape.is_aligned:
+            config.cache_config.mamba_cache_mode = "align"
+        scheduling = config.scheduler_config
+        scheduling.max_num_batched_tokens = shape.max_tokens_per_step
+        scheduling.max_num_scheduled_tokens = shape.max_tokens_per_step
+        scheduling.max_num_seqs = shape.max_requests
+        scheduling.async_scheduling = shape.is_async
+        config.parallel_config.decode_context_parallel_size = shape.dcp
+        return config
+
+    def _watch_blocks(self) -> None:
+        """Remember which blocks a step takes from the pool: their former content must not be found any more."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self._fresh: list[int] = []
+        take = pool.get_new_blocks
+
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            blocks = take(*args, **kwargs)
+            self._fresh.extend(block.block_id for block in blocks)
+            return blocks
+
+        pool.get_new_blocks = taken
+        ask = self.connector.get_num_new_matched_tokens
+
+        def asked(request: Any, num_computed: int) -> Any:
+            count, is_async = ask(request, num_computed)
+            name = request.request_id  # asked again after a preemption
+            self.loadable[name] = max(self.loadable.get(name, 0), num_computed + (count or 0))
+            return count, is_async
+
+        self.connector.get_num_new_matched_tokens = asked
+        consumer = self.connector._scheduler._consumer
+        give_up = consumer.give_up_one
+
+        def given_up() -> Any:
+            self.given_up.add(next(iter(consumer._waiting)))
+            return give_up()
+
+        consumer.give_up_one = given_up
+        preempt = self.scheduler._preempt_request
+
+        def preempted(*args: Any, **kwargs: Any) -> None:
+            self.num_preempted += 1
+            preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = preempted
+
+    def _make_workers(self, config: Any) -> None:
+        self.workers: list[WorkerSide] = []
+        self.endpoints: list[Endpoint] = []
+        self._buffers: list[Any] = []
+        parts = {}
+        for place, rank in enumerate(self.side.layout.ranks):
+            transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
+            table, buffer = LeaseTable(64), np.zeros(1 << 14, np.uint8)
+            endpoint = Endpoint(
+                rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock,
+                staging=Staging(buffer.ctypes.data, buffer.size), peers=self.make_peers(self, rank.rank),
+            )  # fmt: skip
+            areas = [MemoryRegion(area.address, area.size_bytes) for area in rank.regions]
+            transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
+            card = RankCard(
+                rank.rank, transport.metadata(), table.region.address, len(table),
+                endpoint.board.region.address, len(endpoint.board),
+            )  # fmt: skip
+            parts[0, place] = ReshardHandshake(wire.encode(replace(self.side.layout, ranks=(rank,))), card)
+            worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
+            worker._endpoint, worker._rank = endpoint, rank.rank
+            self.workers.append(worker)
+            self.endpoints.append(endpoint)
+            self._buffers.append(buffer)
+        self.connector.set_xfer_handshake_metadata_pp_aware(parts)
+        self.card = decode_card(self.connector._scheduler._metadata.card)
+
+    def add(self, name: str, text: Text, num_prompt: int, num_tokens: int, params: dict[str, Any] | None) -> None:
+        """A request for so many tokens."""
+        self.texts[name] = text
+        extra = None if params is None else {"kv_transfer_params": json.loads(json.dumps(params))}
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, extra_args=extra)
+        self.scheduler.add_request(Request(name, text.tokens[:num_prompt], sampling, None, block_hasher=self.hasher))
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def advance(self) -> bool:
+        """Schedule a step, or go on with one; False if there was nothing to do."""
+        depth = 2 if self.shape.is_async else 1
+        if len(self.pending) < depth and self.scheduler.has_requests():
+            self._fresh.clear()
+            scheduled = self.scheduler.schedule()
+            self.pending.append(_Step(scheduled, list(self._fresh)))
+            if not self.shape.is_async or not self.is_overlapping():
+                self._catch_up(len(self.pending))
+            self._launch(self.pending[-1])
+            if len(self.pending) < depth and scheduled.total_num_scheduled_tokens:
+                return True
+        if not self.pending:
+            return False
+        self._catch_up(1)
+        step = self.pending.popleft()
+        self._hear(step)
+        return True
+
+    def _catch_up(self, count: int) -> None:
+        """Compute so many of the launched steps."""
+        for step in list(self.pending)[:count]:
+            if step.connector is not None and step.computed is None:
+                self._forward(step)
+
+    def _launch(self, step: _Step) -> None:
+        """Orders go out, and what has ended is collected."""
+        if self.shape.role != "kv_producer":
+            # Whoever may load into these pages writes as soon as it is told to: nobody may still be at work in them.
+            self.runner.poison(step.fresh)
+        step.connector = []
+        for worker in self.workers:
+            worker.obey(step.scheduled.kv_connector_metadata)
+            results = worker.collect()
+            step.connector.append(
+                KVConnectorOutput(
+                    finished_sending=results.finished_sending or None,
+                    finished_recving=results.finished_recving or None,
+                    failed_recving=set(results.failed_recving or ()),
+                    kv_connector_worker_meta=worker.take_metadata(),
+                )
+            )
+
+    def _forward(self, step: _Step) -> None:
+        if self.shape.role == "kv_producer":
+            self.runner.poison(step.fresh)
+        step.computed = self.runner.forward(step.scheduled)
+
+    def _hear(self, step: _Step) -> None:
+        assert step.computed is not None
+        assert step.connector is not None
+        outputs: list[ModelRunnerOutput | None] = []
+        for place, said in enumerate(step.connector):
+            output = step.computed if place == 0 else ModelRunnerOutput([], {})
+            output.kv_connector_output = said
+            outputs.append(output)
+        combined = self.aggregator.aggregate(outputs)
+        assert combined is not None
+        for batch in self.scheduler.update_from_output(step.scheduled, combined).values():
+            for output in batch.outputs:
+                said = self._said.setdefault(output.request_id, [])
+                said.extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    del self._said[output.request_id]
+                    self.finished[output.request_id] = Finished(
+                        str(output.finish_reason), said, output.kv_transfer_params
+                    )
+
+    def turn(self) -> None:
+        """Every rank's session gets its turn."""
+        for endpoint in self.endpoints:
+            endpoint.turn()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.close()

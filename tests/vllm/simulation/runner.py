@@ -1,0 +1,154 @@
+"""What does an engine's model runner do with a step of vLLM's scheduler, when the model only says what it was shown?
+
+As `GPUModelRunner` does (vLLM 0.32.0): tables of running requests grow, those of resumed ones are replaced; blocks are copied;
+states in cache mode `align` move on to the page of the step's last token (`mamba_utils.preprocess_mamba`). Every kernel first
+looks for all that its tokens attend to, on every rank, then writes its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tests.vllm.engines import Side
+from tests.vllm.simulation.content import RankContent
+from tests.vllm.simulation.text import Text
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
+
+
+class WrongCache(AssertionError):
+    """A kernel was shown something else than its text has."""
+
+
+@dataclass
+class _Running:
+    text: Text
+    num_prompt_tokens: int
+    tables: list[list[int]]
+    num_computed_tokens: int
+    num_known_tokens: int
+
+
+@dataclass
+class Runner:
+    """All ranks of one engine; `specs`: one per group of the scheduler."""
+
+    side: Side
+    texts: Mapping[str, Text]
+    content: list[RankContent] = field(init=False)
+    specs: list[Any] = field(init=False)
+    running: dict[str, _Running] = field(default_factory=dict)
+    state_places: dict[tuple[str, int], int] = field(default_factory=dict)
+    num_tokens_looked_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.content = [RankContent(self.side, rank.rank) for rank in self.side.layout.ranks]
+        self.specs = []
+        for group in self.side.configs[0].kv_cache_groups:
+            inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+            self.specs.append(next(iter(inner.values())) if inner else group.kv_cache_spec)
+
+    def poison(self, blocks: list[int]) -> None:
+        for rank in self.content:
+            for block in blocks:
+                rank.poison(block)
+
+    def forward(self, step: Any) -> ModelRunnerOutput:
+        """Compute a step. Raises WrongCache."""
+        self._update(step)
+        names = list(step.num_scheduled_tokens)
+        sampled = [self._compute(name, step.num_scheduled_tokens[name]) for name in names]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=sampled,
+        )
+
+    def _update(self, step: Any) -> None:
+        cached = step.scheduled_cached_reqs
+        for name in step.finished_req_ids:
+            self.running.pop(name, None)
+        for name in {*step.finished_req_ids, *(step.preempted_req_ids or ()), *cached.resumed_req_ids}:
+            for number in range(len(self.specs)):
+                self.state_places.pop((name, number), None)
+        for copy in step.kv_cache_block_copies or ():
+            for rank in self.content:
+                for group in self.side.layout.groups:
+                    rank.copy_page(group.name, copy.src_block_id, copy.dst_block_id)
+        for new in step.scheduled_new_reqs:
+            num_prompt = len(new.prompt_token_ids)
+            tables = [list(ids) for ids in new.block_ids]
+            self.running[new.req_id] = _Running(
+                self.texts[new.req_id], num_prompt, tables, new.num_computed_tokens, num_prompt
+            )
+        for place, name in enumerate(cached.req_ids):
+            one = self.running[name]
+            blocks = cached.new_block_ids[place]
+            one.num_computed_tokens = cached.num_computed_tokens[place]
+            one.num_known_tokens = one.num_prompt_tokens + cached.num_output_tokens[place]
+            if name in cached.resumed_req_ids:
+                one.tables = [list(ids) for ids in blocks]
+            elif blocks is not None:
+                for table, more in zip(one.tables, blocks, strict=True):
+                    table.extend(more)
+
+    def _compute(self, name: str, num_tokens: int) -> list[int]:
+        one = self.running[name]
+        start, end = one.num_computed_tokens, one.num_computed_tokens + num_tokens
+        for number, spec in enumerate(self.specs):
+            if isinstance(spec, MambaSpec):
+                self._step_state(name, one, number, start, end)
+            else:
+                self._attend(name, one, number, start, end)
+        return one.text.tokens[end : end + 1] if end >= one.num_known_tokens else []
+
+    def _attend(self, name: str, one: _Running, number: int, start: int, end: int) -> None:
+        spec, table = self.specs[number], one.tables[number]
+        first = first_looked_at(spec, start)
+        earlier, now = np.arange(first, start), np.arange(start, end)
+        group = f"g{number}"
+        page_tokens = self.side.layout.group_by_name[group].tokens_per_page
+        assert page_tokens is not None
+        self.num_tokens_looked_at += len(earlier)
+        for token in (*earlier.tolist(), *now.tolist()):
+            if token // page_tokens >= len(table) or table[token // page_tokens] == 0:
+                raise WrongCache(f"{name}, group {number}, step {start} to {end}: token {token} has no page in {table}")
+        for rank in self.content:
+            wrong = rank.wrong(group, table, earlier, one.text.held(earlier))
+            if wrong:
+                raise WrongCache(
+                    f"{name}, group {number} ({type(spec).__name__}), step {start} to {end}: tokens {wrong} are not there, "
+                    f"pages {sorted({table[token // page_tokens] for token in wrong})} of {table}"
+                )
+            rank.write(group, table, now, one.text.held(now))
+
+    def _step_state(self, name: str, one: _Running, number: int, start: int, end: int) -> None:
+        spec, table, group = self.specs[number], one.tables[number], f"g{number}"
+        place = 0
+        if spec.mamba_cache_mode == "align":
+            before = self.state_places.get((name, number), (start - 1) // spec.block_size)
+            place = -(-end // spec.block_size) - 1
+            self.state_places[name, number] = place
+            if before not in (-1, place):
+                for rank in self.content:
+                    rank.copy_page(group, table[before], table[place])
+        if table[place] == 0:
+            raise WrongCache(f"{name}, group {number}, step {start} to {end}: no page for the state in {table}")
+        for rank in self.content:
+            if start and not rank.has_state(group, table[place], one.text.state(start)):
+                raise WrongCache(
+                    f"{name}, group {number}, step {start} to {end}: the state is another's, page {table[place]}"
+                )
+            rank.write_state(group, table[place], one.text.state(end))
+
+
+def first_looked_at(spec: Any, token: int) -> int:
+    """The first token that this one attends to."""
+    if isinstance(spec, SlidingWindowSpec):
+        return int(max(0, token - spec.sliding_window + 1))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(token // spec.attention_chunk_size * spec.attention_chunk_size)
+    return 0

@@ -1,0 +1,73 @@
+"""Does every kernel find what it looks for, whatever vLLM's schedulers, the network and the clients do?
+
+Engines without kernels (`simulation/`): vLLM's own schedulers with this connector, its sessions and planner on plain memory, and a runner
+that knows what every token's cache must hold. A world has two to four engines and twenty requests; `python -m tests.vllm.simulation
+SEED SECONDS` goes on for longer.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.draw import MODELS, draw
+from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.world import Weather, World
+
+from kvreshard.vllm import worker
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world's clock is turned by hand."""
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+
+
+def live(seed: int, num_requests: int = 20) -> World:
+    _, shapes, weather = draw(seed)
+    world = World(shapes, base_config(), seed, weather)
+    try:
+        world.run(num_requests)
+    finally:
+        world.close()
+    return world
+
+
+@pytest.mark.parametrize("batch", range(12))
+def test_every_kernel_finds_what_it_looks_for(batch: int, run_seed: int) -> None:
+    worlds = [live(seed) for seed in (batch * 4, *(run_seed % 10**6 + 1000 + batch * 4 + i for i in range(3)))]
+    assert sum(world.num_loaded for world in worlds) > 5
+    assert sum(engine.runner.num_tokens_looked_at for world in worlds for engine in world.by_name.values()) > 5000
+
+
+@pytest.mark.parametrize(
+    ("weather", "seed"), [(Weather(delays=2, jumps=0.02), 1), (Weather(delays=4, failures=0.3), 4)]
+)
+def test_a_request_whose_load_failed_does_not_hold_up_those_that_hold_blocks(weather: Weather, seed: int) -> None:
+    """vLLM computes it, left first among them: where it needs their blocks, nobody would go on (`Consumer.steps_back`)."""
+    layers = next(model for model in MODELS if model.kind == "windows").layers(16, 20)
+    shapes = {
+        "p": Shape(layers, blocks=400, role="kv_producer"),
+        "d": Shape(layers, blocks=60, max_requests=8, role="kv_consumer"),
+    }
+    world = World(shapes, base_config(), seed, weather)
+    try:
+        world.run(30, ticks_between=5)
+    finally:
+        world.close()
+
+
+def test_engines_that_wait_for_one_another_in_a_circle_go_on() -> None:
+    """Both have filled their pools with what the other shall read (`kvreshard.vllm.standstill`)."""
+    layers, num_given_up = MODELS[0].layers(16, 0), 0
+    shapes = {name: Shape(layers, blocks=16) for name in ("p", "d")}
+    for seed in range(6):
+        world = World(shapes, base_config(), seed)
+        world.run(30, ticks_between=4)
+        num_given_up += sum(len(engine.given_up) for engine in world.by_name.values())
+        world.close()
+    assert num_given_up > 0
