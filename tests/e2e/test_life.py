@@ -300,3 +300,34 @@ def test_the_decode_engine_preempts(pair: tuple[Engine, Engine], nursery: Nurser
         assert answer.decode.tokens == tokens, answer.decode
     check_all_free(decode)
     check_all_free(pair[0])
+
+
+BOTH = replace(PREFILL, role="kv_both")
+
+
+def test_one_engine_is_picked_for_prefill_and_decode(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    """By a router that takes any; it goes on with what it has."""
+    both, prompts = nursery.engine(BOTH), [prompt(length, 30 + length) for length in (1, 64, 300)]
+    expected = texts(nursery, prompts)
+    for answer, tokens in zip(route(both, both, prompts), expected, strict=True):
+        assert answer.decode.tokens == tokens, answer.decode
+    check_all_free(both)
+    check_honest(nursery, both, pair[1], 40)
+
+
+def test_engines_that_wait_for_one_another_in_a_circle_go_on(nursery: Nursery) -> None:
+    """Each keeps seven of eleven blocks for the other, which needs seven to read them."""
+    small = replace(BOTH, block_size=32, arguments=(("num_gpu_blocks_override", 12), ("max_model_len", 256)))
+    nursery.stop_all()
+    first, second = nursery.engine(small), nursery.engine(replace(small, tp=2))
+    words = {engine: prompt(200, seed) for engine, seed in ((first, 41), (second, 42))}
+    params = {engine: prefilled(engine, words[engine]) for engine in (first, second)}
+    pending = [
+        (reader, source, reader.submit(words[source], 8, params[source], reader.new_id()))
+        for reader, source in ((first, second), (second, first))
+    ]
+    answers = {source: reader.wait(future, PATIENCE_S) for reader, source, future in pending}
+    expected = texts(nursery, [words[first], words[second]])
+    assert [answers[first].tokens, answers[second].tokens] == expected
+    check_all_free(first)
+    check_all_free(second)

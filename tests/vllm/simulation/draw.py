@@ -1,7 +1,7 @@
 """Which engines, which model and which weather does a seed stand for?
 
 All engines of a world run one model, each at its own TP (DCP with latents), page size, order of dimensions, pool, step size, with or
-without asynchronous scheduling and prefix caching. Some pools are so small that requests are preempted.
+without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. Some pools are so small that requests are preempted.
 """
 
 from __future__ import annotations
@@ -91,11 +91,16 @@ def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
     model, window = rng.choice(MODELS), rng.choice([3, 8, 9, 20, 24, 40])
     weather = rng.choice(CALM + STORMS)
     prefill, decode = rng.choice([("kv_producer", "kv_consumer")] * 2 + [("kv_both", "kv_both")])
+    # vLLM 0.32 runs neither: chunks with an EAGLE draft and prefix caching, and states whose drafts these worlds do not know.
+    drafts = rng.choice([0, 0, 1, 3]) if not model.has_states and model.kind != "chunk" else 0
+    is_multi_module = rng.random() < 0.3
     shapes = {"p": _shape(rng, model, window, prefill), "d": _shape(rng, model, window, decode)}
     if rng.random() < 0.3:
         shapes["q"] = _shape(rng, model, window, prefill)
     if rng.random() < 0.3:
         shapes["e"] = _shape(rng, model, window, decode)
+    for name, shape in shapes.items():
+        shapes[name] = replace(shape, num_drafts=drafts, is_multi_module=is_multi_module and drafts > 1)
     return model, shapes, weather
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -64,15 +65,32 @@ class Shape:
     is_async: bool = False
     has_prefix_caching: bool = True
     is_aligned: bool = False
+    num_drafts: int = 0
+    is_multi_module: bool = False
     kv_heads: int = 4
     window_heads: int | None = None
     role: str = "kv_both"
+
+
+def _speculation(num_drafts: int, is_multi_module: bool) -> Any:
+    """As much of a SpeculativeConfig as schedulers ask for: EAGLE, or a chain of MTP modules."""
+
+    def says(answer: bool) -> Callable[[], bool]:
+        return lambda: answer
+
+    return SimpleNamespace(
+        num_speculative_tokens=num_drafts, num_speculative_tokens_per_batch_size=None, max_num_new_slots_for_drafting=0,
+        method="mtp" if is_multi_module else "eagle3", use_eagle=says(True), use_eagle_block_drop=says(True),
+        use_dspark=says(False), use_dflash=says(False), uses_draft_model=says(False), use_multi_module_mtp=says(is_multi_module),
+    )  # fmt: skip
 
 
 @dataclass
 class _Step:
     scheduled: Any
     fresh: list[int]
+    unheard: list[_Step]
+    rejected: dict[str, int] = field(default_factory=dict)
     connector: list[KVConnectorOutput] | None = None
     computed: ModelRunnerOutput | None = None
 
@@ -100,6 +118,7 @@ class Engine:
     make_peers: Callable[[Engine, int], Peers]
     faults: FaultPlan
     is_overlapping: Callable[[], bool]
+    count_accepted: Callable[[int], int]
     texts: dict[str, Text] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
     loadable: dict[str, int] = field(default_factory=dict)
@@ -130,7 +149,7 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         self.connector._scheduler._reception.listen = lambda card: self.address
         self.connector._scheduler._standstill._clock = self.clock
-        self.runner = Runner(self.side, self.texts)
+        self.runner = Runner(self.side, self.texts, self.count_accepted)
         self.pending: deque[_Step] = deque()
         self._said: dict[str, list[int]] = {}
         self.num_blocks_at_rest = self.num_free_blocks
@@ -159,6 +178,8 @@ class Engine:
         scheduling.max_num_seqs = shape.max_requests
         scheduling.async_scheduling = shape.is_async
         config.parallel_config.decode_context_parallel_size = shape.dcp
+        if shape.num_drafts:
+            config.speculative_config = _speculation(shape.num_drafts, shape.is_multi_module)
         return config
 
     def _watch_blocks(self) -> None:
@@ -241,7 +262,7 @@ class Engine:
         if len(self.pending) < depth and self.scheduler.has_requests():
             self._fresh.clear()
             scheduled = self.scheduler.schedule()
-            self.pending.append(_Step(scheduled, list(self._fresh)))
+            self.pending.append(_Step(scheduled, list(self._fresh), list(self.pending)))
             if not self.shape.is_async or not self.is_overlapping():
                 self._catch_up(len(self.pending))
             self._launch(self.pending[-1])
@@ -281,7 +302,11 @@ class Engine:
     def _forward(self, step: _Step) -> None:
         if self.shape.role == "kv_producer":
             self.runner.poison(step.fresh)
-        step.computed = self.runner.forward(step.scheduled)
+        late = Counter[str]()
+        for earlier in step.unheard:
+            late.update(earlier.rejected)
+        step.computed = self.runner.forward(step.scheduled, late)
+        step.rejected = dict(self.runner.rejected)
 
     def _hear(self, step: _Step) -> None:
         assert step.computed is not None
@@ -293,7 +318,11 @@ class Engine:
             outputs.append(output)
         combined = self.aggregator.aggregate(outputs)
         assert combined is not None
-        for batch in self.scheduler.update_from_output(step.scheduled, combined).values():
+        outputs_by_client = self.scheduler.update_from_output(step.scheduled, combined)
+        if self.shape.num_drafts and not self.shape.is_async:
+            names = list(step.scheduled.num_scheduled_tokens)
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[0] * self.shape.num_drafts for _ in names]))
+        for batch in outputs_by_client.values():
             for output in batch.outputs:
                 said = self._said.setdefault(output.request_id, [])
                 said.extend(output.new_token_ids)

@@ -2,12 +2,13 @@
 
 As `GPUModelRunner` does (vLLM 0.32.0): tables of running requests grow, those of resumed ones are replaced; blocks are copied;
 states in cache mode `align` move on to the page of the step's last token (`mamba_utils.preprocess_mamba`). Every kernel first
-looks for all that its tokens attend to, on every rank, then writes its tokens.
+looks for all that its tokens attend to, on every rank, then writes its tokens. Drafts that are not accepted leave something else behind.
+With asynchronous scheduling vLLM counts them as accepted until it hears (`late`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ class _Running:
     text: Text
     num_prompt_tokens: int
     tables: list[list[int]]
-    num_computed_tokens: int
+    start: int
     num_known_tokens: int
 
 
@@ -38,11 +39,13 @@ class Runner:
 
     side: Side
     texts: Mapping[str, Text]
+    count_accepted: Callable[[int], int]
     content: list[RankContent] = field(init=False)
     specs: list[Any] = field(init=False)
     running: dict[str, _Running] = field(default_factory=dict)
     state_places: dict[tuple[str, int], int] = field(default_factory=dict)
     num_tokens_looked_at: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.content = [RankContent(self.side, rank.rank) for rank in self.side.layout.ranks]
@@ -56,18 +59,20 @@ class Runner:
             for block in blocks:
                 rank.poison(block)
 
-    def forward(self, step: Any) -> ModelRunnerOutput:
-        """Compute a step. Raises WrongCache."""
-        self._update(step)
+    def forward(self, step: Any, late: Mapping[str, int]) -> ModelRunnerOutput:
+        """Compute a step. `late`: drafts of a request that it had not heard of when it was scheduled. Raises WrongCache."""
+        self._update(step, late)
+        self.rejected = {}
         names = list(step.num_scheduled_tokens)
-        sampled = [self._compute(name, step.num_scheduled_tokens[name]) for name in names]
+        drafts = step.scheduled_spec_decode_tokens
+        sampled = [self._compute(name, step.num_scheduled_tokens[name], drafts.get(name, ())) for name in names]
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: place for place, name in enumerate(names)},
             sampled_token_ids=sampled,
         )
 
-    def _update(self, step: Any) -> None:
+    def _update(self, step: Any, late: Mapping[str, int]) -> None:
         cached = step.scheduled_cached_reqs
         for name in step.finished_req_ids:
             self.running.pop(name, None)
@@ -87,25 +92,36 @@ class Runner:
         for place, name in enumerate(cached.req_ids):
             one = self.running[name]
             blocks = cached.new_block_ids[place]
-            one.num_computed_tokens = cached.num_computed_tokens[place]
-            one.num_known_tokens = one.num_prompt_tokens + cached.num_output_tokens[place]
-            if name in cached.resumed_req_ids:
+            is_resumed = name in cached.resumed_req_ids
+            one.start = cached.num_computed_tokens[place] - (0 if is_resumed else late.get(name, 0))
+            if is_resumed:
+                one.num_known_tokens = one.num_prompt_tokens + cached.num_output_tokens[place]
                 one.tables = [list(ids) for ids in blocks]
             elif blocks is not None:
                 for table, more in zip(one.tables, blocks, strict=True):
                     table.extend(more)
 
-    def _compute(self, name: str, num_tokens: int) -> list[int]:
+    def _compute(self, name: str, num_tokens: int, drafts: Sequence[int]) -> list[int]:
         one = self.running[name]
-        start, end = one.num_computed_tokens, one.num_computed_tokens + num_tokens
+        start, end = one.start, one.start + num_tokens - len(drafts)
+        is_saying = end >= one.num_known_tokens
+        assert is_saying or not drafts, (name, start, end, one.num_known_tokens)
+        num_accepted = self.count_accepted(len(drafts)) if drafts else 0
+        right_end = end + num_accepted
         for number, spec in enumerate(self.specs):
             if isinstance(spec, MambaSpec):
+                assert not drafts
                 self._step_state(name, one, number, start, end)
             else:
-                self._attend(name, one, number, start, end)
-        return one.text.tokens[end : end + 1] if end >= one.num_known_tokens else []
+                self._attend(name, one, number, start, right_end, end + len(drafts))
+        if not is_saying:
+            return []
+        assert end == one.num_known_tokens, (name, start, end, one.num_known_tokens)
+        self.rejected[name] = len(drafts) - num_accepted
+        one.num_known_tokens = right_end + 1
+        return one.text.tokens[end : right_end + 1]
 
-    def _attend(self, name: str, one: _Running, number: int, start: int, end: int) -> None:
+    def _attend(self, name: str, one: _Running, number: int, start: int, right_end: int, end: int) -> None:
         spec, table = self.specs[number], one.tables[number]
         first = first_looked_at(spec, start)
         earlier, now = np.arange(first, start), np.arange(start, end)
@@ -123,7 +139,8 @@ class Runner:
                     f"{name}, group {number} ({type(spec).__name__}), step {start} to {end}: tokens {wrong} are not there, "
                     f"pages {sorted({table[token // page_tokens] for token in wrong})} of {table}"
                 )
-            rank.write(group, table, now, one.text.held(now))
+            held = one.text.held(np.minimum(now, right_end))
+            rank.write(group, table, now, np.where(now < right_end, held, ~held))
 
     def _step_state(self, name: str, one: _Running, number: int, start: int, end: int) -> None:
         spec, table, group = self.specs[number], one.tables[number], f"g{number}"
