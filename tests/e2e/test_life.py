@@ -331,3 +331,17 @@ def test_engines_that_wait_for_one_another_in_a_circle_go_on(nursery: Nursery) -
     assert [answers[first].tokens, answers[second].tokens] == expected
     check_all_free(first)
     check_all_free(second)
+
+
+def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
+    """vLLM makes a request of each of the `n` choices, all with the same parameters. One comes when the pages have been given back."""
+    prefill, decode = pair
+    for words in (prompt(300, 43), prompt(40, 44)):
+        (expected,) = texts(nursery, [words])
+        params = prefilled(prefill, words)
+        pending = [decode.submit(words, 8, dict(params), decode.new_id()) for _ in range(5)]
+        answers = [decode.wait(future) for future in pending]
+        answers += decode.generate([words], 8, [dict(params)])
+        assert [answer.tokens for answer in answers] == [expected] * 6, [answer.error for answer in answers]
+    check_all_free(prefill)
+    check_all_free(decode)

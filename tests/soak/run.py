@@ -29,6 +29,8 @@ ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": 
 # What must be nothing when everything has ended.
 AT_REST = ("leases", "quarantined", "jobs", "scratch_places", "pages_missing", "pages_trespassed", "handles")
 TURN_S = 0.005
+# Eight processes that start at once took 60 s on two cores that had four other things to do.
+BIRTH_S = 180.0
 # How many times as long a soak may take in which not enough happens.
 MAX_TIMES = 15
 COUNT_EVERY_S = 1.0
@@ -55,12 +57,12 @@ class Soak:
         try:
             for member in self._members.values():
                 member.start(self._rng.getrandbits(32))
-            self._until(lambda: all(member.is_born for member in self._members.values()), PATIENCE_S, "were not born")
+            self._until(lambda: all(member.is_born for member in self._members.values()), BIRTH_S, "were not born")
             self._storm()
-            self._weather.close()
             self._weather.calm(0.0, at_once=True)
+            self._weather.close()  # waits for a client that may be at an engine that was stopped
             self._until(lambda: not self._router.flights, BOUND_S + ROUTE_S + PATIENCE_S, "have requests")
-            self._until(lambda: all(member.is_born for member in self._members.values()), PATIENCE_S, "did not return")
+            self._until(lambda: all(member.is_born for member in self._members.values()), BIRTH_S, "did not return")
             self._take_stock()
             self._end()
         finally:

@@ -97,6 +97,7 @@ class Endpoint:
         self._given_up: list[Job] = []
         self._waiting_releases: list[Release] = []
         self._watched: dict[str, Watch] = {}
+        self._kept: dict[str, Load] = {}
         self._last_heartbeat_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = False
@@ -227,9 +228,14 @@ class Endpoint:
             case Load():
                 self._load(order, now_s)
             case Release():
+                source = order.remote, order.lease
+                self._kept = {name: kept for name, kept in self._kept.items() if (kept.remote, kept.lease) != source}
                 if not self._release_own(order):
-                    self._waiting_releases.append(order)
+                    self._release(*source)
             case Cancel():
+                kept = self._kept.pop(order.request, None)
+                if kept is not None:
+                    self._release(kept.remote, kept.lease)
                 for job in self._jobs:
                     if job.load.request == order.request:
                         job.stop(Failure("cancelled", "the request was aborted"), now_s)
@@ -278,10 +284,12 @@ class Endpoint:
                 self._given_up.append(job)
             else:
                 self._free_scratch(job)
-            if job.peer is not None:
+            if not (failed or job.is_stopped or job.load.gives_back):
+                self._kept[request] = job.load
+            elif job.peer is None:  # given up before its source was met: the source hears of it as soon as it is
+                self._release(job.load.remote, job.load.lease)
+            elif not self._is_wanted(job.load.remote, job.load.lease):
                 self._report(job.peer, job.load.lease, is_good=not failed)
-            else:  # given up before its source was met: the source hears of it as soon as it is
-                self._waiting_releases.append(Release(job.load.remote, job.load.lease))
             self._tell_obstacle(job)
             if isinstance(outcome, Failure):
                 self._fail(request, outcome, job.check)
@@ -329,6 +337,15 @@ class Endpoint:
     def _free_scratch(self, job: Job) -> None:
         if job.scratch_address is not None:
             self._scratch.give(job.scratch_address)
+
+    def _release(self, remote: RemoteEngine, lease: RemoteLease) -> None:
+        if not self._is_wanted(remote, lease):
+            self._waiting_releases.append(Release(remote, lease))
+
+    def _is_wanted(self, remote: RemoteEngine, lease: RemoteLease) -> bool:
+        """Whether another request of this engine has the same source, and will report when it has done: one of several choices."""
+        users: list[Watch | Load] = [*self._watched.values(), *(job.load for job in self._jobs)]
+        return any(user.lease.word == lease.word and (user.remote, user.lease) == (remote, lease) for user in users)
 
     def _send_releases(self) -> None:
         """A release needs its source's route: who reports to whom. One that cannot be met keeps its lease until it ends."""

@@ -57,6 +57,11 @@ class Job:
         """Whether no byte of it can move any more."""
         return all(transfer.state is not TransferState.PENDING for transfer in self._posted)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it shall not go on."""
+        return self._stopped is not None
+
     def stop(self, failure: Failure, now_s: float) -> None:
         """Go on only as long as something may still move."""
         if self.outcome is None and self._stopped is None:

@@ -36,12 +36,17 @@ class RemoteLease:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed."""
+    """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed.
+
+    `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
+    a load that fails gives back in any case.
+    """
 
     request: str
     remote: RemoteEngine
     lease: RemoteLease
     transfer: Request
+    gives_back: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop loading a request as soon as nothing moves any more; it is reported as failed, or as received if it was done."""
+    """Stop loading a request as soon as nothing moves any more; it is reported as failed, or as received if it was done.
+
+    Its source is given back.
+    """
 
     request: str
 

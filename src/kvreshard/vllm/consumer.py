@@ -15,6 +15,7 @@ prefix cache has of them is a hit.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
-from kvreshard.session.orders import Cancel, Load, Order, Release, Unwatch, Watch
+from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup, Reach
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.prompt import count_matching
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+Source = tuple[RemoteEngine, RemoteLease]
+# Further choices of a request come together, retries within minutes.
+MAX_SPENT = 10_000
 
 
 @dataclass(slots=True)
@@ -49,7 +54,8 @@ class _Waiting:
 
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `note_fallback`:
-    hears why a request is computed here although a prefill was offered: 'params', 'itself', 'state', 'window', 'prompt' or 'standstill'.
+    hears why a request is computed here although a prefill was offered: 'params', 'itself', 'spent', 'state', 'window', 'prompt' or
+    'standstill'.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Consumer:
         self._num_backoff_tokens = num_backoff_tokens
         self._waiting: dict[str, _Waiting] = {}
         self._stepping_back: set[str] = set()
+        self._spent: OrderedDict[Source, None] = OrderedDict()
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
         """Read the parameters; a request that cannot use them is computed here."""
@@ -79,6 +86,12 @@ class Consumer:
             self._note_fallback("itself")
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
             yield Release(prefill.remote, prefill.lease)
+            return
+        if (prefill.remote, prefill.lease) in self._spent:
+            self._note_fallback("spent")
+            logger.info(
+                "request %s: its prefill was read here before, and its source has its blocks back", request.request_id
+            )
             return
         self._waiting[request.request_id] = _Waiting(prefill)
         yield Watch(request.request_id, prefill.remote, prefill.lease)
@@ -104,7 +117,7 @@ class Consumer:
         waiting.is_loading = True
         prefill = waiting.prefill
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
-        yield Load(request.request_id, prefill.remote, prefill.lease, transfer)
+        yield Load(request.request_id, prefill.remote, prefill.lease, transfer, gives_back=False)
 
     @property
     def is_waiting(self) -> bool:
@@ -153,9 +166,11 @@ class Consumer:
         self._stepping_back.remove(request_id)
         return True
 
-    def ended(self, request_id: str) -> None:
-        """The load is over on every rank."""
-        self._waiting.pop(request_id, None)
+    def ended(self, request_id: str) -> Iterator[Order]:
+        """The load is over on every rank: its source is given back, unless others here still have it."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            yield from self._give_back(waiting.prefill)
 
     def incomplete_blocks(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
         """(group, blocks from the start) that the load leaves without some of their tokens: a window begins inside."""
@@ -172,7 +187,16 @@ class Consumer:
     def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
         del self._waiting[request_id]
         yield Unwatch(request_id)
-        yield Release(waiting.prefill.remote, waiting.prefill.lease)
+        yield from self._give_back(waiting.prefill)
+
+    def _give_back(self, prefill: RemotePrefill) -> Iterator[Order]:
+        """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later."""
+        source = prefill.remote, prefill.lease
+        if all(source != (other.prefill.remote, other.prefill.lease) for other in self._waiting.values()):
+            self._spent[source] = None
+            if len(self._spent) > MAX_SPENT:
+                self._spent.popitem(last=False)
+            yield Release(*source)
 
     def _count(self, request: Request, prefill: RemotePrefill) -> int:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""

@@ -152,7 +152,7 @@ class SchedulerSide:
         for request_id in output.failed_recving:
             self._consumer.failed(request_id)
         for request_id in output.finished_recving or ():
-            self._consumer.ended(request_id)
+            self._order(self._consumer.ended(request_id))
         for request_id in output.finished_sending or ():
             self._producer.freed(request_id)
 

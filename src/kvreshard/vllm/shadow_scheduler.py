@@ -117,7 +117,8 @@ class ShadowScheduler:
     def ended(self, request: Request) -> None:
         """The request is over."""
         self._counts.pop(request.request_id, None)
-        self._consumer.ended(request.request_id)
+        for _ in self._consumer.ended(request.request_id):
+            pass  # nothing is given back: NixlConnector keeps the lease
 
     def take_orders(self) -> ShadowOrders:
         """Everything that the workers have to know by now."""

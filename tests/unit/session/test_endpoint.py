@@ -258,6 +258,44 @@ def test_a_release_frees_the_source_without_a_load(world: World) -> None:
     assert (collect(world.src)[2], collect(world.dst)) == ({"r"}, (set(), {}, set()))
 
 
+def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: World) -> None:
+    """Of the scheduler, which knows who else wants it: all that it has of such loads goes with a release or a cancel."""
+    for end in ("release", "cancel"):
+        world.grant_and_offer(end)
+        lease = RemoteLease(end, SLOT, WORD)
+        order_load(world, end, lease=lease, gives_back=False)
+        world.turn()
+        meet(world)
+        world.turn()
+        assert collect(world.dst)[0] == {end}
+        assert (collect(world.src)[2], world.words()) == (set(), {WORD})
+        for endpoint in world.dst.endpoints.values():
+            endpoint.submit(Release(REMOTE, lease) if end == "release" else Cancel(end))
+        world.turn()
+        assert (collect(world.src)[2], world.words()) == ({end}, {FREE})
+        assert not any(endpoint._kept for endpoint in world.dst.endpoints.values())
+
+
+def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: World) -> None:
+    world.grant_and_offer()
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Watch("other", REMOTE, LEASE))
+    order_load(world)
+    world.turn()
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+        endpoint.submit(Release(REMOTE, LEASE))
+    world.turn()
+    meet(world)
+    world.turn()
+    assert (collect(world.dst)[1]["d"].kind, collect(world.src)[2]) == ("cancelled", set())
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Unwatch("other"))
+        endpoint.submit(Release(REMOTE, LEASE))
+    world.turn()
+    assert collect(world.src)[2] == {"r"}
+
+
 def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World) -> None:
     """No rank meets itself for it; a lease with another word, or of another life, stays."""
     world.grant_and_offer()

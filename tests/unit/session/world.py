@@ -214,10 +214,10 @@ def meet(world: World) -> None:
         meeting()
 
 
-def order_load(world: World, name: str = "d", **changes: object) -> Request:
+def order_load(world: World, name: str = "d", *, lease: RemoteLease = LEASE, gives_back: bool = True) -> Request:
     wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load(name, REMOTE, LEASE, wanted))
+        endpoint.submit(Load(name, REMOTE, lease, wanted, gives_back))
     return wanted
 
 

@@ -71,6 +71,7 @@ MODELS = (
 CALM = (
     Weather(),
     Weather(delays=3, unwanted=0.1, retried=0.1),
+    Weather(delays=2, choices=0.4),
     Weather(delays=2, longer_prefills=0.3, cache_resets=0.01),
 )
 STORMS = (
@@ -78,10 +79,10 @@ STORMS = (
         delays=4, failures=0.05, unmet=0.1, aborts=0.01, unwanted=0.1, retried=0.2, other_prompts=0.2, jumps=0.002,
         longer_prefills=0.2, cache_resets=0.01,
     ),
-    Weather(delays=3, aborts=0.03),
+    Weather(delays=3, aborts=0.03, choices=0.3),
     Weather(delays=1, other_prompts=0.5),
     Weather(delays=2, jumps=0.01, unwanted=0.2),
-    Weather(delays=3, failures=0.2, retried=0.3),
+    Weather(delays=3, failures=0.2, retried=0.3, choices=0.2),
 )  # fmt: skip
 
 

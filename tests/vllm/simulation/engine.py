@@ -124,6 +124,7 @@ class Engine:
     loadable: dict[str, int] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
     num_preempted: int = 0
+    failed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -290,6 +291,7 @@ class Engine:
         for worker in self.workers:
             worker.obey(step.scheduled.kv_connector_metadata)
             results = worker.collect()
+            self.failed.update(results.failed_recving or ())
             step.connector.append(
                 KVConnectorOutput(
                     finished_sending=results.finished_sending or None,
