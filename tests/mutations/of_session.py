@@ -108,14 +108,38 @@ MUTANTS = [
     Mutant(
         "a load whose source was not met reports to nobody",
         "session/endpoint.py",
-        "                self._waiting_releases.append(Release(job.load.remote, job.load.lease))\n",
+        "                self._release(job.load.remote, job.load.lease)\n",
         "                pass\n",
+    ),
+    Mutant(
+        "a load gives back what others of its engine still want",
+        "session/endpoint.py",
+        "            elif not self._is_wanted(job.load.remote, job.load.lease):\n",
+        "            else:\n",
+    ),
+    Mutant(
+        "a load gives back what it was told to keep",
+        "session/endpoint.py",
+        "            if not (failed or job.is_stopped or job.load.gives_back):\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "what a cancelled request has read is not given back",
+        "session/endpoint.py",
+        "                if kept is not None:\n",
+        "                if False:\n",
+    ),
+    Mutant(
+        "an engine's own lease is another's",
+        "session/endpoint.py",
+        "                if not self._release_own(order):\n",
+        "                if True:\n",
     ),
     Mutant(
         "a failed load reports to nobody",
         "session/endpoint.py",
-        "            if job.peer is not None:\n                self._report(",
-        "            if failed:\n                pass\n            elif job.peer is not None:\n                self._report(",
+        "            elif not self._is_wanted(job.load.remote, job.load.lease):\n                self._report(",
+        "            elif not failed and not self._is_wanted(job.load.remote, job.load.lease):\n                self._report(",
     ),
     Mutant(
         "no heartbeats",

@@ -276,18 +276,25 @@ def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: Wor
         assert not any(endpoint._kept for endpoint in world.dst.endpoints.values())
 
 
-def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: World) -> None:
+@pytest.mark.parametrize("is_met", [False, True])
+def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: World, is_met: bool) -> None:
     world.grant_and_offer()
+    world.faults[-1] = Fault(delay_steps=2)
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Watch("other", REMOTE, LEASE))
     order_load(world)
     world.turn()
+    if is_met:
+        meet(world)
+        world.turn()
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Cancel("d"))
         endpoint.submit(Release(REMOTE, LEASE))
     world.turn()
     meet(world)
-    world.turn()
+    for _ in range(4):
+        world.fabric.step()
+        world.turn()
     assert (collect(world.dst)[1]["d"].kind, collect(world.src)[2]) == ("cancelled", set())
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Unwatch("other"))
