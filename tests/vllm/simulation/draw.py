@@ -1,6 +1,6 @@
 """Which engines, which model and which weather does a seed stand for?
 
-All engines of a world run one model, each at its own TP (DCP with latents), page size, order of dimensions, pool, step size, with or
+All engines of a world run one model, each at its own TP (DCP with latents), PP, page size, order of dimensions, pool, step size, with or
 without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. Some pools are so small that requests are preempted.
 """
 
@@ -91,39 +91,53 @@ def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
     rng = random.Random(seed)
     model, window = rng.choice(MODELS), rng.choice([3, 8, 9, 20, 24, 40])
     weather = rng.choice(CALM + STORMS)
+    max_stages = 1 if model.window_heads else rng.choice([1, 1, 2])  # there vLLM may group layers of one stage only
     prefill, decode = rng.choice([("kv_producer", "kv_consumer")] * 2 + [("kv_both", "kv_both")])
     # vLLM 0.32 runs neither: chunks with an EAGLE draft and prefix caching, and states whose drafts these worlds do not know.
     drafts = rng.choice([0, 0, 1, 3]) if not model.has_states and model.kind != "chunk" else 0
     is_multi_module = rng.random() < 0.3
-    shapes = {"p": _shape(rng, model, window, prefill), "d": _shape(rng, model, window, decode)}
+    shapes = {"p": _shape(rng, model, window, prefill, max_stages), "d": _shape(rng, model, window, decode, max_stages)}
     if rng.random() < 0.3:
-        shapes["q"] = _shape(rng, model, window, prefill)
+        shapes["q"] = _shape(rng, model, window, prefill, max_stages)
     if rng.random() < 0.3:
-        shapes["e"] = _shape(rng, model, window, decode)
+        shapes["e"] = _shape(rng, model, window, decode, max_stages)
     for name, shape in shapes.items():
         shapes[name] = replace(shape, num_drafts=drafts, is_multi_module=is_multi_module and drafts > 1)
     return model, shapes, weather
 
 
-def _shape(rng: random.Random, model: Model, window: int, role: str) -> Shape:
+def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages: int) -> Shape:
     page = rng.choice([16, 32] if model.has_states else [4, 8, 16, 32])
     tp = rng.choice([1, 2, 4, 8] if model.window_heads else [1, 2, 4])
+    pp = rng.randint(1, max_stages)
     blocks_of_a_request = (-(-(LONGEST + MOST_SAID) // page) + 2) * model.num_groups
     return Shape(
-        model.layers(page, window),
+        _staged(model.layers(page, window), pp, max_stages),
         tp=tp,
+        pp=pp,
         dcp=rng.choice([1, tp]) if model.kind == "latent" else 1,
         order=rng.choice(["LBHNC", "LBNHC", "BLHNC"]),
         blocks=int(blocks_of_a_request * rng.choice([1.1, 1.4, 2, 3, 6])) + 2,
         max_tokens_per_step=rng.choice([16, 40, 64, 200]) if not model.is_aligned else rng.choice([40, 64, 200]),
         max_requests=rng.choice([2, 4, 8]),
-        is_async=rng.random() < 0.5,
+        is_async=pp == 1 and rng.random() < 0.5,  # both at once is nothing for vLLM's first model runner
         has_prefix_caching=model.is_aligned or (not model.has_states and rng.random() < 0.75),
         is_aligned=model.is_aligned,
         kv_heads=model.heads,
         window_heads=model.window_heads,
         role=role,
     )
+
+
+def _staged(layers: Layers, pp: int, max_stages: int) -> Layers:
+    """The layers once per stage that an engine of this world may have, since vLLM wants some of each group in each stage."""
+    found = {}
+    for stage in range(max_stages):
+        for name, layer in layers.items():
+            number = int(name.split(".")[2])
+            renamed = name.replace(f".{number}.", f".{number + stage * len(layers)}.")
+            found[renamed] = replace(layer, stage=min(stage, pp - 1))
+    return found
 
 
 def _state(page: int, is_aligned: bool) -> ModelLayer:

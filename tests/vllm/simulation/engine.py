@@ -57,6 +57,7 @@ class Shape:
 
     layers: Mapping[str, Any]
     tp: int = 1
+    pp: int = 1
     dcp: int = 1
     order: str = "LBHNC"
     blocks: int = 60
@@ -129,7 +130,7 @@ class Engine:
     def __post_init__(self) -> None:
         shape = self.shape
         self.side: Side = build(
-            self.name, shape.layers, tp=shape.tp, dcp=shape.dcp, order=shape.order, blocks=shape.blocks,
+            self.name, shape.layers, tp=shape.tp, pp=shape.pp, dcp=shape.dcp, order=shape.order, blocks=shape.blocks,
             config={
                 "kv_heads": shape.kv_heads,
                 "text": {} if shape.window_heads is None else {"swa_num_key_value_heads": shape.window_heads},
@@ -179,6 +180,7 @@ class Engine:
         scheduling.max_num_seqs = shape.max_requests
         scheduling.async_scheduling = shape.is_async
         config.parallel_config.decode_context_parallel_size = shape.dcp
+        config.parallel_config.pipeline_parallel_size = shape.pp
         if shape.num_drafts:
             config.speculative_config = _speculation(shape.num_drafts, shape.is_multi_module)
         return config
@@ -238,7 +240,9 @@ class Engine:
                 rank.rank, transport.metadata(), table.region.address, len(table),
                 endpoint.board.region.address, len(endpoint.board),
             )  # fmt: skip
-            parts[0, place] = ReshardHandshake(wire.encode(replace(self.side.layout, ranks=(rank,))), card)
+            parts[divmod(place, self.shape.tp)] = ReshardHandshake(
+                wire.encode(replace(self.side.layout, ranks=(rank,))), card
+            )
             worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
             worker._endpoint, worker._rank = endpoint, rank.rank
             self.workers.append(worker)
@@ -259,12 +263,12 @@ class Engine:
 
     def advance(self) -> bool:
         """Schedule a step, or go on with one; False if there was nothing to do."""
-        depth = 2 if self.shape.is_async else 1
+        depth = max(2 if self.shape.is_async else 1, self.shape.pp)
         if len(self.pending) < depth and self.scheduler.has_requests():
             self._fresh.clear()
             scheduled = self.scheduler.schedule()
             self.pending.append(_Step(scheduled, list(self._fresh), list(self.pending)))
-            if not self.shape.is_async or not self.is_overlapping():
+            if depth == 1 or not self.is_overlapping():
                 self._catch_up(len(self.pending))
             self._launch(self.pending[-1])
             if len(self.pending) < depth and scheduled.total_num_scheduled_tokens:
@@ -322,7 +326,8 @@ class Engine:
         assert combined is not None
         outputs_by_client = self.scheduler.update_from_output(step.scheduled, combined)
         if self.shape.num_drafts and not self.shape.is_async:
-            names = list(step.scheduled.num_scheduled_tokens)
+            said = zip(step.computed.req_ids, step.computed.sampled_token_ids, strict=True)
+            names = [name for name, tokens in said if tokens]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[0] * self.shape.num_drafts for _ in names]))
         for batch in outputs_by_client.values():
             for output in batch.outputs:
