@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvreshard.session.orders import Failure, Results
 from kvreshard.vllm.metrics import ReshardStats
@@ -49,13 +50,7 @@ def test_a_request_is_counted_once_on_however_many_ranks() -> None:
         worker = ReshardStats()
         worker.note(failed)
         side.stats.aggregate(worker)
-        side.hear(
-            SimpleNamespace(
-                kv_connector_worker_meta=ReshardWorkerMetadata({("r", rank)}, set()),
-                finished_recving=set(),
-                finished_sending=set(),
-            )
-        )
+        side.hear(KVConnectorOutput(kv_connector_worker_meta=ReshardWorkerMetadata({("r", rank)}, set())))
     assert side.stats.data["counts"]["quarantined"] == {"": 1}
     assert side.stats.data["counts"]["failures"] == {"timeout": 2}
 

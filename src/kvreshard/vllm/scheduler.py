@@ -149,7 +149,7 @@ class SchedulerSide:
             if kept:
                 self.stats.count("quarantined", amount=kept)
             self._quarantine.give_back(meta.settled)
-        for request_id in output.failed_recving:
+        for request_id in output.failed_recving or ():
             self._consumer.failed(request_id)
         for request_id in output.finished_recving or ():
             self._order(self._consumer.ended(request_id))
