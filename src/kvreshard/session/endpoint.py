@@ -345,7 +345,7 @@ class Endpoint:
     def _is_wanted(self, remote: RemoteEngine, lease: RemoteLease) -> bool:
         """Whether another request of this engine has the same source, and will report when it has done: one of several choices."""
         users: list[Watch | Load] = [*self._watched.values(), *(job.load for job in self._jobs)]
-        return any(user.lease.word == lease.word and (user.remote, user.lease) == (remote, lease) for user in users)
+        return any((user.lease, user.remote) == (lease, remote) for user in users)
 
     def _send_releases(self) -> None:
         """A release needs its source's route: who reports to whom. One that cannot be met keeps its lease until it ends."""

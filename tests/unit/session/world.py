@@ -149,18 +149,18 @@ def make_side(
     return side
 
 
-class FakePeers(Peers):
-    """Meetings happen when the test says so, on the test's thread."""
+class ScriptedPeers(Peers):
+    """Meetings happen when the test says so, on the test's thread: they wait in `queue`."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
+    def __init__(self, queue: list[Callable[[], None]]) -> None:
+        self.queue = queue
         self.known: dict[RemoteEngine, Future[Peer]] = {}
         self.forgotten = 0
 
     def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
         if remote not in self.known:
             self.known[remote] = future = Future()
-            self.world.met.append(lambda: self._meet(me, remote, future))
+            self.queue.append(lambda: self._meet(me, remote, future))
         return self.known[remote]
 
     def met(self, remote: RemoteEngine) -> Peer | None:
@@ -172,6 +172,17 @@ class FakePeers(Peers):
 
     def close(self) -> None:
         """Nothing runs."""
+
+    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+        raise NotImplementedError
+
+
+class FakePeers(ScriptedPeers):
+    """Those of a `World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world.met)
+        self.world, self.rank = world, rank
 
     def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
         if self.world.meeting_error:

@@ -77,7 +77,6 @@ class RankContent:
     def __init__(self, side: Side, rank_number: int) -> None:
         rank = next(r for r in side.layout.ranks if r.rank == rank_number)
         self._cells: dict[str, list[_Cells]] = {group.name: [] for group in side.layout.groups}
-        self.memory = {region.name: side.memory[rank.rank, region.name] for region in rank.regions}
         for shard in rank.shards:
             field = side.layout.field_by_name[shard.field]
             grid: list[Array | None] = []

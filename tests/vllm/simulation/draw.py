@@ -1,7 +1,8 @@
 """Which engines, which model and which weather does a seed stand for?
 
 All engines of a world run one model, each at its own TP (DCP with latents), PP, page size, order of dimensions, pool, step size, with or
-without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. Some pools are so small that requests are preempted.
+without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. Some pools are so
+small that requests are preempted.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import Any
 from tests.vllm import models
 from tests.vllm.engines import ModelLayer
 from tests.vllm.simulation.engine import Shape
-from tests.vllm.simulation.world import Weather
+from tests.vllm.simulation.world import LONGEST, MOST_SAID, Weather
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
-LONGEST = 150
-MOST_SAID = 24
 Layers = Mapping[str, ModelLayer]
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.unit.session.world import Clock
+from tests.unit.session.world import Clock, ScriptedPeers
 from tests.vllm.simulation.engine import Engine, Shape
 from tests.vllm.simulation.text import VOCABULARY, Text
 
@@ -24,13 +24,15 @@ from kvreshard.plan import compile_route
 from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.peers import Peer, Self
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fabric, Fault
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
 
 # Drafts may be right beyond the end.
 BEYOND = 10
+LONGEST = 150
+MOST_SAID = 24
 
 
 @dataclass(frozen=True)
@@ -69,32 +71,16 @@ class Asked:
     is_aborted: bool = False
 
 
-class ScriptedPeers(Peers):
+class WorldPeers(ScriptedPeers):
     """Engines of one process meet when the world lets them."""
 
     def __init__(self, world: World, engine: Engine, rank: int) -> None:
+        super().__init__(world.meetings)
         self._world, self._engine, self._rank = world, engine, rank
-        self._known: dict[RemoteEngine, Future[Peer]] = {}
-
-    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
-        if remote not in self._known:
-            self._known[remote] = future = Future()
-            self._world.meetings.append(lambda: self._meet(me, remote, future))
-        return self._known[remote]
-
-    def met(self, remote: RemoteEngine) -> Peer | None:
-        future = self._known.get(remote)
-        return future.result() if future is not None and future.done() and not future.exception() else None
-
-    def forget(self, remote: RemoteEngine) -> None:
-        """It does not come back here."""
-
-    def close(self) -> None:
-        """Nothing runs."""
 
     def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
         if self._world.rng.random() < self._world.weather.unmet:
-            del self._known[remote]
+            del self.known[remote]
             future.set_exception(HandshakeError("nobody is there today"))
             return
         source = self._world.by_name[remote.engine]
@@ -109,13 +95,12 @@ class ScriptedPeers(Peers):
 
 @dataclass
 class World:
-    """`shapes`: one engine each, by name. Texts are up to `longest` tokens."""
+    """`shapes`: one engine each, by name. Prompts have up to `LONGEST` tokens."""
 
     shapes: dict[str, Shape]
     base_config: Any
     seed: int
     weather: Weather = Weather()
-    longest: int = 150
     by_name: dict[str, Engine] = field(default_factory=dict)
     meetings: list[Callable[[], None]] = field(default_factory=list)
     asked: dict[str, Asked] = field(default_factory=dict)
@@ -133,7 +118,7 @@ class World:
         for number, (name, shape) in enumerate(self.shapes.items()):
             self.by_name[name] = Engine(
                 name, shape, self.base_config, self.clock, self.fabric, Address("127.0.0.1", number + 1), options,
-                lambda engine, rank: ScriptedPeers(self, engine, rank), self._fault, lambda: self.rng.random() < 0.6,
+                lambda engine, rank: WorldPeers(self, engine, rank), self._fault, lambda: self.rng.random() < 0.6,
                 lambda num_drafts: self.rng.randint(0, num_drafts),
             )  # fmt: skip
         self.can_prefill = [e for e in self.by_name.values() if e.shape.role != "kv_consumer"]
@@ -157,14 +142,14 @@ class World:
         if self._texts and rng.random() < 0.5:
             other = rng.choice(self._texts)
             prompt = other[: rng.choice([len(other), rng.randint(1, len(other))])]
-        room = self.longest - len(prompt)
+        room = LONGEST - len(prompt)
         if not prompt or rng.random() < 0.7:
             prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, max(1, room)))]
-        return prompt[: self.longest]
+        return prompt[:LONGEST]
 
     def submit(self) -> None:
         rng, prompt = self.rng, self.make_prompt()
-        num_tokens = rng.randint(1, 24)
+        num_tokens = rng.randint(1, MOST_SAID)
         text = Text(prompt, num_tokens + BEYOND)
         self._texts.append(text.tokens[: len(prompt) + rng.choice([0, num_tokens])])
         if rng.random() < 0.2:
@@ -314,9 +299,11 @@ class World:
         assert not scheduling._producer.last_pages._expected, engine.name
         assert not scheduling._producer._slots._granted, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
+        assert not scheduling._consumer._stepping_back, engine.name
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
             assert endpoint.num_scratch_places == 0, engine.name
+            assert not endpoint._kept, (engine.name, list(endpoint._kept))
 
     def run(self, num_requests: int, ticks_between: int = 25) -> None:
         """A whole life."""
