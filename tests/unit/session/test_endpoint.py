@@ -16,7 +16,6 @@ from tests.unit.session.world import (
     REMOTE,
     SLOT,
     WORD,
-    FakePeers,
     World,
     collect,
     make_world,
@@ -32,8 +31,6 @@ from kvreshard.session.orders import (
     Grant,
     Load,
     Offer,
-    Release,
-    RemoteEngine,
     RemoteLease,
     Revoke,
     Unwatch,
@@ -245,93 +242,6 @@ def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
     meet(world)
     world.turn()
     assert "lease slot 64, but rank" in collect(world.dst)[1]["d"].text
-
-
-def test_a_release_frees_the_source_without_a_load(world: World) -> None:
-    world.grant_and_offer()
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Release(REMOTE, LEASE))
-    world.turn()
-    assert collect(world.src)[2] == set()
-    meet(world)
-    world.turn()
-    assert (collect(world.src)[2], collect(world.dst)) == ({"r"}, (set(), {}, set()))
-
-
-def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: World) -> None:
-    """Of the scheduler, which knows who else wants it: all that it has of such loads goes with a release or a cancel."""
-    for end in ("release", "cancel"):
-        world.grant_and_offer(end)
-        lease = RemoteLease(end, SLOT, WORD)
-        order_load(world, end, lease=lease, gives_back=False)
-        world.turn()
-        meet(world)
-        world.turn()
-        assert collect(world.dst)[0] == {end}
-        assert (collect(world.src)[2], world.words()) == (set(), {WORD})
-        for endpoint in world.dst.endpoints.values():
-            endpoint.submit(Release(REMOTE, lease) if end == "release" else Cancel(end))
-        world.turn()
-        assert (collect(world.src)[2], world.words()) == ({end}, {FREE})
-        assert not any(endpoint._kept for endpoint in world.dst.endpoints.values())
-
-
-@pytest.mark.parametrize("is_met", [False, True])
-def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: World, is_met: bool) -> None:
-    world.grant_and_offer()
-    world.faults[-1] = Fault(delay_steps=2)
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch("other", REMOTE, LEASE))
-    order_load(world)
-    world.turn()
-    if is_met:
-        meet(world)
-        world.turn()
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Cancel("d"))
-        endpoint.submit(Release(REMOTE, LEASE))
-    world.turn()
-    meet(world)
-    for _ in range(4):
-        world.fabric.step()
-        world.turn()
-    assert (collect(world.dst)[1]["d"].kind, collect(world.src)[2]) == ("cancelled", set())
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("other"))
-        endpoint.submit(Release(REMOTE, LEASE))
-    world.turn()
-    assert collect(world.src)[2] == {"r"}
-
-
-def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World) -> None:
-    """No rank meets itself for it; a lease with another word, or of another life, stays."""
-    world.grant_and_offer()
-    for remote, lease in (
-        (REMOTE, RemoteLease("r", SLOT, WORD + 1)),
-        (RemoteEngine("prefill", "another life", REMOTE.address), LEASE),
-        (REMOTE, LEASE),
-    ):
-        assert world.words() == {WORD}
-        for endpoint in world.src.endpoints.values():
-            endpoint._peers = FakePeers(world, 0)
-            endpoint.submit(Release(remote, lease))
-        world.turn()
-    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
-    assert world.met  # the other life is asked for, by its listener
-
-
-def test_a_load_that_was_given_up_before_its_source_was_met_frees_the_source(world: World) -> None:
-    world.grant_and_offer()
-    order_load(world)
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Cancel("d"))
-    world.turn()
-    assert collect(world.dst)[1]["d"].kind == "cancelled"
-    assert collect(world.src)[2] == set()
-    meet(world)
-    world.turn()
-    assert collect(world.src)[2] == {"r"}
-    assert world.words() == {FREE}
 
 
 def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:

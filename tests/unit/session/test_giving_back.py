@@ -1,0 +1,120 @@
+"""When does a source get its pages back: from a load, a release, a cancel, or from none of them because others still read?
+
+Two engines of several ranks in one process, as in `test_endpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.session.world import (
+    LEASE,
+    REMOTE,
+    SLOT,
+    WORD,
+    FakePeers,
+    World,
+    collect,
+    make_world,
+    meet,
+    order_load,
+)
+
+from kvreshard.session.lease import FREE
+from kvreshard.session.orders import Cancel, Release, RemoteEngine, RemoteLease, Unwatch, Watch
+from kvreshard.transport.memory import Fault
+
+
+@pytest.fixture(params=[(1, 2), (4, 2), (2, 3)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = make_world(*request.param)
+    yield made
+    made.close()
+
+
+def test_a_release_frees_the_source_without_a_load(world: World) -> None:
+    world.grant_and_offer()
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Release(REMOTE, LEASE))
+    world.turn()
+    assert collect(world.src)[2] == set()
+    meet(world)
+    world.turn()
+    assert (collect(world.src)[2], collect(world.dst)) == ({"r"}, (set(), {}, set()))
+
+
+def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: World) -> None:
+    """Of the scheduler, which knows who else wants it: all that it has of such loads goes with a release or a cancel."""
+    for end in ("release", "cancel"):
+        world.grant_and_offer(end)
+        lease = RemoteLease(end, SLOT, WORD)
+        order_load(world, end, lease=lease, gives_back=False)
+        world.turn()
+        meet(world)
+        world.turn()
+        assert collect(world.dst)[0] == {end}
+        assert (collect(world.src)[2], world.words()) == (set(), {WORD})
+        for endpoint in world.dst.endpoints.values():
+            endpoint.submit(Release(REMOTE, lease) if end == "release" else Cancel(end))
+        world.turn()
+        assert (collect(world.src)[2], world.words()) == ({end}, {FREE})
+        assert not any(endpoint._kept for endpoint in world.dst.endpoints.values())
+
+
+@pytest.mark.parametrize("is_met", [False, True])
+def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: World, is_met: bool) -> None:
+    world.grant_and_offer()
+    world.faults[-1] = Fault(delay_steps=2)
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Watch("other", REMOTE, LEASE))
+    order_load(world)
+    world.turn()
+    if is_met:
+        meet(world)
+        world.turn()
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+        endpoint.submit(Release(REMOTE, LEASE))
+    world.turn()
+    meet(world)
+    for _ in range(4):
+        world.fabric.step()
+        world.turn()
+    assert (collect(world.dst)[1]["d"].kind, collect(world.src)[2]) == ("cancelled", set())
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Unwatch("other"))
+        endpoint.submit(Release(REMOTE, LEASE))
+    world.turn()
+    assert collect(world.src)[2] == {"r"}
+
+
+def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World) -> None:
+    """No rank meets itself for it; a lease with another word, or of another life, stays."""
+    world.grant_and_offer()
+    for remote, lease in (
+        (REMOTE, RemoteLease("r", SLOT, WORD + 1)),
+        (RemoteEngine("prefill", "another life", REMOTE.address), LEASE),
+        (REMOTE, LEASE),
+    ):
+        assert world.words() == {WORD}
+        for endpoint in world.src.endpoints.values():
+            endpoint._peers = FakePeers(world, 0)
+            endpoint.submit(Release(remote, lease))
+        world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+    assert world.met  # the other life is asked for, by its listener
+
+
+def test_a_load_that_was_given_up_before_its_source_was_met_frees_the_source(world: World) -> None:
+    world.grant_and_offer()
+    order_load(world)
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Cancel("d"))
+    world.turn()
+    assert collect(world.dst)[1]["d"].kind == "cancelled"
+    assert collect(world.src)[2] == set()
+    meet(world)
+    world.turn()
+    assert collect(world.src)[2] == {"r"}
+    assert world.words() == {FREE}

@@ -1,0 +1,74 @@
+"""Which requests share a source, which give it back, and who goes on when a load fails or engines wait in a circle?"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.test_requests import TOKENS, Decode, blocks, full, groups, prefill, request
+
+from kvreshard.session.orders import Release, Unwatch, Watch
+
+pytestmark = pytest.mark.vllm
+
+
+def test_what_was_prefilled_here_is_given_back_and_goes_on_here() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    decode = Decode(full(64), me=("p", "life"))
+    asked = decode.arrive(params, TOKENS)
+    assert [type(order) for order in decode.watched] == [Release]
+    assert (decode.side.count_loadable(asked, 256), decode.fallbacks) == (0, ["itself"])
+    assert list(decode.side.allocate(asked, blocks([1, 2, 3, 4, 5]), 0)) == list(decode.side.abort("d-1")) == []
+    another_life = Decode(full(64), me=("p", "another life"))
+    another_life.arrive(params, TOKENS)
+    assert [type(order) for order in another_life.watched] == [Watch]
+
+
+def test_a_request_whose_load_failed_steps_back_once_unless_it_has_ended() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    computed, ended = Decode(full(64)), Decode(full(64))
+    for decode in (computed, ended):
+        asked = decode.arrive(params, TOKENS)
+        decode.side.count_loadable(asked, 0)
+        decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
+    list(ended.side.abort("d-1"))
+    for decode in (computed, ended):
+        decode.side.failed("d-1")
+        assert [type(order) for order in decode.side.ended("d-1")] == [Release]
+    assert [computed.side.steps_back("d-1"), computed.side.steps_back("d-1")] == [True, False]
+    assert not ended.side.steps_back("d-1")
+    computed.side.failed("d-1")  # not its load's any more
+    assert not computed.side.steps_back("d-1")
+
+
+def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:
+    first, second = (prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]) for _ in range(2))
+    decode = Decode(full(64))
+    assert not decode.side.is_waiting
+    asked = decode.arrive(first, TOKENS)
+    assert decode.side.is_waiting
+    assert [type(order) for order in decode.side.give_up_one()] == [Unwatch, Release]
+    assert (decode.side.is_waiting, decode.side.count_loadable(asked, 0)) == (False, 0)
+    assert decode.fallbacks == ["standstill"]
+    asked = decode.arrive(second, TOKENS)
+    decode.side.count_loadable(asked, 0)
+    decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
+    assert not decode.side.is_waiting  # it is being loaded
+
+
+def test_choices_of_one_prompt_share_its_source_and_the_last_one_gives_it_back() -> None:
+    """One that comes afterwards, or a retry, is computed here: the pages are another's by then."""
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    decode = Decode(full(64))
+    asked = [request(name, TOKENS, kv_transfer_params=params) for name in ("d-1", "d-2", "d-3", "d-4")]
+    for one in asked[:3]:
+        assert [type(order) for order in decode.side.arrive(one, params)] == [Watch]
+        assert decode.side.count_loadable(one, 0) == 299
+    for one in asked[:2]:
+        assert decode.load(one, blocks([1, 2, 3, 4, 5]), 299).gives_back is False
+    assert list(decode.side.ended("d-1")) == []
+    assert [type(order) for order in decode.side.abort("d-3")] == [Unwatch]
+    assert [type(order) for order in decode.side.ended("d-2")] == [Release]
+    assert list(decode.side.arrive(asked[3], params)) == []
+    assert (decode.side.count_loadable(asked[3], 256), decode.fallbacks) == (0, ["spent"])
