@@ -190,6 +190,11 @@ def test_indices_and_drafts() -> None:
     assert is_draft("model.layers.1.attn", 32, True)
 
 
+def block(num_sharing: int | None) -> SimpleNamespace:
+    """A block of Nemotron-NAS, in which so many query heads share a KV head."""
+    return SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=num_sharing))
+
+
 def test_heads_of_layers_that_differ() -> None:
     step = {
         "attention_other_setting": {"attention_type": "window", "num_attention_groups": 3},
@@ -198,6 +203,11 @@ def test_heads_of_layers_that_differ() -> None:
     assert configured_heads(fake_config(kv_heads=8, text=step), NAME, is_window=True, is_draft=False) == [
         ("attention_other_setting.num_attention_groups", 3),
         ("total_num_kv_heads", 8),
+    ]
+    searched = {"num_attention_heads": 32, "block_configs": [block(8)] * 3 + [block(16), block(None)]}
+    assert configured_heads(fake_config(kv_heads=4, text=searched), NAME, is_window=False, is_draft=False) == [
+        ("block_configs.attention.n_heads_in_group", 2),
+        ("total_num_kv_heads", 4),
     ]
     mimo = fake_config(kv_heads=4, text={"swa_num_key_value_heads": 8})
     assert configured_heads(mimo, NAME, is_window=True, is_draft=False)[0] == ("swa_num_key_value_heads", 8)

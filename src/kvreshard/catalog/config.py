@@ -4,7 +4,9 @@ A `Config` is the dictionary of the language model with the path at which it lie
 that an error can name the field as a person finds it in the file.
 
 1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`.
-2. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
+2. Older families call the same fields otherwise: `renamed` says how, and errors speak of the file's own names.
+3. transformers 5.19 may save what differs in some layers as `per_layer_config`: `of_layer` gives one layer's fields.
+4. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
 
 Refused: a field that is missing, of a wrong type or not positive, a list of layer types of another length than
 `num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default is given by the caller, who
@@ -14,7 +16,7 @@ says where it is documented.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvreshard.kinds.page import DTYPE_BYTES
@@ -23,18 +25,24 @@ from kvreshard.model import LayoutError
 # Where multimodal models keep the language model: transformers, and two families of older repositories.
 NESTED = ("text_config", "language_config", "llm_config")
 SHOWN_CHARACTERS = 60
-# In transformers 5.19 the head size of these has a default that is not hidden_size / num_attention_heads.
-OWN_HEAD_SIZE = ("gemma", "glm4", "gpt_oss", "nemotron_h", "qwen3", "qwen3_5", "qwen3_next")
+# In transformers 5.19 the head size of these has a default that is not hidden_size / num_attention_heads, but for some of a like name.
+OWN_HEAD_SIZE = ("gemma", "glm4", "gpt_oss", "nemotron_h", "qwen3")
+DERIVED_HEAD_SIZE = ("glm4_moe", "glm4v", "qwen3_moe", "qwen3_vl_moe")
+PER_LAYER = "per_layer_config"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The fields of one language model. `path`: where in the file they lie, `outer`: fields of the file around it."""
+    """The fields of one language model. `path`: where in the file they lie, `outer`: fields of the file around it.
+
+    `names`: what the file calls the fields that it names otherwise.
+    """
 
     model: str
     fields: Mapping[str, Any]
     path: str = ""
     outer: Mapping[str, Any] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model_type(self) -> str:
@@ -44,7 +52,30 @@ class Config:
         return self.fields.get(name) is not None
 
     def error(self, name: str, fact: str, remedy: str) -> LayoutError:
-        return LayoutError(f"config of '{self.model}', field '{self.path}{name}': {fact}; {remedy}")
+        return LayoutError(
+            f"config of '{self.model}', field '{self.path}{self.names.get(name, name)}': {fact}; {remedy}"
+        )
+
+    def with_fields(self, **fields: Any) -> Config:
+        """The same with some fields said, or said otherwise."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def renamed(self, names: Mapping[str, str]) -> Config:
+        """The same, where the file calls some fields by other names: `names` by the usual one."""
+        there = {usual: own for usual, own in names.items() if self.has(own) or not self.has(usual)}
+        found = self.with_fields(**{usual: self.fields.get(own) for usual, own in there.items()})
+        return replace(found, names={**self.names, **there})
+
+    def of_layer(self, index: int) -> Config:
+        """The fields as `per_layer_config` has them for decoder layer `index`; its keys are layer numbers, as texts."""
+        found = self.part(PER_LAYER).fields
+        for key, fields in found.items():
+            if not str(key).isdecimal() or not isinstance(fields, Mapping):
+                raise self.error(
+                    PER_LAYER, f"has {_shown({key: fields})}", "give an object with fields per layer number"
+                )
+        own = [fields for key, fields in found.items() if int(key) == index]
+        return self.with_fields(**{name: value for fields in own for name, value in fields.items()})
 
     def count(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
         """A whole number, by default positive."""
@@ -155,7 +186,9 @@ class Config:
 
     def head_size(self) -> int:
         """`head_dim`, else `hidden_size / num_attention_heads` where that is transformers' default."""
-        if self.has("head_dim") or self.model_type.startswith(OWN_HEAD_SIZE):
+        if self.has("head_dim") or (
+            self.model_type.startswith(OWN_HEAD_SIZE) and not self.model_type.startswith(DERIVED_HEAD_SIZE)
+        ):
             return self.count("head_dim")
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvreshard.catalog import read_attention, read_hybrid, read_latent, read_unequal
-from kvreshard.catalog.config import Config, language_part
+from kvreshard.catalog import read_attention, read_hybrid, read_latent, read_renamed, read_unequal
+from kvreshard.catalog.config import PER_LAYER, Config, language_part
 from kvreshard.catalog.layers import Model
 
 Reader = Callable[[Config], Model]
@@ -24,11 +24,13 @@ READERS: Mapping[str, Reader] = {
     "gemma2": read_attention.read_alternating,
     "afmoe": read_attention.read_afmoe,
     "cohere2": read_attention.read_cohere2,
+    "cohere2_moe": read_attention.read_cohere2_moe,
     "exaone4": read_attention.read_exaone4,
     "exaone_moe": read_attention.read_exaone_moe,
     "glm4_moe": read_attention.read_glm4_moe,
     "llama4": read_attention.read_llama4,
     "llama4_text": read_attention.read_llama4,
+    "minicpm3": read_attention.read_minicpm3,
     "minimax_m2": read_attention.read_minimax_m2,
     "smollm3": read_attention.read_smollm3,
     "gemma3": read_attention.read_gemma3,
@@ -39,15 +41,24 @@ READERS: Mapping[str, Reader] = {
     "gemma4_text": read_attention.read_gemma4,
     "gemma4_unified": read_attention.read_gemma4,
     "gemma4_unified_text": read_attention.read_gemma4,
+    **dict.fromkeys(read_renamed.NAMES, read_renamed.read_renamed),
+    **dict.fromkeys(("falcon", *read_renamed.REFINED_WEB), read_renamed.read_falcon),
+    "chatglm": read_renamed.read_chatglm,
+    "dbrx": read_renamed.read_dbrx,
+    "nemotron-nas": read_renamed.read_nas,
+    "step3_text": read_renamed.read_step3_text,
     "mimo_v2_flash": read_unequal.read_mimo_v2,
     "step3p5": read_unequal.read_step3p5,
+    "axk1": read_latent.read_latent,
     "deepseek_v2": read_latent.read_latent,
     "deepseek_v3": read_latent.read_latent,
     "glm4_moe_lite": read_latent.read_latent,
     "kimi_k2": read_latent.read_latent,
     "kimi_k25": read_latent.read_latent,
+    "longcat_flash": read_latent.read_longcat,
     "deepseek_v32": read_latent.read_sparse,
     "glm_moe_dsa": read_latent.read_sparse,
+    "hy_v4": read_latent.read_sparse,
     "deepseek_v4": read_latent.read_deepseek_v4,
     "nemotron_h": read_hybrid.read_nemotron_h,
     "granitemoehybrid": read_hybrid.read_granite,
@@ -57,15 +68,37 @@ READERS: Mapping[str, Reader] = {
     "lfm2": read_hybrid.read_lfm2,
     "lfm2_moe": read_hybrid.read_lfm2,
     **dict.fromkeys(
-        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), read_hybrid.read_gated_delta
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"),
+        read_hybrid.read_gated_delta,
     ),
+    "zamba2": read_hybrid.read_zamba2,
     "mamba2": read_hybrid.read_mamba2,
     "mamba": read_hybrid.read_mamba1,
     "falcon_mamba": read_hybrid.read_mamba1,
 }
 
 
+# What these files list per layer is read; other families' may list what cannot shape a cache.
+READ_PER_LAYER = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+QUERY_HEADS = ("num_attention_heads",)
+HARMLESS_PER_LAYER = (*QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
+
+
 def read_model(name: str, raw: Mapping[str, Any]) -> Model:
     """The model of a parsed config.json."""
     config = language_part(name, raw)
+    if config.model_type not in READ_PER_LAYER:
+        _check_per_layer(config)
     return READERS.get(config.model_type, read_attention.read_unknown)(config)
+
+
+def _check_per_layer(config: Config) -> None:
+    """Refuse layers that differ from the others in what shapes a cache."""
+    for layer, fields in config.part(PER_LAYER).fields.items():
+        for name in fields if isinstance(fields, Mapping) else ():
+            if name not in HARMLESS_PER_LAYER or (name in QUERY_HEADS and not config.has("num_key_value_heads")):
+                raise config.error(
+                    f"{PER_LAYER}.{layer}.{name}",
+                    "differs from the other layers'",
+                    f"caches that differ so are not described for model type '{config.model_type}'",
+                )

@@ -9,7 +9,8 @@
 | `gemma3*` | all but every sixth (`sliding_window_pattern`), or `layer_types` | `Gemma3TextConfig` |
 | `gemma4*` | `layer_types`; full layers have their own heads and width | `Gemma4TextConfig`, vLLM 0.32 `gemma4.py` |
 | `exaone4`, `exaone_moe` | `layer_types`, else all but every `sliding_window_pattern`th | `Exaone4Config`, vLLM 0.32 `exaone_moe.py` |
-| `cohere2` | the same; a token sees `sliding_window` tokens beside itself | `Cohere2Config`, vLLM 0.32 `commandr.py` |
+| `cohere2`, `cohere2_moe` | the same; a token sees `sliding_window` tokens beside itself | `Cohere2Config`, vLLM 0.32 `commandr.py`, `cohere2_moe.py` |
+| `minicpm3` | none; K and V of every query head | vLLM 0.32 `minicpm3.py` |
 | `afmoe` | `layer_types`, else all but every `global_attn_every_n_layers`th | `AfmoeConfig` |
 | `llama4*` | chunks where `no_rope_layers` is not 0, by default all but every fourth | `Llama4TextConfig`, vLLM 0.32 `llama4.py` |
 | `glm4_moe` | none; `num_nextn_predict_layers` more layers predict | `Glm4MoeConfig`, vLLM 0.32 `glm4_moe_mtp.py` |
@@ -26,7 +27,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvreshard.catalog.config import Config
+from kvreshard.catalog.config import PER_LAYER, Config
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
 
 PLAIN_TYPES = (
@@ -45,6 +46,8 @@ PLAIN_TYPES = (
     "olmo2",
     "glm4",
     "starcoder2",
+    "nemotron",
+    "laguna",
 )
 GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
@@ -53,7 +56,7 @@ SHAPING = re.compile(
     r"lora_rank|mamba|ssm|conv|linear_|window|layer_types|pattern|hybrid|index_|compress|kv_shared|cross|attn_layer|"
     r"state|chunk|global|block_type|recurr|rwkv|v_head|value_head|latent|multi_query|new_decoder|text_config|encoder|"
     r"nextn|mtp|rope_head|nope_head|_interval|kv_channel|num_kv_heads|attn_type|attention_type|layer_group|time_mix|"
-    r"retention|sparse_att|no_rope_layer|per_layer"
+    r"retention|sparse_att|no_rope_layer|per_layer|cycles|loop_|block_configs|attention_groups|share_q"
 )
 HARMLESS = re.compile(r"^rope_|^quantization|initializer|^output_|^mlp_|moe|_coef$")
 WINDOW_FIELDS = ("sliding_window", "max_window_layers")
@@ -113,6 +116,27 @@ def read_cohere2(config: Config) -> Model:
     num_layers = config.count("num_hidden_layers")
     windows = _windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern"), 4096)
     return _model(config, num_layers, [None if window is None else window + 1 for window in windows])
+
+
+def read_cohere2_moe(config: Config) -> Model:
+    """The first `first_k_dense_replace` layers have a period of their own, by default of full layers only."""
+    num_layers = config.count("num_hidden_layers")
+    first = config.count("first_k_dense_replace", 0, at_least=0)
+    if config.has("layer_types") or not first:
+        return read_cohere2(config)
+    inner, outer = config.count("prefix_dense_sliding_window_pattern", 1), config.count("sliding_window_pattern", 4)
+    every = [inner] * first + [outer] * (num_layers - first)
+    types = [
+        "sliding_attention" if (n + 1 - first * (n >= first)) % p else "full_attention" for n, p in enumerate(every)
+    ]
+    return read_cohere2(config.with_fields(layer_types=types))
+
+
+def read_minicpm3(config: Config) -> Model:
+    """K and V are cached as they come out of the latent, V as wide as K (vLLM 0.32 `minicpm3.py`)."""
+    width = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
+    heads = config.count("num_attention_heads")
+    return read_plain(config.with_fields(num_key_value_heads=heads, head_dim=width))
 
 
 def read_afmoe(config: Config) -> Model:
@@ -189,7 +213,8 @@ def read_gemma3(config: Config) -> Model:
     else:
         types = tuple("window" if (index + 1) % pattern else "full" for index in range(num_layers))
     known = {**GEMMA_3_DEFAULTS, **{name: value for name, value in config.fields.items() if value is not None}}
-    filled = Config(config.model, known, config.path, config.outer)
+    filled = config.with_fields(**known)
+    filled.must_be("use_bidirectional_attention", False)
     return _model(filled, num_layers, _windows_by_type(filled, types))
 
 
@@ -208,24 +233,30 @@ def read_gemma4(config: Config) -> Model:
         raise config.error(
             f"layer_types[{num_layers - 1}]", "is a sliding layer", "transformers makes the last layer a full one"
         )
-    config.must_be("per_layer_config")
+    config.must_be("use_bidirectional_attention", False, "vision")
     dtype, windows = config.dtype(), _windows_by_type(config, types)
-    full_size = config.count("global_head_dim")
-    full_heads = config.num_kv_heads()
-    if config.flag("attention_k_eq_v", False) and config.has("num_global_key_value_heads"):
-        full_heads = config.count("num_global_key_value_heads")
     layers = tuple(
         attention_layer(
             f"layers.{index}.attn",
             index,
-            num_kv_heads=full_heads if window is None else config.num_kv_heads(),
-            head_size=full_size if window is None else config.head_size(),
+            num_kv_heads=own.num_kv_heads(),
+            head_size=own.head_size(),
             dtype=dtype,
-            window_tokens=window,
+            window_tokens=windows[index],
         )
-        for index, window in enumerate(windows[: num_layers - _num_shared(config, num_layers)])
+        for index, own in enumerate(_gemma4_layers(config, types))
     )
-    return _finish(config, num_layers, layers)
+    return _finish(config, num_layers, layers[: num_layers - _num_shared(config, num_layers)])
+
+
+def _gemma4_layers(config: Config, types: Sequence[str]) -> list[Config]:
+    """What differs in some layers is listed per layer, as transformers 5.19 saves it, or said for all full ones."""
+    if config.has(PER_LAYER):
+        return [config.of_layer(index) for index in range(len(types))]
+    full = config.with_fields(head_dim=config.count("global_head_dim"))
+    if config.flag("attention_k_eq_v", False) and config.has("num_global_key_value_heads"):
+        full = full.with_fields(num_key_value_heads=config.count("num_global_key_value_heads"))
+    return [full if entry == "full" else config for entry in types]
 
 
 def _num_shared(config: Config, num_layers: int) -> int:

@@ -7,6 +7,8 @@
 | `falcon_h1` | each layer is both | Mamba-2 | `FalconH1Config` |
 | `jamba` | attention at `attn_layer_offset` of every `attn_layer_period` | Mamba-1 | `JambaConfig` |
 | `qwen3_next`, `qwen3_5*` | `layer_types`, else attention last of every `full_attention_interval` | gated delta | `Qwen3NextConfig` |
+| `olmo_hybrid` | `layer_types`, else attention last of every four | gated delta | `OlmoHybridConfig` |
+| `zamba2` | `layers_block_type`: a state, or a state and attention | Mamba-2 | `Zamba2Config`, vLLM 0.32 `zamba2.py` |
 | `kimi_linear` | `layer_types`, or `kda_layers` of `linear_attn_config`, counted from 1; the others latents | KDA, recurrent in float32 | `KimiLinearConfig`, vLLM 0.32 `kda_state_dtype` |
 | `lfm2`, `lfm2_moe` | `layer_types`, or attention in `full_attn_idxs` | short convolution | `Lfm2Config`, vLLM 0.32 `lfm2.py`, `lfm2_moe.py` |
 | `mamba2`, `mamba`, `falcon_mamba` | all states | Mamba-2, Mamba-1 | `Mamba2Config`, `MambaConfig` |
@@ -75,8 +77,7 @@ def _with_pattern(config: Config, pattern: str, listed: str) -> Config:
             raise config.error(
                 f"{pattern}[{position}]", f"is {letter!r}", f"known here are {', '.join(map(repr, PATTERN))}"
             )
-    fields = {**config.fields, listed: [PATTERN[letter] for letter in letters]}
-    return Config(config.model, fields, config.path, config.outer)
+    return config.with_fields(**{listed: [PATTERN[letter] for letter in letters]})
 
 
 def read_granite(config: Config) -> Model:
@@ -126,6 +127,34 @@ def read_jamba(config: Config) -> Model:
     inner = config.count("mamba_expand") * config.count("hidden_size")
     state = Mamba1(inner, config.count("mamba_d_state"), config.count("mamba_d_conv"), config.dtype(), config.dtype())
     return _model(config, types, state, "mamba")
+
+
+def read_zamba2(config: Config) -> Model:
+    """A state in every layer; those of `hybrid_layer_ids` are also attention, of K and V per query head, registered first."""
+    num_layers = config.count("num_hidden_layers")
+    types = config.entries(
+        "layers_block_type", num_layers, {**dict.fromkeys(("mamba", "linear_attention"), "state"), "hybrid": "both"}
+    )
+    heads, inner = config.count("n_mamba_heads", 8), config.count("mamba_expand", 2) * config.count("hidden_size")
+    width = config.count("mamba_headdim", inner // heads)
+    sizes = config.count("mamba_ngroups", 1), config.count("mamba_d_state", 64), config.count("mamba_d_conv", 4)
+    state = Mamba2(heads, width, *sizes, config.dtype(), config.dtype())
+    num_heads = config.count("num_attention_heads")
+    size = config.count("attention_head_dim", 2 * config.count("hidden_size") // num_heads)
+    attention = [
+        attention_layer(f"layers.{index}.attn", index, num_kv_heads=num_heads, head_size=size, dtype=config.dtype())
+        for index, entry in enumerate(types)
+        if entry == "both"
+    ]
+    states = [ModelLayer(f"layers.{index}.mamba", index, state, "state") for index in range(num_layers)]
+    return Model(
+        config.model,
+        config.model_type,
+        num_layers,
+        (*attention, *states),
+        config.dtype(),
+        num_query_heads=num_heads if attention else None,
+    )
 
 
 def read_gated_delta(config: Config) -> Model:

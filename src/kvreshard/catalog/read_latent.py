@@ -2,12 +2,14 @@
 
 | model types | caches of a layer | source |
 |---|---|---|
-| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite` | a latent of `kv_lora_rank + qk_rope_head_dim` | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py` |
-| `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent | `DeepseekV32IndexerCache` |
+| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite`, `axk1` | a latent of `kv_lora_rank + qk_rope_head_dim` | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py`, `AXK1.py` |
+| `longcat_flash` | two such latents | vLLM 0.32 `longcat_flash.py` |
+| `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent; a layer that uses another's choice has no indexer | vLLM 0.32 `deepseek_v32/attention.py` |
+| `hy_v4` | the same | vLLM 0.32 `hy_v4/nvidia/attention.py` |
 | `deepseek_v4` | by `compress_ratios`, see `read_deepseek_v4` | `models/deepseek_v4/attention.py`, `compressor.py` |
 
-`num_nextn_predict_layers` more layers predict tokens; they cache only while the engine speculates. Refused: indexers that some
-layers share (`index_topk_freq`, `index_topk_pattern`, `indexer_types`), compression ratios that are not 0, 1, 4 or 128.
+`num_nextn_predict_layers` more layers predict tokens; they cache only while the engine speculates. Refused: shared indexers in a
+field that vLLM does not read for the family, compression ratios that are not 0, 1, 4 or 128.
 """
 
 from __future__ import annotations
@@ -39,19 +41,40 @@ def read_latent(config: Config) -> Model:
     return _finish(config, num_layers, layers, 16)
 
 
+def read_longcat(config: Config) -> Model:
+    """`num_layers` layers, each with two attentions; a prediction layer has one."""
+    num_layers = config.renamed({"num_hidden_layers": "num_layers"}).count("num_hidden_layers")
+    layers = [
+        latent(config, f"layers.{index}.attn.{number}", index) for index in range(num_layers) for number in range(2)
+    ]
+    for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
+        layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
+    return _finish(config, num_layers, layers, 16)
+
+
 def read_sparse(config: Config) -> Model:
     """A latent and an indexer key per token and layer; the indexer is registered first. Its kernel blocks are of 64."""
-    config.must_be("index_topk_freq", 1)
-    config.must_be("index_topk_pattern")
     num_layers = config.count("num_hidden_layers")
     if config.has("indexer_types"):
-        config.entries("indexer_types", num_layers, {"full": "full"})
+        known = {"full": "full", "shared": "shared"} if config.model_type == "hy_v4" else {"full": "full"}
+        is_shared = [entry == "shared" for entry in config.entries("indexer_types", num_layers, known)]
+    else:
+        is_shared = _shared_indexers(config, num_layers)
     layers = []
     for index in range(num_layers):
-        layers += _sparse(config, f"layers.{index}", index)
+        layers += _sparse(config, f"layers.{index}", index)[is_shared[index] :]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
         layers += [predicting(layer) for layer in _sparse(config, f"mtp.{index}", num_layers)]
     return _finish(config, num_layers, layers, 64)
+
+
+def _shared_indexers(config: Config, num_layers: int) -> list[bool]:
+    """Which layers use what an earlier one has chosen: `S` in a pattern of letters, or all but every `index_topk_freq`th."""
+    if config.has("index_topk_pattern"):
+        pattern = config.text("index_topk_pattern")
+        return [pattern[index : index + 1] == "S" for index in range(num_layers)]
+    every, first = config.count("index_topk_freq", 1), config.count("index_skip_topk_offset", 2, at_least=0)
+    return [max(index - first + 1, 0) % every != 0 for index in range(num_layers)]
 
 
 def _sparse(config: Config, layer: str, index: int) -> list[ModelLayer]:

@@ -5,8 +5,8 @@ A rank's view shows the heads that it holds. vLLM 0.32 starts only where heads d
 
 1. more than one head on a rank: as many times as there are parts of the model;
 2. one head: the model's configuration decides, in the first of these that this layer has and that leaves one head per part:
-   heads of window layers (`swa_num_key_value_heads`, MiMo; `attention_other_setting`, Step-3.5), else
-   `model_arch_config[layer]`, which vLLM resolves per layer (Gemma-4).
+   heads of window layers (`swa_num_key_value_heads`, MiMo; `attention_other_setting`, Step-3.5) or of the layer's block
+   (`block_configs`, Nemotron-NAS), else `model_arch_config[layer]`, which vLLM resolves per layer (Gemma-4).
 
 Refused: a configuration that says nothing which fits what the rank holds.
 """
@@ -58,6 +58,11 @@ def configured_heads(vllm_config: Any, layer: str, *, is_window: bool, is_draft:
     types = list(getattr(text, "layer_types", None) or ())
     if isinstance(other, dict) and index is not None and types[index : index + 1] == [other.get("attention_type")]:
         found.append(("attention_other_setting.num_attention_groups", int(other["num_attention_groups"])))
+    blocks, query_heads = getattr(text, "block_configs", None) or (), getattr(text, "num_attention_heads", 0)
+    if index is not None and index < len(blocks):
+        shared = getattr(blocks[index].attention, "n_heads_in_group", None)
+        if isinstance(shared, int) and shared > 0:
+            found.append(("block_configs.attention.n_heads_in_group", int(query_heads) // shared))
     arch = getattr(model, "model_arch_config", None)
     if arch is not None:
         found.append(("total_num_kv_heads", int(_of_layer(arch, index).total_num_kv_heads)))

@@ -254,7 +254,7 @@ def test_states_only() -> None:
         (LATENT, {"kv_lora_rank": None}, "field 'kv_lora_rank': is missing"),
         (LATENT, {"model_type": "deepseek_v32"}, "field 'index_head_dim': is missing"),
         (LATENT, {"model_type": "deepseek_v32", "index_head_dim": 100}, "'index_head_dim': is 100"),
-        (LATENT, {"model_type": "deepseek_v32", "index_head_dim": 128, "index_topk_freq": 2}, "'index_topk_freq': is 2"),
+        (LATENT, {"model_type": "deepseek_v32", "index_head_dim": 128, "index_topk_freq": 0}, "'index_topk_freq': is 0"),
         (NEMOTRON, {"hybrid_override_pattern": "M-*X"}, r"'hybrid_override_pattern\[3\]': is 'X'"),
         (NEMOTRON, {"hybrid_override_pattern": "M-*"}, "has 3 entries for 4 decoder layers"),
         (GRANITE, {"layer_types": None}, "field 'layer_types': is missing"),

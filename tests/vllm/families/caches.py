@@ -1,0 +1,59 @@
+"""What is a cache, said so that vLLM's specifications and the catalog's kinds can be compared?
+
+| cache | what is compared |
+|---|---|
+| K and V | KV heads, channels of K, channels of V, window (or chunk) in tokens, dtype |
+| latent | channels, window, tokens per entry, dtype |
+| indexer | bytes per entry, tokens per entry |
+| state | bytes of all its tensors |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvreshard.catalog.layers import Model
+from kvreshard.kinds import Attention, Kind, Latent, Place, ScaledRows, Style
+
+Cache = tuple[object, ...]
+OTHER_THAN_VALUES = 16
+
+
+def of_model(model: Model) -> list[Cache]:
+    """The caches that the catalog reads, without the model's own prediction layers."""
+    return [_of_kind(layer.kind) for layer in model.layers if not layer.predicts]
+
+
+def _of_kind(kind: Kind) -> Cache:
+    if isinstance(kind, Attention):
+        width = kind.head_size if kind.head_size_v is None else kind.head_size_v
+        return "attention", kind.num_kv_heads, kind.head_size, width, kind.window_tokens, kind.dtype
+    if isinstance(kind, Latent):
+        return "latent", kind.channels, kind.window_tokens, kind.tokens_per_state, kind.dtype
+    if isinstance(kind, ScaledRows):
+        return "rows", kind.row_bytes + kind.scale_bytes, kind.tokens_per_state
+    return "state", sum(tensor.page_bytes for tensor in kind.tensors(Place(), Style(), OTHER_THAN_VALUES))
+
+
+def of_spec(spec: Any) -> Cache:
+    """The same of one of vLLM's specifications, for a single rank."""
+    name = type(spec).__name__
+    if name == "MambaSpec":
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+        return "state", sum(sizes)
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if name in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
+        window = spec.sliding_window if name == "SlidingWindowMLASpec" else None
+        if dtype == "uint8":
+            return "rows", spec.head_size, spec.tokens_per_state
+        return "latent", spec.head_size, window, spec.tokens_per_state, dtype
+    windows = {
+        "FullAttentionSpec": None,
+        "SlidingWindowSpec": "sliding_window",
+        "ChunkedLocalAttentionSpec": "attention_chunk_size",
+    }
+    if name not in windows:
+        return (name,)
+    field = windows[name]
+    return "attention", spec.num_kv_heads, spec.head_size, spec.head_size_v, field and getattr(spec, field), dtype

@@ -1,0 +1,136 @@
+"""Configs of the families that the catalog reads, as transformers has them by default, with what only files on the hub have.
+
+`PLAIN` need nothing else. A field of `CHANGED` is one that vLLM's class asks for and transformers' default lacks, or one that is the
+case: its first word is the model type. `HUB` are families that transformers has no class for; vLLM has its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+PLAIN = (
+    "axk1",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "falcon",
+    "falcon_h1",
+    "falcon_mamba",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "glm_moe_dsa",
+    "gpt2",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "granite_swa",
+    "granitemoe_swa",
+    "hy_v4",
+    "hyperclovax",
+    "jamba",
+    "laguna",
+    "llama",
+    "llama4_text",
+    "mamba",
+    "mamba2",
+    "minicpm3",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo_hybrid",
+    "olmoe",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "stablelm",
+    "zamba2",
+)
+SWA = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128}
+CHANGED: Mapping[str, Mapping[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "cohere2_moe dense": {"first_k_dense_replace": 3, "num_hidden_layers": 11, "layer_types": None, "mlp_layer_types": None,
+                          "prefix_dense_sliding_window_pattern": 2},
+    "falcon newer": {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 128, "hidden_size": 8192},
+    "falcon heads": {"multi_query": False},
+    "gemma3_text pattern": {"layer_types": ["full_attention", "sliding_attention"] * 13, "head_dim": 128},
+    "gemma4_text unequal": {"per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 2}, "29": {"head_dim": 64}}},
+    "glm4_moe": {"head_dim": 128},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "glm_moe_dsa every fourth": {"index_topk_freq": 4, "index_skip_topk_offset": 3, "indexer_types": None},
+    "glm_moe_dsa pattern": {"index_topk_pattern": "FSSFS" * 15, "indexer_types": None},
+    "granitemoehybrid states": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "kimi_linear": {"mla_use_nope": True, "layer_types": None, "num_hidden_layers": 4,
+                    "linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 32, "head_dim": 128,
+                                           "short_conv_kernel_size": 4}},
+    "laguna windows": {"layer_types": ["sliding_attention", "full_attention"] * 20, "sliding_window": 512},
+    "lfm2": {"block_dim": 2560, "conv_dim": 2560, "conv_dim_out": 2560},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1, 1] * 12, "v_head_dim": 128, "layernorm_epsilon": 1e-5,
+                      "sliding_window_size": 128, **SWA},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    "nemotron": {"num_key_value_heads": 8},
+    "nemotron_h": {"num_hidden_layers": 6, "layers_block_type": None, "hybrid_override_pattern": "M-M*-M", "mamba_num_heads": 96},
+    "olmo_hybrid few": {"num_key_value_heads": 6, "linear_num_key_heads": 12, "linear_num_value_heads": 24},
+    "zamba2 few": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2,
+                   "hybrid_layer_ids": [1, 3]},
+}  # fmt: skip
+FALCON = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "n_layer": 3,
+    "n_head": 8,
+    "bias": False,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+HUB: Mapping[str, Mapping[str, Any]] = {
+    "RefinedWeb": {**FALCON, "architectures": ["FalconForCausalLM"], "n_head_kv": 4, "new_decoder_architecture": True},
+    "RefinedWebModel": {**FALCON, "architectures": ["FalconForCausalLM"], "multi_query": True},
+    "chatglm": {"architectures": ["ChatGLMModel"], "num_layers": 28, "padded_vocab_size": 65024, "hidden_size": 4096,
+                "ffn_hidden_size": 13696, "kv_channels": 128, "num_attention_heads": 32, "seq_length": 8192,
+                "multi_query_attention": True, "multi_query_group_num": 2, "rmsnorm": True, "add_qkv_bias": True, "original_rope": True, "tie_word_embeddings": False},
+    "dbrx": {"architectures": ["DbrxForCausalLM"], "d_model": 1024, "n_heads": 16, "n_layers": 3, "max_seq_len": 2048,
+             "vocab_size": 1024, "attn_config": {"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 500000},
+             "ffn_config": {"ffn_hidden_size": 512, "moe_num_experts": 4, "moe_top_k": 2}},
+    "step3_text": {"architectures": ["Step3TextForCausalLM"], "hidden_size": 7168, "num_attention_heads": 64,
+                   "num_attention_groups": 1, "num_hidden_layers": 3, "head_dim": 256, "share_q_dim": 2048,
+                   "vocab_size": 128815, "max_position_embedding": 65536, "moe_layers_enum": "1,2"},
+}  # fmt: skip
+CASES = (*PLAIN, *CHANGED, *HUB)
+
+
+def read_config(case: str) -> dict[str, Any]:
+    """A file of the family, in bfloat16."""
+    model_type = case.split()[0]
+    if case in HUB:
+        return {"model_type": model_type, "dtype": "bfloat16", **HUB[case]}
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    names = [architecture] if isinstance(architecture, str) else list(architecture)
+    changes = CHANGED.get(case, {})
+    return {**config, "architectures": names, "dtype": "bfloat16", "model_type": model_type, **changes}

@@ -1,0 +1,62 @@
+"""What stands in the way of a model's class where no model is run, and is taken out: what only other platforms have.
+
+| taken out | because |
+|---|---|
+| states in float32 for want of AVX-512 | it is the CPU build's choice, not the model's |
+| no prefix cache for latents without AMX | the same |
+| sparse attention is refused | layers are made, nothing attends |
+| CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
+| modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
+| each class is inspected in a process of its own | 10 s of imports per model |
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from vllm.model_executor.models import registry
+from vllm.platforms.cpu import CpuPlatform
+from vllm.triton_utils import triton
+
+ABSENT = ("cuda", "cutlass", "torchvision")
+SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+
+class _Absent(MetaPathFinder, Loader):
+    """Modules of which nothing is used."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock(__path__=[], __spec__=spec, __version__="0.0")
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing to do."""
+
+
+def take_out() -> None:
+    """For the whole process."""
+    sys.meta_path.append(_Absent())
+    torch.cpu._is_avx512_bf16_supported = lambda: False
+    torch.cpu._is_amx_tile_supported = lambda: True
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.empty_cache = lambda: None
+    torch.cuda.Stream = torch.cuda.Event = MagicMock
+    triton.set_allocator = lambda *_: None
+    choose = CpuPlatform.get_attn_backend_cls.__func__
+
+    def chosen(cls: Any, selected: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if attn_selector_config.use_sparse:
+            return SPARSE
+        return choose(cls, selected, attn_selector_config, *args, **kwargs)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(chosen)
+    registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
+        self.load_model_cls()
+    )
