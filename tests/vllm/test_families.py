@@ -1,4 +1,4 @@
-"""Does the catalog read, from a file alone, the caches that vLLM's own class of the model registers, in the same order?
+"""Does the catalog read, from a file alone, the caches that vLLM's own class of the model registers, and group them alike?
 
 The oracle is vLLM's: each model is made by its class, at its full size, on a device that holds no values
 (`tests/vllm/families`). Beside families as transformers has them by default there are those with fields that change a cache.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.families.caches import of_model
+from tests.vllm.families.caches import ORDERS, caches_of, tables_of
 from tests.vllm.families.configs import CASES, read_config
 
 from kvreshard.catalog import read_model
@@ -37,9 +37,12 @@ def _configs() -> dict[str, dict[str, Any]]:
     return {case: read_config(case) for case in CASES} | {path.name: json.loads(path.read_text()) for path in FILES}
 
 
+Answers = dict[str, tuple[dict[str, Any] | None, str | None]]
+
+
 @pytest.fixture(scope="module")
-def answers() -> dict[str, tuple[list[list[Any]] | None, str | None]]:
-    """What vLLM says of every case: caches, or why there are none."""
+def answers() -> Answers:
+    """What vLLM says of every case, or why it says nothing."""
     asked = "\n".join(json.dumps(case) for case in _configs().items())
     ran = subprocess.run(
         [sys.executable, "-m", "tests.vllm.families"],
@@ -52,25 +55,30 @@ def answers() -> dict[str, tuple[list[list[Any]] | None, str | None]]:
         timeout=SECONDS,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return {name: (caches, error) for name, caches, error in map(json.loads, ran.stdout.splitlines())}
+    return {name: (said, error) for name, said, error in map(json.loads, ran.stdout.splitlines())}
 
 
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("case", [*CASES, *(path.name for path in FILES)])
-def test_a_family_is_read_as_its_class_caches(
-    answers: dict[str, tuple[list[list[Any]] | None, str | None]], case: str
-) -> None:
-    caches, error = answers[case]
+def test_a_family_is_read_as_its_class_caches(answers: Answers, case: str) -> None:
+    said, error = answers[case]
     assert error is None
-    assert [list(cache) for cache in of_model(read_model(case, _configs()[case]))] == caches
+    assert said is not None
+    model = read_model(case, _configs()[case])
+    assert [list(cache) for cache in caches_of(model)] == said["caches"]
+    for order in ORDERS:
+        assert [list(table) for table in tables_of(model, order)] == said["tables"][order]
 
 
-def test_the_oracle_tells_models_apart(answers: dict[str, tuple[list[list[Any]] | None, str | None]]) -> None:
-    """Cases that differ in one field have other caches, and none is empty."""
+def test_the_oracle_tells_models_apart(answers: Answers) -> None:
+    """Cases that differ in one field have other caches, the two orders other tables, and none is empty."""
+    said = {case: answer for case, (answer, _) in answers.items() if answer is not None}
     for case, other in (
         ("gemma4_text", "gemma4_text unequal"),
         ("glm_moe_dsa", "glm_moe_dsa pattern"),
         ("falcon", "falcon heads"),
     ):
-        assert answers[case][0] != answers[other][0]
-    assert all(caches for caches, _ in answers.values())
+        assert said[case]["caches"] != said[other]["caches"]
+    first, second = (said["gemma4_text unequal"]["tables"][order] for order in ORDERS)
+    assert first != second
+    assert all(answer["caches"] and answer["tables"][ORDERS[0]] for answer in said.values())

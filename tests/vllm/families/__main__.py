@@ -1,10 +1,11 @@
-"""What does each layer of a model say about its cache, asked of vLLM's own model class?
+"""What does each layer of a model say about its cache, and which layers share a block table, asked of vLLM's own model class?
 
-Reads JSON lines `[name, config]` and writes `[name, caches, error]`, one of the last two null.
+Reads JSON lines `[name, config]` and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
+which vLLM registers them, and the `tables` for each of two dimension orders: places of their layers among the caches, tokens per page.
 
 1. The config becomes a directory, and that an engine's configuration.
 2. The model is made on torch's meta device: every layer is there, no weight is.
-3. Each layer that has a cache gives its specification.
+3. Each layer that has a cache gives its specification; vLLM groups them.
 
 A process of its own, since it changes what vLLM refuses (`refusals`).
 """
@@ -20,20 +21,24 @@ from typing import Any
 
 import torch
 from tests.ports import free_ports
-from tests.vllm.families.caches import Cache, of_spec
+from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, of_spec
 from tests.vllm.families.refusals import take_out
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.workspace import init_workspace_manager
 
 MAX_TOKENS = 1024
 
 
-def read_caches(config: dict[str, Any], folder: Path) -> list[Cache]:
-    """The caches of a model, in the order in which vLLM registers them."""
+def ask(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What vLLM says of a model."""
     (folder / "config.json").write_text(json.dumps(config))
     engine = EngineArgs(
         model=str(folder),
@@ -43,6 +48,7 @@ def read_caches(config: dict[str, Any], folder: Path) -> list[Cache]:
         max_model_len=MAX_TOKENS,
         max_num_batched_tokens=MAX_TOKENS,
         enable_prefix_caching=True,
+        block_size=PAGE_TOKENS,
     ).create_engine_config()
     with set_current_vllm_config(engine):
         if not torch.distributed.is_initialized():
@@ -51,9 +57,30 @@ def read_caches(config: dict[str, Any], folder: Path) -> list[Cache]:
             init_workspace_manager(torch.device("cpu"))
         with torch.device("meta"), set_default_torch_dtype(engine.model_config.dtype):
             initialize_model(engine)
-    layers = engine.compilation_config.static_forward_context.values()
-    specs = (layer.get_kv_cache_spec(engine) for layer in layers if hasattr(layer, "get_kv_cache_spec"))
-    return [of_spec(spec) for spec in specs if spec is not None]
+        engine.cache_config.block_size = PAGE_TOKENS
+        if engine.model_config.is_hybrid:
+            CpuPlatform._align_hybrid_block_size(engine, FlashAttentionBackend)
+        layers = engine.compilation_config.static_forward_context
+        found = {
+            name: layer.get_kv_cache_spec(engine)
+            for name, layer in layers.items()
+            if hasattr(layer, "get_kv_cache_spec")
+        }
+        specs = {name: spec for name, spec in found.items() if spec is not None}
+        tables = {order: _tables(engine, specs, order) for order in ORDERS}
+    return {"caches": [of_spec(spec) for spec in specs.values()], "tables": tables}
+
+
+def _tables(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[Table]:
+    engine.cache_config.kv_cache_layout = order
+    places = {name: place for place, name in enumerate(specs)}
+    tables: list[Table] = []
+    for group in get_kv_cache_groups(engine, dict(specs)):
+        spec = group.kv_cache_spec
+        inner = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+        tokens = None if isinstance(inner, MambaSpec) else spec.block_size
+        tables.append((sorted(places[name] for name in group.layer_names), tokens))
+    return tables
 
 
 def main() -> None:
@@ -63,13 +90,13 @@ def main() -> None:
     take_out()
     for line in sys.stdin:
         name, config = json.loads(line)
-        caches, said = None, None
+        answer, said = None, None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                caches = read_caches(config, Path(folder))
+                answer = ask(config, Path(folder))
             except Exception as error:  # noqa: BLE001 - whatever a class cannot do is its answer
                 said = f"{type(error).__name__}: {error}"
-        answers.write(json.dumps((name, caches, said)) + "\n")
+        answers.write(json.dumps((name, answer, said)) + "\n")
         answers.flush()
 
 

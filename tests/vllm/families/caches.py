@@ -1,4 +1,4 @@
-"""What is a cache, said so that vLLM's specifications and the catalog's kinds can be compared?
+"""What is a cache, and what a block table, said so that vLLM's specifications and the catalog's kinds can be compared?
 
 | cache | what is compared |
 |---|---|
@@ -13,16 +13,33 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kvreshard.catalog.engine import plan_pages
 from kvreshard.catalog.layers import Model
+from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, Kind, Latent, Place, ScaledRows, Style
 
 Cache = tuple[object, ...]
-OTHER_THAN_VALUES = 16
+Table = tuple[list[int], int | None]
+"""Places of its layers among the caches, and tokens per page, None for states."""
+ORDERS = ("LBHNC", "BLHNC")
+# The shortest that the CPU build's kernel for windows takes.
+PAGE_TOKENS = 32
 
 
-def of_model(model: Model) -> list[Cache]:
+def caches_of(model: Model) -> list[Cache]:
     """The caches that the catalog reads, without the model's own prediction layers."""
     return [_of_kind(layer.kind) for layer in model.layers if not layer.predicts]
+
+
+def tables_of(model: Model, order: str) -> list[Table]:
+    """The block tables that the catalog gives an engine with one rank."""
+    plan = plan_pages(model, EngineSpec(page=PAGE_TOKENS, order=order))
+    places = {layer.name: place for place, layer in enumerate(plan.layers)}
+    states = {layer.name for layer in plan.layers if layer.kind.is_state}
+    return [
+        (sorted(places[name] for name in group.layers), None if group.layers[0] in states else group.tokens_per_page)
+        for group in plan.groups
+    ]
 
 
 def _of_kind(kind: Kind) -> Cache:
@@ -33,7 +50,7 @@ def _of_kind(kind: Kind) -> Cache:
         return "latent", kind.channels, kind.window_tokens, kind.tokens_per_state, kind.dtype
     if isinstance(kind, ScaledRows):
         return "rows", kind.row_bytes + kind.scale_bytes, kind.tokens_per_state
-    return "state", sum(tensor.page_bytes for tensor in kind.tensors(Place(), Style(), OTHER_THAN_VALUES))
+    return "state", sum(tensor.page_bytes for tensor in kind.tensors(Place(), Style(), PAGE_TOKENS))
 
 
 def of_spec(spec: Any) -> Cache:

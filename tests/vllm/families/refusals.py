@@ -5,6 +5,7 @@
 | states in float32 for want of AVX-512 | it is the CPU build's choice, not the model's |
 | no prefix cache for latents without AMX | the same |
 | sparse attention is refused | layers are made, nothing attends |
+| a hybrid's pages are made for the kernels of a CPU | the catalog's are made for FlashAttention's |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
 | each class is inspected in a process of its own | 10 s of imports per model |
@@ -22,6 +23,7 @@ import torch
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.triton_utils import triton
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 ABSENT = ("cuda", "cutlass", "torchvision")
 SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
@@ -57,6 +59,7 @@ def take_out() -> None:
         return choose(cls, selected, attn_selector_config, *args, **kwargs)
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
+    CpuPlatform._find_non_ssm_backends = classmethod(lambda cls, config: [FlashAttentionBackend])
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
     )
