@@ -19,17 +19,22 @@ from tests.vllm.families.caches import ORDERS, caches_of, tables_of
 from tests.vllm.families.configs import CASES, read_config
 
 from kvreshard.catalog import read_model
+from kvreshard.kinds import Place
 
 REPOSITORY = Path(__file__).parents[2]
-# Of the catalog's own files, those whose class runs with text alone.
-FILES = sorted(
-    path
-    for path in (REPOSITORY / "src/kvreshard/catalog/configs").glob("*.json")
-    if path.stem in ("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2", "falcon-h1-34b", "gpt-oss-120b", "gqa-mla-draft",
-                     "granite-4-h-small", "jamba-1.5-mini", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b", "qwen3-next-80b-a3b")
+# The catalog's own files, but those whose class wants pictures, a GPU, or experts that its CPU build does not have.
+FILES = tuple(
+    REPOSITORY / "src/kvreshard/catalog/configs" / f"{name}.json"
+    for name in ("deepseek-v3", "deepseek-v3.2", "falcon-h1-34b", "gqa-mla-draft", "granite-4-h-small", "jamba-1.5-mini",
+                 "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b", "qwen3-next-80b-a3b")
 )  # fmt: skip
 SECONDS = 300
 QUIET = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+
+# (ranks, which of them). What vLLM cannot divide so, it refuses; what is written here is all that it says then.
+RANKS = ((1, 0), (4, 3), (8, 5))
+REFUSALS = ("must be divisible by tensor parallel size", "does not divide num_groups", "must divide num heads")
+Answers = dict[str, tuple[dict[str, Any] | None, str | None]]
 
 
 @functools.cache
@@ -37,15 +42,19 @@ def _configs() -> dict[str, dict[str, Any]]:
     return {case: read_config(case) for case in CASES} | {path.name: json.loads(path.read_text()) for path in FILES}
 
 
-Answers = dict[str, tuple[dict[str, Any] | None, str | None]]
+@pytest.fixture(scope="module", params=RANKS, ids=lambda rank: f"tp{rank[0]}")
+def rank(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """Ranks of the engine, and which of them is looked at."""
+    tp_size, tp_rank = request.param
+    return tp_size, tp_rank
 
 
 @pytest.fixture(scope="module")
-def answers() -> Answers:
+def answers(rank: tuple[int, int]) -> Answers:
     """What vLLM says of every case, or why it says nothing."""
     asked = "\n".join(json.dumps(case) for case in _configs().items())
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.families"],
+        [sys.executable, "-m", "tests.vllm.families", *map(str, rank)],
         input=asked,
         capture_output=True,
         text=True,
@@ -60,24 +69,23 @@ def answers() -> Answers:
 
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("case", [*CASES, *(path.name for path in FILES)])
-def test_a_family_is_read_as_its_class_caches(answers: Answers, case: str) -> None:
-    said, error = answers[case]
-    assert error is None
-    assert said is not None
+def test_a_family_is_read_as_its_class_caches(answers: Answers, rank: tuple[int, int], case: str) -> None:
+    (said, error), (tp_size, tp_rank) = answers[case], rank
+    if said is None:
+        assert tp_size > 1
+        assert any(refusal in str(error) for refusal in REFUSALS), error
+        return
     model = read_model(case, _configs()[case])
-    assert [list(cache) for cache in caches_of(model)] == said["caches"]
+    assert [list(cache) for cache in caches_of(model, Place(tp_rank, tp_size))] == said["caches"]
     for order in ORDERS:
-        assert [list(table) for table in tables_of(model, order)] == said["tables"][order]
+        assert [list(table) for table in tables_of(model, order, tp_size)] == said["tables"][order]
 
 
-def test_the_oracle_tells_models_apart(answers: Answers) -> None:
-    """Cases that differ in one field have other caches, the two orders other tables, and none is empty."""
+def test_the_oracle_tells_models_apart(answers: Answers, rank: tuple[int, int]) -> None:
+    """Most can be divided so; cases that differ in one field have other caches, the two orders other tables; none is empty."""
     said = {case: answer for case, (answer, _) in answers.items() if answer is not None}
-    for case, other in (
-        ("gemma4_text", "gemma4_text unequal"),
-        ("glm_moe_dsa", "glm_moe_dsa pattern"),
-        ("falcon", "falcon heads"),
-    ):
+    assert len(said) > len(answers) * (0.8 if rank[0] > 1 else 0.999)
+    for case, other in (("gemma4_text", "gemma4_text unequal"), ("glm_moe_dsa", "glm_moe_dsa pattern")):
         assert said[case]["caches"] != said[other]["caches"]
     first, second = (said["gemma4_text unequal"]["tables"][order] for order in ORDERS)
     assert first != second

@@ -1,10 +1,12 @@
 """What does each layer of a model say about its cache, and which layers share a block table, asked of vLLM's own model class?
 
+    python -m tests.vllm.families TP_SIZE TP_RANK
+
 Reads JSON lines `[name, config]` and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
 which vLLM registers them, and the `tables` for each of two dimension orders: places of their layers among the caches, tokens per page.
 
 1. The config becomes a directory, and that an engine's configuration.
-2. The model is made on torch's meta device: every layer is there, no weight is.
+2. The model is made on torch's meta device: every layer is there, no weight is. Of the other ranks it hears nothing.
 3. Each layer that has a cache gives its specification; vLLM groups them.
 
 A process of its own, since it changes what vLLM refuses (`refusals`).
@@ -20,11 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.ports import free_ports
 from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, of_spec
-from tests.vllm.families.refusals import take_out
+from tests.vllm.families.refusals import join_nobody, take_out
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms.cpu import CpuPlatform
@@ -37,8 +42,8 @@ from vllm.v1.worker.workspace import init_workspace_manager
 MAX_TOKENS = 1024
 
 
-def ask(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What vLLM says of a model."""
+def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dict[str, Any]:
+    """What vLLM says of a model on one rank."""
     (folder / "config.json").write_text(json.dumps(config))
     engine = EngineArgs(
         model=str(folder),
@@ -49,11 +54,12 @@ def ask(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         max_num_batched_tokens=MAX_TOKENS,
         enable_prefix_caching=True,
         block_size=PAGE_TOKENS,
+        tensor_parallel_size=tp_size,
     ).create_engine_config()
     with set_current_vllm_config(engine):
-        if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_ports(1)}", 0, "gloo")
-            initialize_model_parallel(1, 1)
+        if not model_parallel_is_initialized():
+            init_distributed_environment(tp_size, tp_rank, local_rank=tp_rank, backend="fake")
+            initialize_model_parallel(tp_size, 1)
             init_workspace_manager(torch.device("cpu"))
         with torch.device("meta"), set_default_torch_dtype(engine.model_config.dtype):
             initialize_model(engine)
@@ -88,12 +94,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     take_out()
+    tp_size, tp_rank = map(int, sys.argv[1:])
+    join_nobody(tp_size, tp_rank)
     for line in sys.stdin:
         name, config = json.loads(line)
         answer, said = None, None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                answer = ask(config, Path(folder))
+                answer = ask(config, Path(folder), tp_size, tp_rank)
             except Exception as error:  # noqa: BLE001 - whatever a class cannot do is its answer
                 said = f"{type(error).__name__}: {error}"
         answers.write(json.dumps((name, answer, said)) + "\n")

@@ -17,6 +17,7 @@ from kvreshard.catalog.engine import plan_pages
 from kvreshard.catalog.layers import Model
 from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, Kind, Latent, Place, ScaledRows, Style
+from kvreshard.kinds.page import DTYPE_BYTES
 
 Cache = tuple[object, ...]
 Table = tuple[list[int], int | None]
@@ -26,14 +27,14 @@ ORDERS = ("LBHNC", "BLHNC")
 PAGE_TOKENS = 32
 
 
-def caches_of(model: Model) -> list[Cache]:
-    """The caches that the catalog reads, without the model's own prediction layers."""
-    return [_of_kind(layer.kind) for layer in model.layers if not layer.predicts]
+def caches_of(model: Model, place: Place) -> list[Cache]:
+    """The caches that the catalog gives one rank, without the model's own prediction layers."""
+    return [_of_kind(layer.kind, place) for layer in model.layers if not layer.predicts]
 
 
-def tables_of(model: Model, order: str) -> list[Table]:
-    """The block tables that the catalog gives an engine with one rank."""
-    plan = plan_pages(model, EngineSpec(page=PAGE_TOKENS, order=order))
+def tables_of(model: Model, order: str, tp_size: int) -> list[Table]:
+    """The block tables that the catalog gives an engine of so many ranks."""
+    plan = plan_pages(model, EngineSpec(tp_size, page=PAGE_TOKENS, order=order))
     places = {layer.name: place for place, layer in enumerate(plan.layers)}
     states = {layer.name for layer in plan.layers if layer.kind.is_state}
     return [
@@ -42,19 +43,21 @@ def tables_of(model: Model, order: str) -> list[Table]:
     ]
 
 
-def _of_kind(kind: Kind) -> Cache:
+def _of_kind(kind: Kind, place: Place) -> Cache:
+    page_bytes = sum(tensor.page_bytes for tensor in kind.tensors(place, Style(), PAGE_TOKENS))
     if isinstance(kind, Attention):
         width = kind.head_size if kind.head_size_v is None else kind.head_size_v
-        return "attention", kind.num_kv_heads, kind.head_size, width, kind.window_tokens, kind.dtype
+        head_bytes = (kind.head_size + width) * DTYPE_BYTES[kind.dtype] * PAGE_TOKENS
+        return "attention", page_bytes // head_bytes, kind.head_size, width, kind.window_tokens, kind.dtype
     if isinstance(kind, Latent):
         return "latent", kind.channels, kind.window_tokens, kind.tokens_per_state, kind.dtype
     if isinstance(kind, ScaledRows):
         return "rows", kind.row_bytes + kind.scale_bytes, kind.tokens_per_state
-    return "state", sum(tensor.page_bytes for tensor in kind.tensors(Place(), Style(), PAGE_TOKENS))
+    return "state", page_bytes
 
 
 def of_spec(spec: Any) -> Cache:
-    """The same of one of vLLM's specifications, for a single rank."""
+    """The same of one of vLLM's specifications."""
     name = type(spec).__name__
     if name == "MambaSpec":
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]

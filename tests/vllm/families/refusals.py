@@ -8,11 +8,13 @@
 | a hybrid's pages are made for the kernels of a CPU | the catalog's are made for FlashAttention's |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
+| ranks meet one another | a rank's layers do not depend on what the others say |
 | each class is inspected in a process of its own | 10 s of imports per model |
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,6 +22,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.triton_utils import triton
@@ -63,3 +68,13 @@ def take_out() -> None:
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
     )
+
+
+def join_nobody(tp_size: int, tp_rank: int) -> None:
+    """A process group of `tp_size` ranks of which this is one, and nobody the others."""
+    os.environ["VLLM_DIST_IDENT"] = "nobody"
+    torch.distributed.init_process_group("fake", rank=tp_rank, world_size=tp_size, store=FakeStore())
+    new_group = torch.distributed.new_group
+    torch.distributed.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
