@@ -1,5 +1,7 @@
 """Does the catalog read, from a file alone, the caches that vLLM's own class of the model registers, and group them alike?
 
+And does the connector, which sees those caches, describe them as the catalog does?
+
 The oracle is vLLM's: each model is made by its class, at its full size, on a device that holds no values
 (`tests/vllm/families`). Beside families as transformers has them by default there are those with fields that change a cache.
 """
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.families.caches import ORDERS, caches_of, tables_of
+from tests.vllm.families.caches import ORDERS, caches_of, expected_fields, tables_of
 from tests.vllm.families.configs import CASES, read_config
 
 from kvreshard.catalog import read_model
@@ -79,6 +81,18 @@ def test_a_family_is_read_as_its_class_caches(answers: Answers, rank: tuple[int,
     assert [list(cache) for cache in caches_of(model, Place(tp_rank, tp_size))] == said["caches"]
     for order in ORDERS:
         assert [list(table) for table in tables_of(model, order, tp_size)] == said["tables"][order]
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("case", [*CASES, *(path.name for path in FILES)])
+def test_the_connector_describes_a_family_as_the_catalog_does(
+    answers: Answers, rank: tuple[int, int], case: str
+) -> None:
+    """Also where a rank shows fewer heads or groups than it can tell the model's from."""
+    said, _ = answers[case]
+    if said is not None:
+        fields = expected_fields(read_model(case, _configs()[case]), *rank)
+        assert json.loads(json.dumps(fields)) == said["fields"]
 
 
 def test_the_oracle_tells_models_apart(answers: Answers, rank: tuple[int, int]) -> None:

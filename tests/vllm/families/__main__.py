@@ -3,11 +3,13 @@
     python -m tests.vllm.families TP_SIZE TP_RANK
 
 Reads JSON lines `[name, config]` and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
-which vLLM registers them, and the `tables` for each of two dimension orders: places of their layers among the caches, tokens per page.
+which vLLM registers them, the `tables` for each of two dimension orders (places of their layers among the caches, tokens per page), and
+the `fields` of each cache as the connector describes them.
 
 1. The config becomes a directory, and that an engine's configuration.
 2. The model is made on torch's meta device: every layer is there, no weight is. Of the other ranks it hears nothing.
-3. Each layer that has a cache gives its specification; vLLM groups them.
+3. Each layer that has a cache gives its specification; vLLM groups them, and makes the tensors that it would register.
+4. The connector describes them.
 
 A process of its own, since it changes what vLLM refuses (`refusals`).
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, of_spec
+from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, fields_of, of_spec
 from tests.vllm.families.refusals import join_nobody, take_out
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
@@ -35,11 +37,19 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.workspace import init_workspace_manager
 
+from kvreshard.model import EngineLayout
+from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.rank_place import read_place
+
 MAX_TOKENS = 1024
+NUM_PAGES = 2
+ENOUGH_BYTES = 1 << 40
 
 
 def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dict[str, Any]:
@@ -55,6 +65,7 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dic
         enable_prefix_caching=True,
         block_size=PAGE_TOKENS,
         tensor_parallel_size=tp_size,
+        num_gpu_blocks_override=NUM_PAGES,
     ).create_engine_config()
     with set_current_vllm_config(engine):
         if not model_parallel_is_initialized():
@@ -74,7 +85,20 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dic
         }
         specs = {name: spec for name, spec in found.items() if spec is not None}
         tables = {order: _tables(engine, specs, order) for order in ORDERS}
-    return {"caches": [of_spec(spec) for spec in specs.values()], "tables": tables}
+        fields = fields_of(_describe(engine, specs, ORDERS[0]), tp_rank, list(specs))
+    return {"caches": [of_spec(spec) for spec in specs.values()], "tables": tables, "fields": fields}
+
+
+def _describe(engine: VllmConfig, specs: dict[str, Any], order: str) -> EngineLayout:
+    engine.cache_config.kv_cache_layout = order
+    groups = get_kv_cache_groups(engine, dict(specs))
+    config = get_kv_cache_config_from_groups(engine, groups, ENOUGH_BYTES)
+    kernel_tokens = [group.kv_cache_spec.block_size for group in groups]
+    # Nobody writes there, so it takes no memory.
+    tensors = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[order], kernel_tokens)
+    return describe_rank(
+        engine="engine", vllm_config=engine, kv_cache_config=config, kv_caches=tensors, place=read_place(engine)
+    )
 
 
 def _tables(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[Table]:

@@ -1,4 +1,4 @@
-"""What is a cache, and what a block table, said so that vLLM's specifications and the catalog's kinds can be compared?
+"""What is a cache, a block table, a field, said so that vLLM's specifications and the catalog's kinds can be compared?
 
 | cache | what is compared |
 |---|---|
@@ -11,13 +11,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from kvreshard.catalog.engine import plan_pages
+from kvreshard.catalog.engine import describe, plan_pages
 from kvreshard.catalog.layers import Model
 from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, Kind, Latent, Place, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
+from kvreshard.model import EngineLayout
 
 Cache = tuple[object, ...]
 Table = tuple[list[int], int | None]
@@ -41,6 +43,25 @@ def tables_of(model: Model, order: str, tp_size: int) -> list[Table]:
         (sorted(places[name] for name in group.layers), None if group.layers[0] in states else group.tokens_per_page)
         for group in plan.groups
     ]
+
+
+def fields_of(layout: EngineLayout, rank: int, layers: Sequence[str]) -> list[list[Any]]:
+    """The fields of every layer, without its name: axes, bytes and encoding of an element, and what the rank holds of each axis."""
+    fields = {field.name: field for field in layout.fields}
+    found: dict[str, list[Any]] = {layer: [] for layer in layers}
+    for shard in next(held for held in layout.ranks if held.rank == rank).shards:
+        field = fields[shard.field]
+        layer = max((layer for layer in layers if shard.field.startswith(f"{layer}.")), key=len)
+        axes = [(axis.name, axis.extent, axis.tokens_per_index) for axis in field.axes]
+        held = [(axis.axis, str(axis.owned)) for axis in shard.geometry.axes]
+        found[layer].append((shard.field.removeprefix(layer), axes, field.element_bytes, field.encoding, held))
+    return [sorted(found[layer], key=repr) for layer in layers]
+
+
+def expected_fields(model: Model, tp_size: int, rank: int) -> list[list[Any]]:
+    """The same as the catalog describes them."""
+    layout = describe(model, EngineSpec(tp_size, page=PAGE_TOKENS, order=ORDERS[0]), "engine")
+    return fields_of(layout, rank, [layer.name for layer in model.layers if not layer.predicts])
 
 
 def _of_kind(kind: Kind, place: Place) -> Cache:

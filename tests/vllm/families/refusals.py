@@ -6,6 +6,7 @@
 | no prefix cache for latents without AMX | the same |
 | sparse attention is refused | layers are made, nothing attends |
 | a hybrid's pages are made for the kernels of a CPU | the catalog's are made for FlashAttention's |
+| pages of GPU backends are opaque on a CPU | their inside is known where they run |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
 | ranks meet one another | a rank's layers do not depend on what the others say |
@@ -30,7 +31,10 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.triton_utils import triton
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
+from kvreshard.vllm import layer_facts
+
 ABSENT = ("cuda", "cutlass", "torchvision")
+CPU_BACKENDS = ("AMX_MLA", "CPU_ATTN", "CPU_MLA")
 SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
 
@@ -65,6 +69,12 @@ def take_out() -> None:
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
     CpuPlatform._find_non_ssm_backends = classmethod(lambda cls, config: [FlashAttentionBackend])
+    find = layer_facts._platform
+
+    def platform(config: Any, backend: str, layer: Any, spec: Any) -> str:
+        return find(config, backend, layer, spec) if backend in CPU_BACKENDS else "cuda"
+
+    layer_facts._platform = platform
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
     )
