@@ -72,6 +72,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "lora_request": None,
         "prompt_embeds": None,
         "max_tokens": 1,
+        "num_output_tokens": 1,
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
         "kv_transfer_params": {"do_remote_decode": True},
         "get_skip_reading_prefix_cache": lambda: False,
@@ -335,6 +336,27 @@ def test_only_what_has_been_written_and_said_is_offered(
     assert (params["remote_num_tokens"], type(order)) == (expected, Offer)
     decode = Decode(full(64))
     assert decode.side.count_loadable(decode.arrive(params, [*text, 7]), 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "num_said", "is_offered"), [(0, 3, True), (2, 1, True), (2, 2, False), (2, 3, False)]
+)
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_a_state_among_its_drafts_is_not_offered(mode: str, num_drafts: int, num_said: int, is_offered: bool) -> None:
+    """A verified step leaves it in the block of the last draft that was right (vLLM 0.32, `GDNAttentionMetadata`)."""
+    num_tokens = 299 + num_said
+    asked = request(
+        "p-1",
+        list(range(num_tokens)),
+        num_prompt_tokens=300,
+        num_computed_tokens=num_tokens,
+        num_output_tokens=num_said,
+    )
+    side = producer(groups(full(64), state(64, mode, num_drafts)))
+    list(side.schedule(asked))
+    params, order = side.finish(asked, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7, 8]])
+    assert (params is not None) == is_offered
+    assert isinstance(order, Offer if is_offered else Revoke)
 
 
 @pytest.mark.parametrize(("num_in_flight", "is_offered"), [(0, True), (1, False)])

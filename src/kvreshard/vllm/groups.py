@@ -38,7 +38,8 @@ class CacheGroup:
     """One transferred group. `index`: its place among all groups of the scheduler. `page_tokens` None: one page per request.
 
     `window_tokens`: how far the next token looks back, itself included, None for all; `extra_tokens`: how many more the group
-    keeps. `chunk_tokens`: the next token looks at those of its chunk.
+    keeps. `chunk_tokens`: the next token looks at those of its chunk. `num_draft_states`: blocks behind a state's own into which
+    drafts are stepped; after such a step the state is the one of the last draft that was right.
     """
 
     name: str
@@ -50,6 +51,7 @@ class CacheGroup:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     extra_tokens: int = 0
+    num_draft_states: int = 0
 
     @property
     def reach(self) -> Reach:
@@ -102,7 +104,8 @@ def _read_group(name: str, index: int, spec: Any, dcp_size: int) -> CacheGroup:
     block_tokens = int(spec.block_size)
     if isinstance(inner, MambaSpec):
         aligned = inner.mamba_cache_mode == "align"
-        return CacheGroup(name, index, None, True, aligned, block_tokens)
+        drafts = int(inner.num_speculative_blocks)
+        return CacheGroup(name, index, None, True, aligned, block_tokens, num_draft_states=drafts)
     if isinstance(inner, CircularBufferSpec):
         return CacheGroup(name, index, None, False, False, block_tokens)
     window = chunk = None

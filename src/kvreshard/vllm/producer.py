@@ -7,7 +7,7 @@
 4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
 
 A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt. So does one
-whose state has gone beyond its tokens, in a step that is still under way.
+whose state has gone beyond its tokens, in a step that is still under way, or is somewhere among its drafts'.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class Producer:
             return None, None
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         num_tokens = count_settled(request)
-        is_beyond = num_tokens < request.num_computed_tokens and any(group.is_state for group in self._groups)
-        if not good or self.address is None or num_tokens < 1 or is_beyond:
+        if not good or self.address is None or num_tokens < 1 or self._has_moved_on(request, num_tokens):
             self.freed(request.request_id)
             return None, Revoke(request.request_id)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
@@ -106,6 +105,15 @@ class Producer:
             request, block_ids, RemoteLease(request.request_id, grant.slot, grant.word), self.address
         )
         return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
+
+    def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
+        """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it.
+
+        Of the tokens that a request says, the first needs no step of its own; each further one may have been verified with drafts.
+        """
+        states = [group for group in self._groups if group.is_state]
+        is_beyond = bool(states) and num_tokens < request.num_computed_tokens
+        return is_beyond or (request.num_output_tokens > 1 and any(group.num_draft_states for group in states))
 
     def describe(
         self, request: Request, block_ids: Sequence[Sequence[int]], lease: RemoteLease, address: Address
