@@ -186,6 +186,7 @@ def test_indices_and_drafts() -> None:
     assert not is_draft("model.layers.31.self_attn.attn", 32, False)
     assert not is_draft("model.layers.31.self_attn.attn", None, False)
     assert is_draft("mtp.layers.0.attn", 32, False)
+    assert is_draft("model.mtp.layers.0.self_attn.attn", 32, False)
     assert is_draft("draft_model.model.layers.0.attn", 32, False)
     assert is_draft("model.layers.1.attn", 32, True)
 

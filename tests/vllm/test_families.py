@@ -13,15 +13,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.vllm.families.caches import ORDERS, caches_of, expected_fields, tables_of
-from tests.vllm.families.configs import CASES, read_config
+from tests.vllm.families.configs import CASES, PREDICTING, read_config
 
 from kvreshard.catalog import read_model
-from kvreshard.kinds import Place
+from kvreshard.catalog.spec import EngineSpec
 
 REPOSITORY = Path(__file__).parents[2]
 # The catalog's own files, but those whose class wants pictures, a GPU, or experts that its CPU build does not have.
@@ -33,30 +34,39 @@ FILES = tuple(
 SECONDS = 300
 QUIET = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
-# (ranks, which of them). What vLLM cannot divide so, it refuses; what is written here is all that it says then.
-RANKS = ((1, 0), (4, 3), (8, 5))
+# (ranks, which of them, draft tokens). What vLLM cannot divide so, it refuses; what is written here is all that it says then.
+ENGINES = ((1, 0, 0), (4, 3, 0), (8, 5, 0), (1, 0, 2), (8, 5, 2))
 REFUSALS = ("must be divisible by tensor parallel size", "does not divide num_groups", "must divide num heads")
 Answers = dict[str, tuple[dict[str, Any] | None, str | None]]
 
 
-@functools.cache
-def _configs() -> dict[str, dict[str, Any]]:
-    return {case: read_config(case) for case in CASES} | {path.name: json.loads(path.read_text()) for path in FILES}
+@dataclass(frozen=True)
+class Engine:
+    """An engine of which one rank is looked at, and the files that it is asked about."""
+
+    spec: EngineSpec
+    rank: int
+
+    @functools.cached_property
+    def configs(self) -> dict[str, dict[str, Any]]:
+        if self.spec.spec:
+            return {case: read_config(case, num_predicting=1) for case in PREDICTING}
+        return {case: read_config(case) for case in CASES} | {path.name: json.loads(path.read_text()) for path in FILES}
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda rank: f"tp{rank[0]}")
-def rank(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """Ranks of the engine, and which of them is looked at."""
-    tp_size, tp_rank = request.param
-    return tp_size, tp_rank
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: "tp{0}-drafts{2}".format(*engine))
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """One of `ENGINES`."""
+    tp_size, tp_rank, num_drafts = request.param
+    return Engine(EngineSpec(tp_size, spec=num_drafts), tp_rank)
 
 
 @pytest.fixture(scope="module")
-def answers(rank: tuple[int, int]) -> Answers:
+def answers(engine: Engine) -> Answers:
     """What vLLM says of every case, or why it says nothing."""
-    asked = "\n".join(json.dumps(case) for case in _configs().items())
+    asked = "\n".join(json.dumps(case) for case in engine.configs.items())
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.families", *map(str, rank)],
+        [sys.executable, "-m", "tests.vllm.families", *map(str, (engine.spec.tp, engine.rank, engine.spec.spec))],
         input=asked,
         capture_output=True,
         text=True,
@@ -70,37 +80,44 @@ def answers(rank: tuple[int, int]) -> Answers:
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("case", [*CASES, *(path.name for path in FILES)])
-def test_a_family_is_read_as_its_class_caches(answers: Answers, rank: tuple[int, int], case: str) -> None:
-    (said, error), (tp_size, tp_rank) = answers[case], rank
-    if said is None:
-        assert tp_size > 1
-        assert any(refusal in str(error) for refusal in REFUSALS), error
-        return
-    model = read_model(case, _configs()[case])
-    assert [list(cache) for cache in caches_of(model, Place(tp_rank, tp_size))] == said["caches"]
-    for order in ORDERS:
-        assert [list(table) for table in tables_of(model, order, tp_size)] == said["tables"][order]
+def test_families_are_read_as_their_classes_cache(answers: Answers, engine: Engine) -> None:
+    for case, raw in engine.configs.items():
+        said, error = answers[case]
+        if said is None:
+            assert engine.spec.tp > 1, (case, error)
+            assert any(refusal in str(error) for refusal in REFUSALS), (case, error)
+            continue
+        model = read_model(case, raw)
+        assert as_json(caches_of(model, engine.spec, engine.rank)) == said["caches"], case
+        for order in ORDERS:
+            assert as_json(tables_of(model, engine.spec, order)) == said["tables"][order], case
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("case", [*CASES, *(path.name for path in FILES)])
-def test_the_connector_describes_a_family_as_the_catalog_does(
-    answers: Answers, rank: tuple[int, int], case: str
-) -> None:
+def test_the_connector_describes_families_as_the_catalog_does(answers: Answers, engine: Engine) -> None:
     """Also where a rank shows fewer heads or groups than it can tell the model's from."""
-    said, _ = answers[case]
-    if said is not None:
-        fields = expected_fields(read_model(case, _configs()[case]), *rank)
-        assert json.loads(json.dumps(fields)) == said["fields"]
+    for case, (said, _) in answers.items():
+        if said is not None:
+            fields = expected_fields(read_model(case, engine.configs[case]), engine.spec, engine.rank)
+            assert as_json(fields) == said["fields"], case
 
 
-def test_the_oracle_tells_models_apart(answers: Answers, rank: tuple[int, int]) -> None:
+@pytest.mark.timeout(SECONDS)
+def test_the_oracle_tells_models_apart(answers: Answers, engine: Engine) -> None:
     """Most can be divided so; cases that differ in one field have other caches, the two orders other tables; none is empty."""
     said = {case: answer for case, (answer, _) in answers.items() if answer is not None}
-    assert len(said) > len(answers) * (0.8 if rank[0] > 1 else 0.999)
+    assert len(answers) == len(engine.configs)
+    assert len(said) > len(answers) * (0.8 if engine.spec.tp > 1 else 0.999)
+    assert all(answer["caches"] and answer["tables"][ORDERS[0]] for answer in said.values())
+    if engine.spec.spec:
+        assert said["glm4_moe"]["fields"][-1] != said["glm4_moe"]["fields"][0]  # an engine may lack what predicts
+        return
     for case, other in (("gemma4_text", "gemma4_text unequal"), ("glm_moe_dsa", "glm_moe_dsa pattern")):
         assert said[case]["caches"] != said[other]["caches"]
     first, second = (said["gemma4_text unequal"]["tables"][order] for order in ORDERS)
     assert first != second
-    assert all(answer["caches"] and answer["tables"][ORDERS[0]] for answer in said.values())
+
+
+def as_json(value: Any) -> Any:
+    """The same as it comes back from the other process."""
+    return json.loads(json.dumps(value))

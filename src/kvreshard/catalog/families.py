@@ -20,6 +20,7 @@ Reader = Callable[[Config], Model]
 
 READERS: Mapping[str, Reader] = {
     **dict.fromkeys(read_attention.PLAIN_TYPES, read_attention.read_plain),
+    **dict.fromkeys(read_attention.PREDICTING_TYPES, read_attention.read_predicting),
     "gpt_oss": read_attention.read_alternating,
     "gemma2": read_attention.read_alternating,
     "afmoe": read_attention.read_afmoe,
@@ -27,7 +28,6 @@ READERS: Mapping[str, Reader] = {
     "cohere2_moe": read_attention.read_cohere2_moe,
     "exaone4": read_attention.read_exaone4,
     "exaone_moe": read_attention.read_exaone_moe,
-    "glm4_moe": read_attention.read_glm4_moe,
     "llama4": read_attention.read_llama4,
     "llama4_text": read_attention.read_llama4,
     "minicpm3": read_attention.read_minicpm3,

@@ -13,7 +13,7 @@
 | `minicpm3` | none; K and V of every query head | vLLM 0.32 `minicpm3.py` |
 | `afmoe` | `layer_types`, else all but every `global_attn_every_n_layers`th | `AfmoeConfig` |
 | `llama4*` | chunks where `no_rope_layers` is not 0, by default all but every fourth | `Llama4TextConfig`, vLLM 0.32 `llama4.py` |
-| `glm4_moe` | none; `num_nextn_predict_layers` more layers predict | `Glm4MoeConfig`, vLLM 0.32 `glm4_moe_mtp.py` |
+| `glm4_moe`, `ernie4_5_moe`, `mimo`, `bailing_moe`, `bailing_moe_v2`, `hy_v3` | none; `num_nextn_predict_layers` more layers predict | vLLM 0.32 `glm4_moe_mtp.py`, `ernie_mtp.py`, `mimo_mtp.py`, `bailing_moe_mtp.py`, `hy_v3_mtp.py` |
 | `minimax_m2` | none; every `attn_type_list` entry is 1 | vLLM 0.32 `minimax_m2.py`, which drops the `num_mtp_modules` |
 | `smollm3` | none, unless `layer_types` says otherwise | `SmolLM3Config` |
 
@@ -49,6 +49,7 @@ PLAIN_TYPES = (
     "nemotron",
     "laguna",
 )
+PREDICTING_TYPES = ("glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3")
 GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
 LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
 # Words of a field name that tell of a cache other than K and V per head: another model type may mean anything by them.
@@ -170,7 +171,7 @@ def read_llama4(config: Config) -> Model:
     return _model(config, num_layers, [chunk if entry == "chunk" else None for entry in types])
 
 
-def read_glm4_moe(config: Config) -> Model:
+def read_predicting(config: Config) -> Model:
     """Plain attention, and layers of it that predict."""
     return _with_predicting(config, read_plain(config))
 

@@ -160,7 +160,7 @@ def read_zamba2(config: Config) -> Model:
 def read_gated_delta(config: Config) -> Model:
     """Prediction layers are full attention: `mtp_num_hidden_layers`, or in Qwen3-Next `num_nextn_predict_layers`.
 
-    vLLM 0.32 takes one such layer where a Qwen3-Next file does not say.
+    vLLM 0.32 takes one such layer where a Qwen file does not say.
     """
     num_layers = config.count("num_hidden_layers")
     if config.has("layer_types"):
@@ -180,7 +180,7 @@ def read_gated_delta(config: Config) -> Model:
     if config.model_type.startswith("qwen3_next"):
         num_predicting = config.count("num_nextn_predict_layers", 1, at_least=0)
     else:
-        num_predicting = config.count("mtp_num_hidden_layers", 0, at_least=0)
+        num_predicting = config.count("mtp_num_hidden_layers", int(config.model_type != "olmo_hybrid"), at_least=0)
     return _model(config, types, state, "delta", num_predicting)
 
 

@@ -2,7 +2,7 @@
 
 | model types | window layers | source |
 |---|---|---|
-| `mimo_v2_flash` | `hybrid_layer_pattern` 1; all their fields begin with `swa_`. V is narrower than K | vLLM 0.32 `mimo_v2.py` |
+| `mimo_v2_flash` | `hybrid_layer_pattern` 1; all their fields begin with `swa_`. V is narrower than K. One more predicts | vLLM 0.32 `mimo_v2.py`, `mimo_v2_mtp.py` |
 | `step3p5` | `layer_types`; those that `attention_other_setting` names have its heads | vLLM 0.32 `step3p5.py` |
 """
 
@@ -16,9 +16,9 @@ from kvreshard.catalog.read_attention import LAYER_TYPES
 
 
 def read_mimo_v2(config: Config) -> Model:
-    """Full layers by the usual fields, window layers by theirs."""
+    """Full layers by the usual fields, window layers by theirs. Of the layers that predict vLLM takes one."""
     num_layers = config.count("num_hidden_layers")
-    has_window = [entry == 1 for entry in config.numbers("hybrid_layer_pattern", num_layers)]
+    has_window = [*(entry == 1 for entry in config.numbers("hybrid_layer_pattern", num_layers)), True]
     name = "sliding_window_size" if config.has("sliding_window_size") else "sliding_window"
     window, dtype = config.count(name) if any(has_window) else None, config.dtype()
 
@@ -34,7 +34,7 @@ def read_mimo_v2(config: Config) -> Model:
             head_size_v=config.count(f"{prefix}v_head_dim", width),
         )
 
-    return _model(config, num_layers, layer)
+    return _model(config, num_layers, layer, 1)
 
 
 def read_step3p5(config: Config) -> Model:

@@ -6,7 +6,7 @@ Drafts are registered beside the target's layers, on the last pipeline stage onl
 | draft | name (vLLM 0.32) |
 |---|---|
 | Eagle, Eagle-3, DeepSeek MTP | `model.layers.<n + i>...`, with n layers of the target (`llama_eagle3.py:202`) |
-| Qwen3-Next MTP | `mtp.layers.<i>...` |
+| Qwen3-Next and MiMo-V2 MTP | `mtp.layers.<i>...`, `model.mtp.layers.<i>...` |
 | standalone draft model | `draft_model....` |
 
 A draft that shares the target's cache (Gemma-4 MTP) has none of its own.
@@ -19,7 +19,7 @@ from typing import Any
 from kvreshard.kinds import Place
 from kvreshard.vllm.rank_place import RankPlace
 
-DRAFT_PREFIXES = ("mtp.", "draft_model.")
+DRAFT_PARTS = ("mtp", "draft_model")
 
 
 def layer_index(name: str) -> int | None:
@@ -35,7 +35,7 @@ def is_draft(name: str, num_target_layers: int | None, marked: bool) -> bool:
     """Whether the layer belongs to a draft. `num_target_layers`: None where the target's config does not say."""
     index = layer_index(name)
     beyond = num_target_layers is not None and index is not None and index >= num_target_layers
-    return marked or name.startswith(DRAFT_PREFIXES) or beyond
+    return marked or any(part in DRAFT_PARTS for part in name.split(".")) or beyond
 
 
 def num_target_layers(vllm_config: Any) -> int | None:

@@ -216,8 +216,10 @@ def test_gated_delta() -> None:
     model = read_model("m", changed(DELTA, mamba_ssm_dtype="float32", mtp_num_hidden_layers=1))
     assert list(kinds(model)) == ["layers.0.delta", "layers.1.delta", "layers.2.delta", "layers.3.attn", "mtp.0.attn"]
     assert model.layers[0].kind == GatedDelta(16, 32, 128, 64, 4, "bfloat16", "float32")
-    next_model = read_model("m", changed(DELTA, model_type="qwen3_next"))
-    assert [layer.name for layer in next_model.layers if layer.optional] == ["mtp.0.attn"]
+    for raw in (DELTA, changed(DELTA, model_type="qwen3_next")):
+        assert [layer.name for layer in read_model("m", raw).layers if layer.optional] == ["mtp.0.attn"]
+    without = read_model("m", changed(DELTA, mtp_num_hidden_layers=0))
+    assert not any(layer.optional for layer in without.layers)
 
 
 def test_states_only() -> None:

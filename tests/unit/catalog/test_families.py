@@ -56,8 +56,9 @@ def test_windows_of_further_types(raw: dict[str, Any], expected: list[int | None
     )
 
 
-def test_glm_predicts_with_layers_like_its_own() -> None:
-    model = read_model("m", GLM)
+@pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3"])
+def test_glm_and_others_predict_with_layers_like_their_own(model_type: str) -> None:
+    model = read_model("m", changed(GLM, model_type=model_type))
     assert [(layer.name, layer.index, layer.optional, layer.predicts) for layer in model.layers[-2:]] == [
         ("layers.3.attn", 3, False, False),
         ("mtp.0.attn", 4, True, True),
@@ -85,8 +86,9 @@ MIMO: dict[str, Any] = {
 def test_mimo_has_narrow_values_and_more_heads_in_its_windows() -> None:
     model = read_model("m", MIMO)
     full, window = Attention(4, 192, "bfloat16", 128), Attention(8, 192, "bfloat16", 128, 128)
-    assert [layer.kind for layer in model.layers] == [full, window, window, full]
-    assert [layer.family for layer in model.layers] == ["full", "window", "window", "full"]
+    assert [layer.kind for layer in model.layers] == [full, window, window, full, window]
+    assert [layer.family for layer in model.layers] == ["full", "window", "window", "full", "window"]
+    assert [layer.predicts for layer in model.layers] == [False] * 4 + [True]
     assert "8 heads x 192 and 128 of V" in geometry(model)
     alike = read_model("m", changed(MIMO, swa_v_head_dim=None, v_head_dim=192))
     assert [layer.kind for layer in alike.layers[:2]] == [

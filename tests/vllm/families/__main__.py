@@ -1,13 +1,14 @@
 """What does each layer of a model say about its cache, and which layers share a block table, asked of vLLM's own model class?
 
-    python -m tests.vllm.families TP_SIZE TP_RANK
+    python -m tests.vllm.families TP_SIZE TP_RANK NUM_DRAFTS
 
 Reads JSON lines `[name, config]` and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
 which vLLM registers them, the `tables` for each of two dimension orders (places of their layers among the caches, tokens per page), and
 the `fields` of each cache as the connector describes them.
 
 1. The config becomes a directory, and that an engine's configuration.
-2. The model is made on torch's meta device: every layer is there, no weight is. Of the other ranks it hears nothing.
+2. The model is made on torch's meta device: every layer is there, no weight is. Of the other ranks it hears nothing. If it speculates,
+   its own prediction layers are made beside it.
 3. Each layer that has a cache gives its specification; vLLM groups them, and makes the tensors that it would register.
 4. The connector describes them.
 
@@ -52,7 +53,7 @@ NUM_PAGES = 2
 ENOUGH_BYTES = 1 << 40
 
 
-def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dict[str, Any]:
+def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_drafts: int) -> dict[str, Any]:
     """What vLLM says of a model on one rank."""
     (folder / "config.json").write_text(json.dumps(config))
     engine = EngineArgs(
@@ -66,6 +67,9 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dic
         block_size=PAGE_TOKENS,
         tensor_parallel_size=tp_size,
         num_gpu_blocks_override=NUM_PAGES,
+        speculative_config={"method": "mtp", "model": str(folder), "num_speculative_tokens": num_drafts}
+        if num_drafts
+        else None,
     ).create_engine_config()
     with set_current_vllm_config(engine):
         if not model_parallel_is_initialized():
@@ -74,6 +78,8 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int) -> dic
             init_workspace_manager(torch.device("cpu"))
         with torch.device("meta"), set_default_torch_dtype(engine.model_config.dtype):
             initialize_model(engine)
+            if engine.speculative_config is not None:
+                initialize_model(engine, model_config=engine.speculative_config.draft_model_config)
         engine.cache_config.block_size = PAGE_TOKENS
         if engine.model_config.is_hybrid:
             CpuPlatform._align_hybrid_block_size(engine, FlashAttentionBackend)
@@ -118,14 +124,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     take_out()
-    tp_size, tp_rank = map(int, sys.argv[1:])
+    tp_size, tp_rank, num_drafts = map(int, sys.argv[1:])
     join_nobody(tp_size, tp_rank)
     for line in sys.stdin:
         name, config = json.loads(line)
         answer, said = None, None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                answer = ask(config, Path(folder), tp_size, tp_rank)
+                answer = ask(config, Path(folder), tp_size, tp_rank, num_drafts)
             except Exception as error:  # noqa: BLE001 - whatever a class cannot do is its answer
                 said = f"{type(error).__name__}: {error}"
         answers.write(json.dumps((name, answer, said)) + "\n")

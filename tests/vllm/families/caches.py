@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvreshard.catalog.engine import describe, plan_pages
+from kvreshard.catalog.engine import describe, engine_layers, plan_pages
 from kvreshard.catalog.layers import Model
 from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, Kind, Latent, Place, ScaledRows, Style
@@ -29,14 +30,15 @@ ORDERS = ("LBHNC", "BLHNC")
 PAGE_TOKENS = 32
 
 
-def caches_of(model: Model, place: Place) -> list[Cache]:
-    """The caches that the catalog gives one rank, without the model's own prediction layers."""
-    return [_of_kind(layer.kind, place) for layer in model.layers if not layer.predicts]
+def caches_of(model: Model, spec: EngineSpec, rank: int) -> list[Cache]:
+    """The caches that the catalog gives one rank."""
+    place, style = Place(rank, spec.tp), Style(speculative_tokens=spec.spec)
+    return [_of_kind(layer.kind, place, style) for layer in engine_layers(model, spec)]
 
 
-def tables_of(model: Model, order: str, tp_size: int) -> list[Table]:
-    """The block tables that the catalog gives an engine of so many ranks."""
-    plan = plan_pages(model, EngineSpec(tp_size, page=PAGE_TOKENS, order=order))
+def tables_of(model: Model, spec: EngineSpec, order: str) -> list[Table]:
+    """The block tables that the catalog gives an engine."""
+    plan = plan_pages(model, replace(spec, page=PAGE_TOKENS, order=order))
     places = {layer.name: place for place, layer in enumerate(plan.layers)}
     states = {layer.name for layer in plan.layers if layer.kind.is_state}
     return [
@@ -46,7 +48,9 @@ def tables_of(model: Model, order: str, tp_size: int) -> list[Table]:
 
 
 def fields_of(layout: EngineLayout, rank: int, layers: Sequence[str]) -> list[list[Any]]:
-    """The fields of every layer, without its name: axes, bytes and encoding of an element, and what the rank holds of each axis."""
+    """The fields of every layer, without its name: axes, bytes and encoding of an element, whether an engine may lack it, and what the
+    rank holds of each axis.
+    """
     fields = {field.name: field for field in layout.fields}
     found: dict[str, list[Any]] = {layer: [] for layer in layers}
     for shard in next(held for held in layout.ranks if held.rank == rank).shards:
@@ -54,18 +58,20 @@ def fields_of(layout: EngineLayout, rank: int, layers: Sequence[str]) -> list[li
         layer = max((layer for layer in layers if shard.field.startswith(f"{layer}.")), key=len)
         axes = [(axis.name, axis.extent, axis.tokens_per_index) for axis in field.axes]
         held = [(axis.axis, str(axis.owned)) for axis in shard.geometry.axes]
-        found[layer].append((shard.field.removeprefix(layer), axes, field.element_bytes, field.encoding, held))
+        found[layer].append(
+            (shard.field.removeprefix(layer), axes, field.element_bytes, field.encoding, field.optional, held)
+        )
     return [sorted(found[layer], key=repr) for layer in layers]
 
 
-def expected_fields(model: Model, tp_size: int, rank: int) -> list[list[Any]]:
+def expected_fields(model: Model, spec: EngineSpec, rank: int) -> list[list[Any]]:
     """The same as the catalog describes them."""
-    layout = describe(model, EngineSpec(tp_size, page=PAGE_TOKENS, order=ORDERS[0]), "engine")
-    return fields_of(layout, rank, [layer.name for layer in model.layers if not layer.predicts])
+    layout = describe(model, replace(spec, page=PAGE_TOKENS, order=ORDERS[0]), "engine")
+    return fields_of(layout, rank, [layer.name for layer in engine_layers(model, spec)])
 
 
-def _of_kind(kind: Kind, place: Place) -> Cache:
-    page_bytes = sum(tensor.page_bytes for tensor in kind.tensors(place, Style(), PAGE_TOKENS))
+def _of_kind(kind: Kind, place: Place, style: Style) -> Cache:
+    page_bytes = sum(tensor.page_bytes for tensor in kind.tensors(place, style, PAGE_TOKENS))
     if isinstance(kind, Attention):
         width = kind.head_size if kind.head_size_v is None else kind.head_size_v
         head_bytes = (kind.head_size + width) * DTYPE_BYTES[kind.dtype] * PAGE_TOKENS

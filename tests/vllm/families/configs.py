@@ -80,6 +80,8 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "glm_moe_dsa pattern": {"index_topk_pattern": "FSSFS" * 15, "indexer_types": None},
     "gpt_oss": {"intermediate_size": 4096},
     "granitemoehybrid states": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "hy_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": None, "expert_hidden_dim": 1536,
+              "route_norm": True, "qk_norm": True},
     "kimi_linear": {"mla_use_nope": True, "layer_types": None, "num_hidden_layers": 4,
                     "linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 32, "head_dim": 128,
                                            "short_conv_kernel_size": 4}},
@@ -119,10 +121,17 @@ HUB: Mapping[str, Mapping[str, Any]] = {
                    "vocab_size": 128815, "max_position_embedding": 65536, "moe_layers_enum": "1,2"},
 }  # fmt: skip
 CASES = (*PLAIN, *CHANGED, *HUB)
+PREDICTING = (
+    "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa pattern", "hy_v3", "hy_v4",
+    "longcat_flash", "mimo_v2_flash", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
+"""Cases with prediction layers of their own, which vLLM makes beside the model while it speculates."""
 
 
-def read_config(case: str) -> dict[str, Any]:
-    """A file of the family, in bfloat16."""
+def read_config(case: str, *, num_predicting: int = 0) -> dict[str, Any]:
+    """A file of the family, in bfloat16; with so many prediction layers where it is one of `PREDICTING`."""
+    if num_predicting:
+        return {**read_config(case), "num_nextn_predict_layers": num_predicting}
     model_type = case.split()[0]
     if case in HUB:
         return {"model_type": model_type, "dtype": "bfloat16", **HUB[case]}
