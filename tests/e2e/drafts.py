@@ -3,7 +3,8 @@
 Written tensor by tensor, by the names that vLLM's loaders know, since `transformers` has no classes for them:
 
 - `eagle3`: one layer over three of the target's hidden states, with a cache of its own;
-- `mtp`: a predicting layer inside the target's own checkpoint, after its last layer.
+- `mtp`: a predicting layer inside the target's own checkpoint, after its last layer;
+- `mtp-beside`: one beside the target's layers there, which predicts two tokens (Qwen3-Next).
 
 A draft of another kind than its target (a latent beside keys and values) does not start on the CPU build, see
 `tests/vllm/test_over_nixl.py`.
@@ -27,12 +28,14 @@ def speculative_config(draft: str, folder: Path) -> dict[str, Any]:
     """What an engine is told; `folder` is the target's."""
     if draft == "mtp":
         return {"method": "mtp", "num_speculative_tokens": 1}
+    if draft == "mtp-beside":
+        return {"method": "mtp", "num_speculative_tokens": SPECULATED}
     return {"method": "eagle3", "model": str(folder / draft), "num_speculative_tokens": SPECULATED}
 
 
 def add_draft(draft: str, folder: Path) -> None:
     """Write `draft` into the folder of its target, which is complete otherwise."""
-    (_add_predictor if draft == "mtp" else _add_eagle)(draft, folder)
+    {"mtp": _add_predictor, "mtp-beside": _add_predictor, "eagle3": _add_eagle}[draft](draft, folder)
 
 
 def _drawing() -> Callable[..., Any]:
@@ -102,16 +105,25 @@ def _add_predictor(draft: str, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     number, hidden, draw = config["num_hidden_layers"], config["hidden_size"], _drawing()
     weights = load_file(folder / "model.safetensors")
-    last, own = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    is_beside = draft == "mtp-beside"
+    last, own = f"model.layers.{number - 1}.", "mtp.layers.0." if is_beside else f"model.layers.{number}."
     layer = {name.replace(last, own): tensor for name, tensor in weights.items() if name.startswith(last)}
     for name, tensor in layer.items():
         weights[name] = draw(*tensor.shape).to(tensor.dtype) if tensor.ndim > 1 else tensor.clone()
-    weights |= {
-        f"{own}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-        f"{own}shared_head.head.weight": weights["lm_head.weight"].clone(),
-        f"{own}eh_proj.weight": draw(hidden, 2 * hidden),
-        **{f"{own}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")},
-    }
+    joins = draw(hidden, 2 * hidden).to(weights["lm_head.weight"].dtype)
+    if is_beside:
+        norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+        weights |= {
+            "mtp.fc.weight": joins,
+            **{f"mtp.{name}.weight": torch.zeros(hidden, dtype=joins.dtype) for name in norms},
+        }
+    else:
+        weights |= {
+            f"{own}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+            f"{own}shared_head.head.weight": weights["lm_head.weight"].clone(),
+            f"{own}eh_proj.weight": joins,
+            **{f"{own}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")},
+        }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config["num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config, indent=2))

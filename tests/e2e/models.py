@@ -111,6 +111,22 @@ _MLA = {
     "rope_parameters": YARN,
 }
 
+_QWEN3_NEXT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": _layers("lllf", {"l": "linear_attention", "f": "full_attention"}),
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+}
+
 MODELS: dict[str, TinyModel] = {
     model.name: model
     for model in [
@@ -240,26 +256,14 @@ MODELS: dict[str, TinyModel] = {
             },
             prefix_caching=False,
         ),
+        TinyModel("qwen3-next", "Qwen3NextForCausalLM", _QWEN3_NEXT, dtype="bfloat16", prefix_caching=False),
         TinyModel(
-            "qwen3-next",
+            "qwen3-next-mtp",
             "Qwen3NextForCausalLM",
-            {
-                "num_hidden_layers": 4,
-                "layer_types": _layers("lllf", {"l": "linear_attention", "f": "full_attention"}),
-                "num_key_value_heads": 2,
-                "head_dim": 128,
-                "linear_num_key_heads": 4,
-                "linear_num_value_heads": 8,
-                "linear_key_head_dim": 64,
-                "linear_value_head_dim": 64,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 64,
-                "shared_expert_intermediate_size": 64,
-                "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
-            },
+            _QWEN3_NEXT,
             dtype="bfloat16",
             prefix_caching=False,
+            draft="mtp-beside",
         ),
         TinyModel(
             "mixtral",

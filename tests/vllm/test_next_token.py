@@ -123,6 +123,8 @@ def check_loaded(specs: Sequence[Any], params: dict[str, Any], tokens: list[int]
         asked.num_computed_tokens = cached + external
         asked.num_computed_tokens -= asked.num_computed_tokens == len(tokens)
         check_states(engine, specs, order, cached + external)
+        for name, pages in order.transfer.dst_new_pages.items():
+            assert set(pages.tolist()) <= set(order.transfer.dst_tables[name].pages.tolist())
         assert engine.allocate_slots(asked, len(tokens) - asked.num_computed_tokens)
     else:
         assert engine.allocate_slots(asked, len(tokens) - cached, cached, found)

@@ -249,6 +249,8 @@ class Consumer:
             ids = _ids(blocks, group)
             first, pages = group.pages(ids, num_tokens)
             fresh = [b.block_id for b in blocks.blocks[group.index] if b.block_hash is None and not b.is_null]
+            if group.page_tokens is None:
+                fresh = [page for page in fresh if page in pages]  # the others are its drafts'
             start = max(self._first_missing(group, blocks, first), _first_token(prefill, group.reach))
             tables[group.name] = PageTable(list(pages), num_tokens, first)
             intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
