@@ -118,4 +118,5 @@ CASES: list[Case] = [
     *rows("Qwen3-MoE", "qwen3-moe", every("1->2 2->1", EXACT)),
     *rows("Llama with an Eagle-3 draft", "llama-eagle3", every("1->2 2->1", EXACT)),
     *rows("DeepSeek-V3 with its MTP layer", "deepseek-mtp", every("1->2 2->1", EXACT)),
+    *rows("Qwen3-Next with its MTP layer", "qwen3-next-mtp", every("1->2 2->1", EXACT), ci=("1->2",)),
 ]
