@@ -38,13 +38,13 @@ class Model:
     def is_aligned(self) -> bool:
         return self.kind.startswith("aligned")
 
-    def layers(self, page: int, window: int) -> Layers:
-        """One or two layers per group."""
+    def layers(self, page: int, window: int, num_drafts: int = 0) -> Layers:
+        """One or two layers per group. `num_drafts`: that an engine steps states into."""
         one, two, three = (models.name(number) for number in range(3))
         full = models.attention(self.heads, 8, bs=page)
         windowed = models.attention(self.heads, 8, bs=page, window=window)
         if self.has_states:
-            state = _state(page, self.is_aligned)
+            state = _state(page, self.is_aligned, num_drafts)
             more = {three: windowed} if self.kind.endswith("window") else {}
             return {models.name(0, "mixer"): state, two: full, **more}
         found: dict[str, Layers] = {
@@ -92,26 +92,26 @@ def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
     weather = rng.choice(CALM + STORMS)
     max_stages = 1 if model.window_heads else rng.choice([1, 1, 2])  # there vLLM may group layers of one stage only
     prefill, decode = rng.choice([("kv_producer", "kv_consumer")] * 2 + [("kv_both", "kv_both")])
-    # vLLM 0.32 runs neither: chunks with an EAGLE draft and prefix caching, and states whose drafts these worlds do not know.
-    drafts = rng.choice([0, 0, 1, 3]) if not model.has_states and model.kind != "chunk" else 0
-    is_multi_module = rng.random() < 0.3
-    shapes = {"p": _shape(rng, model, window, prefill, max_stages), "d": _shape(rng, model, window, decode, max_stages)}
-    if rng.random() < 0.3:
-        shapes["q"] = _shape(rng, model, window, prefill, max_stages)
-    if rng.random() < 0.3:
-        shapes["e"] = _shape(rng, model, window, decode, max_stages)
-    for name, shape in shapes.items():
-        shapes[name] = replace(shape, num_drafts=drafts, is_multi_module=is_multi_module and drafts > 1)
+    # vLLM 0.32 does not run chunks with an EAGLE draft and prefix caching.
+    drafts = rng.choice([0, 0, 1, 3]) if model.kind != "chunk" else 0
+    is_multi_module = rng.random() < 0.3 and drafts > 1 and not model.has_states
+    roles = {"p": prefill, "d": decode}
+    roles |= {"q": prefill} if rng.random() < 0.3 else {}
+    roles |= {"e": decode} if rng.random() < 0.3 else {}
+    shapes = {}
+    for name, role in roles.items():
+        shape = _shape(rng, model, window, role, max_stages, drafts)
+        shapes[name] = replace(shape, is_multi_module=is_multi_module)
     return model, shapes, weather
 
 
-def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages: int) -> Shape:
+def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages: int, num_drafts: int) -> Shape:
     page = rng.choice([16, 32] if model.has_states else [4, 8, 16, 32])
     tp = rng.choice([1, 2, 4, 8] if model.window_heads else [1, 2, 4])
     pp = rng.randint(1, max_stages)
-    blocks_of_a_request = (-(-(LONGEST + MOST_SAID) // page) + 2) * model.num_groups
+    blocks_of_a_request = (-(-(LONGEST + MOST_SAID) // page) + 2) * model.num_groups + num_drafts * model.has_states
     return Shape(
-        _staged(model.layers(page, window), pp, max_stages),
+        _staged(model.layers(page, window, num_drafts), pp, max_stages),
         tp=tp,
         pp=pp,
         dcp=rng.choice([1, tp]) if model.kind == "latent" else 1,
@@ -124,6 +124,7 @@ def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages:
         is_aligned=model.is_aligned,
         kv_heads=model.heads,
         window_heads=model.window_heads,
+        num_drafts=num_drafts,
         role=role,
     )
 
@@ -139,9 +140,18 @@ def _staged(layers: Layers, pp: int, max_stages: int) -> Layers:
     return found
 
 
-def _state(page: int, is_aligned: bool) -> ModelLayer:
+def _state(page: int, is_aligned: bool, num_drafts: int) -> ModelLayer:
     """A small Mamba-2 state in a page of the attention beside it."""
-    made = models.mamba2(4, 2, 2, 3, 3, dim_first=False, padded=lambda place: page * models.held(4, place) * 8 * 2 * 2)
+    made = models.mamba2(
+        4,
+        2,
+        2,
+        3,
+        3,
+        dim_first=False,
+        padded=lambda place: page * models.held(4, place) * 8 * 2 * 2,
+        num_spec=num_drafts,
+    )
     if not is_aligned:
         return made
     return replace(made, spec=lambda place: replace(made.spec(place), block_size=page, mamba_cache_mode="align"))

@@ -3,7 +3,9 @@
 As `GPUModelRunner` does (vLLM 0.32.0): tables of running requests grow, those of resumed ones are replaced; blocks are copied;
 states in cache mode `align` move on to the page of the step's last token (`mamba_utils.preprocess_mamba`). Every kernel first
 looks for all that its tokens attend to, on every rank, then writes its tokens. Drafts that are not accepted leave something else behind.
-With asynchronous scheduling vLLM counts them as accepted until it hears (`late`).
+With asynchronous scheduling vLLM counts them as accepted until it hears (`late`). Drafts step a state into the blocks behind its own, one
+each; the next step begins with that of the last one accepted, and a boundary between pages that lies among them is copied to where
+prefix hits look for it (`postprocess_mamba_fused_kernel`).
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Runner:
     specs: list[Any] = field(init=False)
     running: dict[str, _Running] = field(default_factory=dict)
     state_places: dict[tuple[str, int], int] = field(default_factory=dict)
+    state_steps: dict[tuple[str, int], int] = field(default_factory=dict)
+    """How many blocks behind its own a state stands, by request and group."""
     num_tokens_looked_at: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
 
@@ -79,6 +83,7 @@ class Runner:
         for name in {*step.finished_req_ids, *(step.preempted_req_ids or ()), *cached.resumed_req_ids}:
             for number in range(len(self.specs)):
                 self.state_places.pop((name, number), None)
+                self.state_steps.pop((name, number), None)
         for copy in step.kv_cache_block_copies or ():
             for rank in self.content:
                 for group in self.side.layout.groups:
@@ -110,8 +115,7 @@ class Runner:
         right_end = end + num_accepted
         for number, spec in enumerate(self.specs):
             if isinstance(spec, MambaSpec):
-                assert not drafts
-                self._step_state(name, one, number, start, end)
+                self._step_state(name, number, start, end, right_end, len(drafts))
             else:
                 self._attend(name, one, number, start, right_end, end + len(drafts))
         if not is_saying:
@@ -142,24 +146,41 @@ class Runner:
             held = one.text.held(np.minimum(now, right_end))
             rank.write(group, table, now, np.where(now < right_end, held, ~held))
 
-    def _step_state(self, name: str, one: _Running, number: int, start: int, end: int) -> None:
-        spec, table, group = self.specs[number], one.tables[number], f"g{number}"
-        place = 0
-        if spec.mamba_cache_mode == "align":
-            before = self.state_places.get((name, number), (start - 1) // spec.block_size)
-            place = -(-end // spec.block_size) - 1
-            self.state_places[name, number] = place
+    def _step_state(self, name: str, number: int, start: int, end: int, right_end: int, num_drafts: int) -> None:
+        """From `start` tokens to `end`, and on through the drafts; those up to `right_end` are right."""
+        spec, group, key = self.specs[number], f"g{number}", (name, number)
+        table, text = self.running[name].tables[number], self.running[name].text
+        is_aligned, place, steps = spec.mamba_cache_mode == "align", 0, self.state_steps.get(key, 0)
+        if is_aligned:
+            before = self.state_places.get(key, (start - 1) // spec.block_size)
+            place = -(-(end + num_drafts) // spec.block_size) - 1
+            self.state_places[key] = place
             if before not in (-1, place):
-                for rank in self.content:
-                    rank.copy_page(group, table[before], table[place])
-        if table[place] == 0:
-            raise WrongCache(f"{name}, group {number}, step {start} to {end}: no page for the state in {table}")
+                self._copy_state(group, table[before + steps], table[place])
+                steps = 0
+        used = table[place : place + num_drafts + 1]
+        if len(used) <= num_drafts or not all(used):
+            raise WrongCache(f"{name}, group {number}, step {start} to {end}: no page for a state in {table}")
         for rank in self.content:
-            if start and not rank.has_state(group, table[place], one.text.state(start)):
+            if start and not rank.has_state(group, table[place + steps], text.state(start)):
                 raise WrongCache(
-                    f"{name}, group {number}, step {start} to {end}: the state is another's, page {table[place]}"
+                    f"{name}, group {number}, step {start} to {end}: the state is another's, page {table[place + steps]}"
                 )
-            rank.write_state(group, table[place], one.text.state(end))
+            for step, page in enumerate(used):
+                held = text.state(min(end + step, right_end))
+                rank.write_state(group, page, held if end + step <= right_end else ~held)
+        self.state_steps[key] = right_end - end
+        boundary = right_end // spec.block_size * spec.block_size
+        if is_aligned and boundary >= end:
+            kept = boundary // spec.block_size - 1
+            self._copy_state(group, table[place + boundary - end], table[kept])
+            if kept == place:
+                self.state_steps[key] = 0
+
+    def _copy_state(self, group: str, src: int, dst: int) -> None:
+        if src != dst:
+            for rank in self.content:
+                rank.copy_page(group, src, dst)
 
 
 def first_looked_at(spec: Any, token: int) -> int:

@@ -290,6 +290,8 @@ class World:
             self._check_rest(engine)
             # Two engines that read one prefill may come one after the other.
             assert not engine.failed or not self.weather.is_calm or self.weather.retried, (engine.name, engine.failed)
+            for worker in engine.workers:  # no weather makes an order that cannot be carried out
+                assert "request" not in worker.stats.data["counts"]["failures"], (engine.name, engine.failed)
 
     def _check_rest(self, engine: Engine) -> None:
         scheduling = engine.connector._scheduler
