@@ -15,6 +15,7 @@ says where it is documented.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ SHOWN_CHARACTERS = 60
 OWN_HEAD_SIZE = ("gemma", "glm4", "gpt_oss", "nemotron_h", "qwen3")
 DERIVED_HEAD_SIZE = ("glm4_moe", "glm4v", "qwen3_moe", "qwen3_vl_moe")
 PER_LAYER = "per_layer_config"
+_LAYER_NUMBER = re.compile("[0-9]{1,6}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Config:
         """The fields as `per_layer_config` has them for decoder layer `index`; its keys are layer numbers, as texts."""
         found = self.part(PER_LAYER).fields
         for key, fields in found.items():
-            if not str(key).isdecimal() or not isinstance(fields, Mapping):
+            if not _LAYER_NUMBER.fullmatch(str(key)) or not isinstance(fields, Mapping):
                 raise self.error(
                     PER_LAYER, f"has {_shown({key: fields})}", "give an object with fields per layer number"
                 )
@@ -170,9 +172,9 @@ class Config:
                 if value is None:
                     continue
                 short = value.removeprefix("torch.") if isinstance(value, str) else value
-                if short not in DTYPE_BYTES:
+                if not isinstance(short, str) or short not in DTYPE_BYTES:
                     raise self.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
-                return str(short)
+                return short
         raise self.error("dtype", "is missing", 'add the dtype of the model, for example "bfloat16"')
 
     def state_dtype(self, name: str, default: str) -> str:
@@ -180,9 +182,9 @@ class Config:
         value = self.fields.get(name)
         if value is None or value == "auto":
             return default
-        if value not in DTYPE_BYTES:
+        if not isinstance(value, str) or value not in DTYPE_BYTES:
             raise self.error(name, f"is {_shown(value)}", f"use one of auto, {', '.join(DTYPE_BYTES)}")
-        return str(value)
+        return value
 
     def head_size(self) -> int:
         """`head_dim`, else `hidden_size / num_attention_heads` where that is transformers' default."""
