@@ -30,6 +30,8 @@ SHOWN_CHARACTERS = 60
 OWN_HEAD_SIZE = ("gemma", "glm4", "gpt_oss", "nemotron_h", "qwen3")
 DERIVED_HEAD_SIZE = ("glm4_moe", "glm4v", "qwen3_moe", "qwen3_vl_moe")
 PER_LAYER = "per_layer_config"
+# Far above every model there is: beyond, a description would take memory and time without end.
+MAX_LAYERS, MAX_COUNT = 10_000, 1 << 32
 _LAYER_NUMBER = re.compile("[0-9]{1,6}")
 
 
@@ -88,8 +90,10 @@ class Config:
             raise self.error(name, "is missing", "it shapes the cache, so take the model's own config.json")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(name, f"is {_shown(value)}", "give a whole number")
-        if value < at_least:
-            raise self.error(name, f"is {value}", f"it must be at least {at_least}")
+        at_most = MAX_LAYERS if "layers" in name else MAX_COUNT
+        if not at_least <= value <= at_most:
+            bound = f"at least {at_least}" if value < at_least else f"at most {at_most}"
+            raise self.error(name, f"is {_shown(value)}", f"it must be {bound}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -219,5 +223,5 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) >= 1 << 64 else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
