@@ -17,7 +17,8 @@
 | `interior`, `kernel` | the inside of an attention page; tokens of a kernel block |
 | `pages` | pages of the pool |
 
-Refused: a key or a value with a typo (the nearest one is named), a key given twice, sizes that are not positive.
+Refused: a key or a value with a typo (the nearest one is named), a key given twice, sizes that are not positive, more ranks than any
+engine has.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from kvreshard.kinds.attention import INTERIORS
 from kvreshard.model import LayoutError
 
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
+MAX_SIZE = 1 << 32
+# A description names every rank of an engine; four times the largest that is known.
+MAX_RANKS = 1024
 SWITCH: Mapping[str, bool] = {"on": True, "off": False}
 DTYPES: Mapping[str, str] = {
     **{name: name for name in (NATIVE, *CACHE_DTYPES, PACKED)},
@@ -70,6 +74,14 @@ class EngineSpec:
         for key, value in sizes.items():
             if value is not None and value <= 0:
                 raise LayoutError(f"engine option '{key}': {value}; a size must be positive")
+            if value is not None and value > MAX_SIZE:
+                raise LayoutError(f"engine option '{key}': {value}; a size must be at most {MAX_SIZE}")
+        if self.tp * self.pp > MAX_RANKS:
+            raise LayoutError(
+                f"engine option 'tp': {self.tp} x pp={self.pp} are {self.tp * self.pp} ranks; at most {MAX_RANKS} are described"
+            )
+        if self.spec > MAX_RANKS:
+            raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; at most {MAX_RANKS}")
         if self.spec < 0:
             raise LayoutError(f"engine option 'spec': {self.spec}; must be 0 or more speculative tokens")
         if self.stages and len(self.stages) != self.pp:

@@ -82,6 +82,10 @@ def test_a_typo_is_answered(text: str, message: str) -> None:
         ({"pp": 2, "stages": (1, 0)}, r"'pp \(stage 1\)': 0"),
         ({"order": "ABC"}, "value 'ABC' is not known"),
         ({"spec": -1}, "'spec': -1"),
+        ({"spec": 10**6}, "'spec': 1000000 speculative tokens; at most 1024"),
+        ({"tp": 10**6}, "'tp': 1000000 x pp=1 are 1000000 ranks; at most 1024 are described"),
+        ({"tp": 512, "pp": 4}, "'tp': 512 x pp=4 are 2048 ranks; at most 1024"),
+        ({"pages": 1 << 40}, "'pages': 1099511627776; a size must be at most 4294967296"),
     ],
 )
 def test_a_spec_made_by_hand_is_checked_too(fields: dict[str, object], message: str) -> None:
