@@ -80,9 +80,9 @@ def verify(
     cost = read_cost_model(cost_model)
     found = load(model, draft)
     fitted = fit(found, parse_engine(prefill), parse_engine(decode), requests, tokens, layers)
-    check_room(fitted)
-    made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
+    check_room(fitted, num_ranks if transport is TransportOption.NIXL else 0)
+    made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()
     with Stages(num_ranks) as stages:
         try:

@@ -56,6 +56,10 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch: py
     monkeypatch.setattr(scale, "available_bytes", lambda: least - 1)
     with pytest.raises(InputError, match="--layers"):
         check_room(small)
+    monkeypatch.setattr(scale, "available_bytes", lambda: least + 2 * scale.PROCESS_BYTES - 1)
+    with pytest.raises(InputError, match=r"^2 ranks, each a process of its own, take 90 MiB .* or --transport memory$"):
+        check_room(small, 2)
+    check_room(small, 1)
     for enough in (least, None):
         monkeypatch.setattr(scale, "available_bytes", lambda enough=enough: enough)
         check_room(small)
