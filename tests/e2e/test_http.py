@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +31,6 @@ def pair(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[tuple[Htt
 
 @pytest.mark.e2e_ci
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_two_servers(pair: tuple[HttpEngine, HttpEngine], nursery: Nursery) -> None:
     prefill, decode = pair
     prompts = ladder(128, seed=11)

@@ -80,8 +80,8 @@ READERS: Mapping[str, Reader] = {
 
 # What these files list per layer is read; other families' may list what cannot shape a cache.
 READ_PER_LAYER = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-QUERY_HEADS = ("num_attention_heads",)
-HARMLESS_PER_LAYER = (*QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
+QUERY_HEADS = "num_attention_heads"
+HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
 
 
 def read_model(name: str, raw: Mapping[str, Any]) -> Model:
@@ -96,7 +96,7 @@ def _check_per_layer(config: Config) -> None:
     """Refuse layers that differ from the others in what shapes a cache."""
     for layer, fields in config.part(PER_LAYER).fields.items():
         for name in fields if isinstance(fields, Mapping) else ():
-            if name not in HARMLESS_PER_LAYER or (name in QUERY_HEADS and not config.has("num_key_value_heads")):
+            if name not in HARMLESS_PER_LAYER or (name == QUERY_HEADS and not config.has("num_key_value_heads")):
                 raise config.error(
                     f"{PER_LAYER}.{layer}.{name}",
                     "differs from the other layers'",

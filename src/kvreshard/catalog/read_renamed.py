@@ -78,15 +78,13 @@ def read_nas(config: Config) -> Model:
         raise config.error("block_configs", "is no list with an entry per layer", f"list {num_layers} blocks")
     layers = []
     for index, block in enumerate(blocks):
-        own = config.with_fields(attention=block.get("attention") if isinstance(block, Mapping) else None)
+        own = Config(config.model, block if isinstance(block, Mapping) else {}, f"{config.path}block_configs[{index}].")
         attention = own.part("attention")
         if attention.flag("no_op", False) or attention.fields.get("replace_with_linear"):
             continue
         shared = attention.count("n_heads_in_group")
         if num_heads % shared:
-            raise config.error(
-                f"block_configs[{index}]", f"has groups of {shared}", f"they must divide {num_heads} heads"
-            )
+            raise attention.error("n_heads_in_group", f"is {shared}", f"it must divide {num_heads} heads")
         layers.append(
             attention_layer(
                 f"layers.{index}.attn",

@@ -37,6 +37,7 @@ CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
 MAX_SIZE = 1 << 32
 # A description names every rank of an engine; four times the largest that is known.
 MAX_RANKS = 1024
+MAX_DRAFTS = 1024
 SWITCH: Mapping[str, bool] = {"on": True, "off": False}
 DTYPES: Mapping[str, str] = {
     **{name: name for name in (NATIVE, *CACHE_DTYPES, PACKED)},
@@ -80,8 +81,8 @@ class EngineSpec:
             raise LayoutError(
                 f"engine option 'tp': {self.tp} x pp={self.pp} are {self.tp * self.pp} ranks; at most {MAX_RANKS} are described"
             )
-        if self.spec > MAX_RANKS:
-            raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; at most {MAX_RANKS}")
+        if self.spec > MAX_DRAFTS:
+            raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; at most {MAX_DRAFTS}")
         if self.spec < 0:
             raise LayoutError(f"engine option 'spec': {self.spec}; must be 0 or more speculative tokens")
         if self.stages and len(self.stages) != self.pp:

@@ -24,9 +24,9 @@ from kvreshard.testing.scenario import pages_needed
 from kvreshard.testing.trial import trial_bytes
 
 # Filling and comparing take about 10 s per GiB on one core: 2 GiB keep a run below a minute.
-# Measured with 32 ranks of Llama-3.1-8B: 1,450 MiB in 34 processes.
-PROCESS_BYTES = 45 << 20
 BUDGET_BYTES = 2 << 30
+# Measured: 1,450 MiB for 32 ranks, small pools included.
+PROCESS_BYTES = 45 << 20
 
 
 @dataclass(frozen=True, slots=True)

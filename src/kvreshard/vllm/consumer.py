@@ -248,9 +248,12 @@ class Consumer:
         for group in self._groups:
             ids = _ids(blocks, group)
             first, pages = group.pages(ids, num_tokens)
-            fresh = [b.block_id for b in blocks.blocks[group.index] if b.block_hash is None and not b.is_null]
-            if group.page_tokens is None:
-                fresh = [page for page in fresh if page in pages]  # the others are its drafts'
+            held = set(pages)  # without the blocks behind a state that its drafts step into
+            fresh = [
+                block.block_id
+                for block in blocks.blocks[group.index]
+                if block.block_hash is None and not block.is_null and block.block_id in held
+            ]
             start = max(self._first_missing(group, blocks, first), _first_token(prefill, group.reach))
             tables[group.name] = PageTable(list(pages), num_tokens, first)
             intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []

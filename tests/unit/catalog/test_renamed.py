@@ -128,7 +128,7 @@ def test_what_differs_per_layer_is_read_for_gemma_4() -> None:
         (changed(GPT, n_head=None), "field 'n_head': is missing"),
         (changed(DBRX, attn_config={}), "attn_config.kv_n_heads': is missing"),
         (changed(NAS, block_configs=[]), "block_configs': is no list with an entry per layer; list 4 blocks"),
-        (changed(NAS, block_configs=[{"attention": {"n_heads_in_group": 5}}] * 4), r"block_configs\[0\]': has groups of 5"),
+        (changed(NAS, block_configs=[{"attention": {"n_heads_in_group": 5}}] * 4), r"block_configs\[0\].attention.n_heads_in_group': is 5; it must divide 32"),
         (changed(NAS, block_configs=[7] * 4), "attention.n_heads_in_group': is missing"),
         (changed(PLAIN, per_layer_config={"1": {"num_key_value_heads": 4}}),
          "per_layer_config.1.num_key_value_heads': differs from the other layers'"),

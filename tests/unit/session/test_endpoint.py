@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from tests.unit.session.world import (
@@ -18,7 +17,6 @@ from tests.unit.session.world import (
     WORD,
     World,
     collect,
-    make_world,
     meet,
     order_load,
 )
@@ -39,13 +37,6 @@ from kvreshard.session.orders import (
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.small import request
 from kvreshard.transport.memory import Fault
-
-
-@pytest.fixture(params=[(1, 2), (4, 2), (2, 3)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = make_world(*request.param)
-    yield made
-    made.close()
 
 
 def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World) -> None:

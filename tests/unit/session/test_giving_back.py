@@ -5,8 +5,6 @@ Two engines of several ranks in one process, as in `test_endpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from tests.unit.session.world import (
     LEASE,
@@ -16,7 +14,6 @@ from tests.unit.session.world import (
     FakePeers,
     World,
     collect,
-    make_world,
     meet,
     order_load,
 )
@@ -24,13 +21,6 @@ from tests.unit.session.world import (
 from kvreshard.session.lease import FREE
 from kvreshard.session.orders import Cancel, Release, RemoteEngine, RemoteLease, Unwatch, Watch
 from kvreshard.transport.memory import Fault
-
-
-@pytest.fixture(params=[(1, 2), (4, 2), (2, 3)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = make_world(*request.param)
-    yield made
-    made.close()
 
 
 def test_a_release_frees_the_source_without_a_load(world: World) -> None:

@@ -39,7 +39,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -95,9 +95,13 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_dr
     return {"caches": [of_spec(spec) for spec in specs.values()], "tables": tables, "fields": fields}
 
 
-def _describe(engine: VllmConfig, specs: dict[str, Any], order: str) -> EngineLayout:
+def _groups(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[KVCacheGroupSpec]:
     engine.cache_config.kv_cache_layout = order
-    groups = get_kv_cache_groups(engine, dict(specs))
+    return get_kv_cache_groups(engine, dict(specs))
+
+
+def _describe(engine: VllmConfig, specs: dict[str, Any], order: str) -> EngineLayout:
+    groups = _groups(engine, specs, order)
     config = get_kv_cache_config_from_groups(engine, groups, ENOUGH_BYTES)
     kernel_tokens = [group.kv_cache_spec.block_size for group in groups]
     # Nobody writes there, so it takes no memory.
@@ -108,10 +112,9 @@ def _describe(engine: VllmConfig, specs: dict[str, Any], order: str) -> EngineLa
 
 
 def _tables(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[Table]:
-    engine.cache_config.kv_cache_layout = order
     places = {name: place for place, name in enumerate(specs)}
     tables: list[Table] = []
-    for group in get_kv_cache_groups(engine, dict(specs)):
+    for group in _groups(engine, specs, order):
         spec = group.kv_cache_spec
         inner = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
         tokens = None if isinstance(inner, MambaSpec) else spec.block_size

@@ -165,7 +165,7 @@ class Engine:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="ReshardConnector",
             kv_connector_module_path="kvreshard.vllm",
-            kv_role=shape.role,  # type: ignore[arg-type]
+            kv_role=shape.role,
             engine_id=self.name,
             kv_load_failure_policy="recompute",
         )

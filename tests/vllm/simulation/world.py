@@ -186,7 +186,7 @@ class World:
             is_same = mine == prompt and answer is not None and is_first and is_usual and dst is not src
             text = Text(mine, num_tokens + BEYOND)
             self._later.append(
-                lambda dst=dst, text=text, mine=mine, is_same=is_same: self._ask(  # type: ignore[misc]
+                lambda dst=dst, text=text, mine=mine, is_same=is_same: self._ask(
                     dst, text, len(mine), num_tokens, answer, is_same, None
                 )
             )
