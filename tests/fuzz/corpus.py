@@ -45,8 +45,8 @@ def seeds() -> dict[str, dict[str, bytes]]:
         RemoteEngine("engine", "life", Address("10.0.0.1", 5600)),
         RemoteLease("cmpl-1", 7, 2**63 + 12345),
         40,
-        (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True)),
-        ((4, 9, 3), (3,)),
+        (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
+        ((4, 9, 3), (3,), (5,)),
         digest_prompt(Prompt(range(40)), 40),
     )
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
@@ -68,7 +68,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "hello": {"card": msgspec.msgpack.encode(hello), "outcome": msgspec.msgpack.encode(told)},
         "answer": {"noted": msgspec.msgpack.encode(hellos.Answer(hellos.ANSWER_FORM, 1, "noted"))},
         "params": {
-            "two-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1})).encode()
+            "three-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1})).encode()
         },
         "metadata": {"two-regions": regions},
         "route": {

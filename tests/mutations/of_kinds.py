@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 MUTANTS = [
-    Mutant("V on top of K", "kinds/attention.py", 'k_bytes if "kv" in views else 0', "0"),
+    Mutant("V on top of K", "kinds/attention.py", '(views["kv"], k_bytes)]', '(views["kv"], 0)]'),
     Mutant(
         "V before K",
         "kinds/attention.py",
@@ -82,6 +82,13 @@ MUTANTS = [
         "kinds/ring.py",
         "self.live_tokens // self.tokens_per_state + style.speculative_tokens",
         "self.live_tokens // self.tokens_per_state",
+    ),
+    Mutant("parts of a ring on top of one another", "kinds/ring.py", "slot * view.slot_step", "0"),
+    Mutant(
+        "a convolution that is whole on every rank is split",
+        "kinds/linear.py",
+        "whole(self.num_channels) if self.is_replicated else",
+        "whole(self.num_channels) if False else",
     ),
     Mutant(
         "scales behind the whole page",

@@ -107,11 +107,18 @@ def indexer(bs: int = 16, platform: str = "cuda", stage: int = 0) -> ModelLayer:
     return ModelLayer(made.spec, LayerFacts("DEEPSEEK_V32_INDEXER", "", platform), writer, stage)
 
 
-def ring(capacity: int, channels: int) -> ModelLayer:
-    def spec(place: RankPlace) -> Any:
-        return CircularBufferSpec(block_size=capacity, num_kv_heads=1, head_size=channels, head_size_v=0, dtype=FP32)
+def ring(
+    capacity: int, channels: int, *parts: str, backend: str = "CompressorBackend", dtype: Any = FP32
+) -> ModelLayer:
+    """The last tokens of a request, in one part or in several that have names."""
 
-    return ModelLayer(spec, LayerFacts("CompressorBackend", "", "cuda"), writers.ring())
+    def spec(place: RankPlace) -> Any:
+        return CircularBufferSpec(
+            block_size=capacity, num_kv_heads=max(1, len(parts)), head_size=channels, head_size_v=0, dtype=dtype,
+            dcp_sharded=False,
+        )  # fmt: skip
+
+    return ModelLayer(spec, LayerFacts(backend, "", "cuda"), writers.ring(*parts))
 
 
 def state(
@@ -124,6 +131,7 @@ def state(
     num_spec: int = 0,
     padded: Any = None,
     stage: int = 0,
+    is_replicated: bool = False,
 ) -> ModelLayer:
     """A recurrent layer, its shapes by vLLM's own calculators."""
 
@@ -135,6 +143,7 @@ def state(
             dtypes=dtypes[: len(found)],
             page_size_padded=padded(place) if callable(padded) else padded,
             num_speculative_blocks=num_spec,
+            tp_replicated=is_replicated,
         )
 
     return ModelLayer(spec, LayerFacts("MAMBA", "", "cuda", state_form=form, state_sizes=sizes), writer, stage)
@@ -201,6 +210,17 @@ def short_conv(channels: int, kernel: int, *, dim_first: bool, **options: Any) -
         {"conv_dim": channels, "L_cache": kernel},
         lambda place, spec: SHAPES.short_conv_state_shape(place.tp_size, channels, kernel, spec),
         writers.short_conv(channels, kernel - 1, dim_first),
+        **options,
+    )
+
+
+def position_conv(channels: int, taps: int, *, dim_first: bool, **options: Any) -> ModelLayer:
+    return state(
+        "position-conv",
+        {"hc_hidden_size": channels, "conv_state_len": taps},
+        lambda place, spec: SHAPES.short_conv_state_shape(1, channels, taps + 1, spec),
+        writers.position_conv(channels, taps, dim_first),
+        is_replicated=True,
         **options,
     )
 

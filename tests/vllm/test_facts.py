@@ -61,6 +61,17 @@ def test_sources_of_interiors_are_there(fact: table.Fact) -> None:
         ("v1/attention/backends/b12x.py:886", "kv_cache.unbind(1)"),
         ("v1/attention/backends/cpu_attn.py:415", "kv_cache.chunk(2, dim=2)"),
         ("models/deepseek_v41/compressor.py:77", "pos % CAPACITY"),
+        ("models/deepseek_v41/common/ops/fused_compress_quant_cache.py:393", "(slot % CACHE_BLOCK) * 512"),
+        ("models/deepseek_v41/common/ops/indexer_k_store.py:203", "kv_pos_in_block * TOKEN_STRIDE"),
+        ("models/minimax_m3/common/ops/sparse_attn.py:191", "(head_dim + off_d[None, :]) * stride_kv_d"),
+        ("models/minimax_m3/nvidia/sparse_attention_msa.py:386", "kv_cache.split(self.head_size, dim=-1)"),
+        ("models/minimax_m3/common/ops/index_topk.py:164", "ik_cache_ptr"),
+        ("models/glm5next/nvidia/ops/kpool_compress.py:415", "(t % RING) * HEAD_DIM"),
+        ("models/qwen4_exp/nvidia/qsa.py:297", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
+        ("models/qwen4_exp/common/qsa_cache.py:133", "positions.remainder("),
+        ("models/qwen4_exp/common/qsa_cache.py:797", "[B, N, H, C]"),
+        ("models/inkling/nvidia/ops/sconv.py:92", "cache_ptr"),
+        ("models/dots3_note/nvidia/attention.py:717", "kv_cache[..., : self.head_size]"),
     ],
 )
 def test_lines_say_what_they_are_quoted_for(source: str, said: str) -> None:
@@ -98,7 +109,8 @@ def test_what_is_not_in_the_table_is_unknown() -> None:
     assert table.interior("TURBOQUANT", "turboquant_k8v4", "cuda", packing=True) is None
     assert table.interior("CompressorBackend", "", "cuda", packing=False, ring=True) == "ring"
     assert table.state_form(("Subclass", "MambaMixer2", "MambaBase")) == "mamba2"
-    assert table.state_form(("Qwen4ExpPLELayer", "MambaBase")) is None
+    assert table.state_form(("Qwen4ExpPLELayer", "MambaBase")) == "position-conv"
+    assert table.state_form(("SomeNewMixer", "MambaBase")) is None
 
 
 def attention_layer(**changes: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -31,6 +32,7 @@ from kvreshard.session.orders import Cancel, Grant, Load, Offer, Release, Revoke
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.producer import Producer
+from kvreshard.vllm.requests import needs_whole_prompts
 
 FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 WINDOW = 100
@@ -52,6 +54,10 @@ def state(block: int, mode: str, speculative: int = 0) -> MambaSpec:
         mamba_cache_mode=mode,
         num_speculative_blocks=speculative,
     )
+
+
+def ring(capacity: int) -> CircularBufferSpec:
+    return CircularBufferSpec(block_size=capacity, num_kv_heads=1, head_size=6, head_size_v=0, dtype=torch.float32)
 
 
 def groups(*specs: Any) -> tuple[CacheGroup, ...]:
@@ -117,9 +123,9 @@ def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
 class Decode:
     """A decode side with what it has said."""
 
-    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life")) -> None:
+    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life"), **options: Any) -> None:
         self.fallbacks: list[str] = []
-        self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append)
+        self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
 
     def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params)
@@ -148,6 +154,7 @@ TOKENS = list(range(300))
         (state(32, "align"), [5, 7], 64, (0, (7,))),
         (state(32, "align"), [5, 7, 8], 65, (0, (8,))),
         (state(32, "align"), [5, 0, 8], 64, (0, ())),
+        (ring(8), [4], 60, (0, (4,))),
     ],
 )
 def test_what_a_block_list_means(spec: Any, ids: list[int], num_tokens: int, expected: tuple[Any, ...]) -> None:
@@ -195,6 +202,24 @@ def test_only_the_same_text_is_loaded(mine: list[int], expected: int) -> None:
     assert decode.fallbacks == ([] if expected else ["prompt"])
 
 
+@pytest.mark.parametrize(
+    ("mine", "expected"), [(TOKENS, 299), (TOKENS[:-1], 0), ([*TOKENS, 7], 0), ([*TOKENS[:50], *[9] * 250], 0)]
+)
+def test_where_tokens_look_ahead_only_the_same_prompt_is_loaded(mine: list[int], expected: int) -> None:
+    decode = Decode(full(128), whole_prompts=True)
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), mine)
+    assert decode.side.count_loadable(asked, 0) == expected
+    assert decode.fallbacks == ([] if expected else ["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({}, False), ({"prefix_lm": True}, True), ({"prefix_lm": False}, False)]
+)
+def test_which_models_look_ahead(fields: dict[str, Any], expected: bool) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**fields)))
+    assert needs_whole_prompts(config) == expected
+
+
 def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> None:
     """300 tokens, window 100: the source keeps pages of 32 from token 192 on, this engine pages of 128 from token 128 on."""
     params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
@@ -232,6 +257,46 @@ def test_an_engine_that_keeps_all_does_not_load_from_one_that_keeps_a_window() -
     params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
     decode = Decode(full(32))
     assert (decode.side.count_loadable(decode.arrive(params, TOKENS), 0), decode.fallbacks) == (0, ["window"])
+
+
+@pytest.mark.parametrize(("theirs", "mine", "first"), [(4, 4, 296), (8, 16, 292), (16, 8, 291), (512, 512, 0)])
+def test_of_a_ring_as_much_is_loaded_as_both_hold(theirs: int, mine: int, first: int) -> None:
+    params = prefill(groups(full(64), ring(theirs)), TOKENS, [[1, 2, 3, 4, 5], [6]])
+    decode = Decode(full(128), ring(mine))
+    asked = decode.arrive(params, TOKENS)
+    assert decode.side.count_loadable(asked, 0) == 299
+    order = decode.load(asked, blocks([1, 2, 3], [9]), 299)
+    assert order.transfer.intervals == {"g0": [(0, 299)], "g1": [(first, 299)]}
+    assert order.transfer.src_tables["g1"].pages.tolist() == [6]
+    assert order.transfer.dst_new_pages["g1"].tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "count", "interval"),
+    [
+        (4, 299, (296, 299)), (4, 297, (296, 297)), (4, 296, None), (4, 295, "lost"), (4, 288, None),
+        (8, 299, (295, 299)), (8, 296, (292, 296)), (8, 293, (292, 293)), (8, 292, None), (8, 291, "lost"),
+        (64, 291, (287, 291)),
+    ],
+)  # fmt: skip
+def test_what_a_ring_no_longer_has_is_only_missed_inside_an_entry(
+    theirs: int, count: int, interval: tuple[int, int] | str | None
+) -> None:
+    """Entries of 4 tokens, which a ring of 4 is for. The source has 300 tokens, this engine computes more than the last one itself."""
+    some = (full(32), ring(theirs))
+    decode = Decode(full(32), ring(4), backoff=300 - count)
+    asked = decode.arrive(prefill(groups(*some), TOKENS, [list(range(1, 11)), [11]]), TOKENS)
+    assert decode.side.count_loadable(asked, 0) == (count if interval != "lost" else 0)
+    assert decode.fallbacks == (["window"] if interval == "lost" else [])
+    if interval != "lost":
+        order = decode.load(asked, blocks(list(range(1, 11)), [12]), count)
+        assert order.transfer.intervals["g1"] == ([] if interval is None else [interval])
+
+
+def test_a_source_without_a_ring_is_not_loaded_where_one_is_needed() -> None:
+    decode = Decode(full(64), ring(8))
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
+    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["window"])
 
 
 @pytest.mark.parametrize(("mine", "expected"), [(300, 299), (301, 299), (299, 0), (298, 0), (1000, 299)])

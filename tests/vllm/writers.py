@@ -78,10 +78,20 @@ def cell(total: int, k_size: int, v_size: int | None = None) -> Writer:
     return run
 
 
+def conv_inputs(total: int) -> Writer:
+    """Inputs of convolutions, per token and head, at the strides of the view (`inkling/nvidia/ops/sconv.py:92`)."""
+
+    def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
+        heads = heads_of(side.places[rank], total)
+        _put_heads(side, rank, layer, num_tokens, [side.caches[rank][layer].transpose(1, 2)], heads, write)
+
+    return run
+
+
 def _put_heads(side: Side, rank: int, layer: str, num_tokens: int, sides: Any, heads: Index, write: bool) -> None:
     """K and V as (blocks, tokens, heads, channels)."""
     tokens, block, slot = token_slots(side, rank, layer, num_tokens, side.caches[rank][layer])
-    for name, view in zip("kv", sides, strict=True):
+    for name, view in zip("kv"[: len(sides)], sides, strict=True):
         local, channels = np.arange(len(heads)), np.arange(view.shape[3])
         index = np.ix_(np.arange(len(tokens)), local, channels)
         at = (block[index[0]], slot[index[0]], index[1], index[2])
@@ -177,17 +187,22 @@ def scaled_rows(row: int, scale: int, names: tuple[str, str], tokens_per_state: 
     return run
 
 
-def ring(name: str = "partial") -> Writer:
-    """Row `position % capacity` of the request's one page (`deepseek_v41/compressor.py:77`)."""
+def ring(*names: str) -> Writer:
+    """Row `position % capacity` of the request's one page, in a head slot per part (`deepseek_v41/compressor.py:77`,
+    `glm5next/nvidia/ops/kpool_compress.py:415`).
+    """
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
-        view = side.caches[rank][layer].squeeze(1)
-        capacity = view.shape[1]
+        view = side.caches[rank][layer]
+        capacity = view.shape[2]
         (page,) = side.tables[side.group_of(layer)]
         low = max(0, num_tokens - (capacity if write else _shortest_ring(side, capacity)))
-        tokens, channels = np.arange(low, num_tokens), np.arange(view.shape[2])
-        wanted = label(f"{layer}.{name}", view.element_size(), tokens[:, None], channels)
-        put(view, (page, (tokens % capacity)[:, None], channels), wanted, write, f"rank {rank} {layer}.{name}")
+        tokens, channels = np.arange(low, num_tokens), np.arange(view.shape[3])
+        for slot, name in enumerate(names or ("partial",)):
+            wanted = label(f"{layer}.{name}", view.element_size(), tokens[:, None], channels)
+            put(
+                view, (page, slot, (tokens % capacity)[:, None], channels), wanted, write, f"rank {rank} {layer}.{name}"
+            )
 
     return run
 
@@ -256,6 +271,16 @@ def short_conv(channels: int, taps: int, dim_first: bool) -> Writer:
         mine = np.arange(channels).reshape(place.tp_size, -1)[place.tp_rank]
         (conv,) = states(side.spec(rank, layer), side.caches[rank][layer])
         _put_conv(side, layer, conv, [("conv.x", mine, None)], taps, dim_first, write)
+
+    return run
+
+
+def position_conv(channels: int, taps: int, dim_first: bool) -> Writer:
+    """All channels on every rank, the oldest tap first (`qwen4_exp/nvidia/ple_layer.py:181`)."""
+
+    def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
+        (conv,) = states(side.spec(rank, layer), side.caches[rank][layer])
+        _put_conv(side, layer, conv, [("conv.x", np.arange(channels), None)], taps, dim_first, write)
 
     return run
 

@@ -13,7 +13,7 @@ from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages
 from kvreshard.catalog.layers import PACKED, Model, ModelLayer
 from kvreshard.catalog.paging import unifies
 from kvreshard.catalog.spec import EngineSpec
-from kvreshard.kinds import Attention, GatedDelta, Kind, Mamba1, Mamba2, ScaledRows
+from kvreshard.kinds import Attention, GatedDelta, Kind, LinearState, Mamba1, Mamba2, ScaledRows
 from kvreshard.kinds.assemble import ORDERS
 
 BLOCK_COMPACT = ("LB", "BL")
@@ -46,13 +46,15 @@ def _sharded(kind: Kind) -> tuple[tuple[str, int, bool], ...]:
     """What tensor parallelism splits: its name, its number, whether more ranks than that may share it."""
     match kind:
         case Attention():
-            return (("KV heads", kind.num_kv_heads, True),)
+            return (("KV heads", kind.num_kv_heads, kind.value_size > 0),)  # inputs of convolutions are not copied
         case Mamba2():
             return (("heads", kind.num_heads, False),)
         case Mamba1():
             return (("channels", kind.num_channels, False),)
         case GatedDelta():
             return (("key heads", kind.num_key_heads, False), ("value heads", kind.num_value_heads, False))
+        case LinearState():
+            return (("heads", kind.num_heads, False),)
         case _:
             return ()
 

@@ -90,7 +90,7 @@ class Config:
             raise self.error(name, "is missing", "it shapes the cache, so take the model's own config.json")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(name, f"is {_shown(value)}", "give a whole number")
-        at_most = MAX_LAYERS if "layers" in name else MAX_COUNT
+        at_most = MAX_LAYERS if name.endswith(("layers", "modules")) else MAX_COUNT
         if not at_least <= value <= at_most:
             bound = f"at least {at_least}" if value < at_least else f"at most {at_most}"
             raise self.error(name, f"is {_shown(value)}", f"it must be {bound}")

@@ -21,7 +21,7 @@ from functools import cache
 from kvreshard.catalog.layers import Model, ModelLayer
 from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid_page_tokens
 from kvreshard.catalog.spec import EngineSpec, unknown
-from kvreshard.kinds import Attention, Kind, Place, Style
+from kvreshard.kinds import Attention, Kind, Place, Ring, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
 
@@ -77,6 +77,11 @@ def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
     page_bytes = _PageBytes(spec, style)
     page_tokens = _page_tokens(layers, spec.page or model.default_page, page_bytes)
     pages = _layer_pages(layers, page_tokens, page_bytes)
+    if not order.startswith("B") and any(page.base == "ring" for page in pages):
+        raise LayoutError(
+            f"engine option 'order={order}': vLLM keeps the rings of model '{model.name}' only in orders with pages outermost; use "
+            f"{model.default_order}"
+        )
     tables = group_layers(pages, block_outermost=order.startswith("B"))
     names = _names(tables)
     lengths = _overridden(names, tables, spec)
@@ -89,7 +94,7 @@ def engine_layers(model: Model, spec: EngineSpec) -> tuple[ModelLayer, ...]:
     return tuple(
         replace(layer, kind=layer.kind_for(spec.dtype))
         for layer in model.layers
-        if not layer.optional or (spec.spec > 0 if layer.predicts else spec.draft)
+        if not layer.optional or (spec.spec >= layer.min_drafts if layer.predicts else spec.draft)
     )
 
 
@@ -122,6 +127,9 @@ class _PageBytes:
         self._style = style
         self.of = cache(self._of)
 
+    def capacity(self, ring: Ring) -> int:
+        return ring.capacity(self._style)
+
     def _of(self, kind: Kind, tokens: int) -> int:
         return max(
             sum(tensor.aligned_page_bytes for tensor in kind.tensors(place, self._style, tokens))
@@ -131,8 +139,8 @@ class _PageBytes:
 
 def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _PageBytes) -> int:
     """The engine's page length: as asked for, or as many tokens as a state needs. Drafts have no say in it."""
-    states = [layer.kind for layer in layers if layer.kind.is_state and not layer.optional]
-    attention = [layer.kind for layer in layers if layer.family in ("full", "latent") and not layer.optional]
+    states = [layer.kind for layer in layers if _base(layer.kind) == "state" and not layer.optional]
+    attention = _attention(layers)
     if not states or not attention:
         return page_tokens
     return hybrid_page_tokens(
@@ -145,14 +153,14 @@ def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _Pa
 
 def _layer_pages(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _PageBytes) -> tuple[LayerPage, ...]:
     """Every layer's page as vLLM's specs have it before grouping: states padded to the attention page."""
-    attention = [layer.kind for layer in layers if layer.family in ("full", "latent") and not layer.optional]
-    padded = max((page_bytes.of(kind, page_tokens) for kind in attention), default=0)
+    padded = max((page_bytes.of(kind, page_tokens) for kind in _attention(layers)), default=0)
     pages = []
     for layer in layers:
-        kind = layer.kind
-        tokens = 0 if kind.is_state else layer.page_tokens or page_tokens
+        kind, base = layer.kind, _base(layer.kind)
+        tokens = layer.page_tokens or page_tokens
+        if kind.is_state:
+            tokens = page_bytes.capacity(kind) if isinstance(kind, Ring) else 0
         size = page_bytes.of(kind, tokens)
-        base = "state" if kind.is_state else "full" if kind.window_tokens is None else "window"
         pages.append(
             LayerPage(
                 layer.name,
@@ -160,12 +168,29 @@ def _layer_pages(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _Pa
                 base,
                 kind,
                 tokens,
-                max(size, padded) if kind.is_state else size,
+                max(size, padded) if base == "state" else size,
                 kind.window_tokens,
                 rows=not isinstance(kind, Attention),
+                replicated=isinstance(kind, ShortConv) and kind.is_replicated,
             )
         )
     return tuple(pages)
+
+
+def _attention(layers: Sequence[ModelLayer]) -> list[Kind]:
+    """The caches that states are padded to: those of every token, one entry each, of the model itself."""
+    return [
+        layer.kind
+        for layer in layers
+        if layer.family in ("full", "latent") and not layer.optional and getattr(layer.kind, "tokens_per_state", 1) == 1
+    ]
+
+
+def _base(kind: Kind) -> str:
+    """What decides with which others a layer may share a table."""
+    if kind.is_state:
+        return "ring" if isinstance(kind, Ring) else "state"
+    return "full" if kind.window_tokens is None else "window"
 
 
 def _names(tables: Sequence[TableGroup]) -> tuple[str, ...]:
@@ -191,9 +216,10 @@ def _overridden(names: Sequence[str], tables: Sequence[TableGroup], spec: Engine
     for wanted in asked:
         if wanted not in known:
             raise unknown("engine option 'page.<group>': group", wanted, known)
-        if wanted.split(".")[0] == "state":
+        if wanted.split(".")[0] in ("state", "ring"):
             raise LayoutError(
-                f"engine option 'page.{wanted}': a state page holds a whole state and no tokens; override another group"
+                f"engine option 'page.{wanted}': the page of a state holds it whole, that of a ring all its entries; override "
+                "another group"
             )
     return tuple(
         asked.get(name, asked.get(family, table.tokens_per_page))

@@ -19,7 +19,18 @@ from typing import Any
 from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
 from kvreshard.catalog.spec import unknown
-from kvreshard.kinds import Attention, GatedDelta, Latent, Mamba1, Mamba2, ScaledRows
+from kvreshard.kinds import (
+    Attention,
+    GatedDelta,
+    Latent,
+    LinearState,
+    Mamba1,
+    Mamba2,
+    Ring,
+    ScaledRows,
+    ShortConv,
+    Style,
+)
 from kvreshard.model import LayoutError
 
 CONFIGS = resources.files("kvreshard.catalog") / "configs"
@@ -73,7 +84,7 @@ def _sizes(layer: ModelLayer) -> str:
     window = f" {kind.window_tokens}" if kind.window_tokens else ""
     match kind:
         case Attention():
-            values = "" if kind.value_size == kind.head_size else f" and {kind.value_size} of V"
+            values = "" if kind.value_size in (0, kind.head_size) else f" and {kind.value_size} of V"
             return f"{window}, {kind.num_kv_heads} heads x {kind.head_size}{values}"
         case Latent() | ScaledRows():
             size = kind.cell_bytes if isinstance(kind, Latent) else kind.row_bytes + kind.scale_bytes
@@ -85,6 +96,12 @@ def _sizes(layer: ModelLayer) -> str:
             return f", Mamba-1 {kind.num_channels} channels x {kind.state_size}"
         case GatedDelta():
             return f", delta {kind.num_key_heads} x {kind.key_size} keys, {kind.num_value_heads} x {kind.value_size} values"
+        case LinearState():
+            return f", linear {kind.num_heads} heads x {kind.head_size} x {kind.head_size}"
+        case ShortConv():
+            return f", convolution {kind.num_channels} channels x {kind.conv_kernel - 1}"
+        case Ring():
+            return f" of {kind.capacity(Style())} tokens, {len(kind.parts)} x {kind.channels} channels"
         case _:
             return ""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvreshard.catalog import read_attention, read_hybrid, read_latent, read_renamed, read_unequal
+from kvreshard.catalog import read_attention, read_hybrid, read_indexed, read_latent, read_renamed, read_unequal
 from kvreshard.catalog.config import PER_LAYER, Config, language_part
 from kvreshard.catalog.layers import Model
 
@@ -47,8 +47,12 @@ READERS: Mapping[str, Reader] = {
     "dbrx": read_renamed.read_dbrx,
     "nemotron-nas": read_renamed.read_nas,
     "step3_text": read_renamed.read_step3_text,
+    "inkling_model": read_unequal.read_inkling,
     "mimo_v2_flash": read_unequal.read_mimo_v2,
     "step3p5": read_unequal.read_step3p5,
+    **dict.fromkeys(("minimax_m3_text", "minimax_m3_vl_text"), read_indexed.read_minimax_m3),
+    "glm5_next_text": read_indexed.read_glm5_next,
+    "qwen4_exp_text": read_indexed.read_qwen4_exp,
     "axk1": read_latent.read_latent,
     "deepseek_v2": read_latent.read_latent,
     "deepseek_v3": read_latent.read_latent,
@@ -60,11 +64,13 @@ READERS: Mapping[str, Reader] = {
     "glm_moe_dsa": read_latent.read_sparse,
     "hy_v4": read_latent.read_sparse,
     "deepseek_v4": read_latent.read_deepseek_v4,
+    **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), read_latent.read_deepseek_v41),
     "nemotron_h": read_hybrid.read_nemotron_h,
     "granitemoehybrid": read_hybrid.read_granite,
     "falcon_h1": read_hybrid.read_falcon_h1,
     "jamba": read_hybrid.read_jamba,
     "kimi_linear": read_hybrid.read_kimi_linear,
+    "bailing_hybrid": read_hybrid.read_bailing_hybrid,
     "lfm2": read_hybrid.read_lfm2,
     "lfm2_moe": read_hybrid.read_lfm2,
     **dict.fromkeys(

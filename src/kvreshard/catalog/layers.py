@@ -11,6 +11,7 @@ follow it. A `ModelLayer` is one cache: a decoder layer may have several (attent
 | `window` | the last tokens |
 | `latent` | compressed vectors of all tokens |
 | `compressor` | the last tokens, not yet compressed (DeepSeek-V4) |
+| `ring` | the same, in one page per request (DeepSeek-V4.1, GLM-5-Next, Qwen4-Exp) |
 | `state` | one state |
 
 The dtype of a cache is the engine's choice, so a layer has a kind of its own (`auto`) and one for each dtype that it can be
@@ -25,9 +26,11 @@ from dataclasses import dataclass, field, replace
 from kvreshard.kinds import Attention, Kind, Latent
 from kvreshard.model import LayoutError
 
-FAMILIES = ("full", "window", "latent", "compressor", "state")
+FAMILIES = ("full", "window", "latent", "compressor", "ring", "state")
 NATIVE = "auto"
 PACKED = "fp8_ds_mla"
+# DeepSeek-V4.1's latents in four bits, and as GPUs before SM100 have them, which vLLM calls `fp8_ds_mla` too.
+PACKED_FP4, PACKED_V4 = "nvfp4_ds_mla", "fp8_ds_mla_v4"
 CACHE_DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3")
 # vLLM 0.32: an fp8 cache has one scale per tensor, a parameter of the layer that lies outside of the cache.
 PER_TENSOR = "scale-per-tensor"
@@ -37,7 +40,7 @@ PER_TENSOR = "scale-per-tensor"
 class ModelLayer:
     """One cache of decoder layer `index`. Drafts are `optional` and lie on the last pipeline stage.
 
-    `predicts`: an own prediction layer of the model (MTP), which exists only while the engine speculates.
+    `predicts`: an own prediction layer of the model (MTP), which exists only while the engine speculates `min_drafts` tokens or more.
     `page_tokens`: tokens of a page, where the model and not the engine sets them.
     """
 
@@ -48,6 +51,7 @@ class ModelLayer:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     optional: bool = False
     predicts: bool = False
+    min_drafts: int = 1
     page_tokens: int | None = None
 
     def kind_for(self, dtype: str) -> Kind:

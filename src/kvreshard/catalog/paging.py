@@ -31,10 +31,10 @@ NEARLY_EQUAL = 1.5
 
 @dataclass(frozen=True, slots=True)
 class LayerPage:
-    """One layer's page before grouping, on the largest rank. `tokens_per_page` is 0 for states.
+    """One layer's page before grouping, on the largest rank. `tokens_per_page` is 0 for states, and what it holds for a ring.
 
-    `base`: 'full', 'window' or 'state', which never share a table. `rows`: a latent, read in whole rows. Layers of equal
-    `spec` and page are interchangeable.
+    `base`: 'full', 'window', 'ring' or 'state', which never share a table. `rows`: a latent, read in whole rows. `replicated`: a state
+    that every rank has whole. Layers of equal `spec` and page are interchangeable.
     """
 
     name: str
@@ -45,6 +45,7 @@ class LayerPage:
     page_bytes: int
     window_tokens: int | None = None
     rows: bool = False
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,12 @@ def unifies(layers: Sequence[LayerPage]) -> bool:
 
 
 def _shareable(layers: Sequence[LayerPage]) -> bool:
-    """Whether one block table can serve all: one base, one page length, one window; states also one page size."""
+    """Whether one block table can serve all: one base, one page length, one window; states also one page size, all or none split."""
     first = layers[0]
     return all(
         (layer.base, layer.tokens_per_page) == (first.base, first.tokens_per_page)
         and (layer.base != "window" or (layer.window_tokens, layer.rows) == (first.window_tokens, first.rows))
-        and (layer.base != "state" or layer.page_bytes == first.page_bytes)
+        and (layer.base != "state" or (layer.page_bytes, layer.replicated) == (first.page_bytes, first.replicated))
         for layer in layers
     )
 
@@ -221,9 +222,9 @@ def _pack(layers: Sequence[LayerPage]) -> tuple[TableGroup, ...]:
         return -(-bucket.num_repeats // repeats) if repeats and bucket.balanced else 1
 
     def divisible(bucket: _Bucket) -> bool:
-        """States, and windows that need no repeats, may go down to one layer per group."""
+        """States, rings, and windows that need no repeats, may go down to one layer per group."""
         base = bucket.layers[0].base
-        return bucket.balanced and (base == "state" or (base == "window" and not repeats))
+        return bucket.balanced and (base in ("state", "ring") or (base == "window" and not repeats))
 
     anchor_bytes = max(b.widest_bytes(len(b.layers) if divisible(b) else num_groups(b)) for b in buckets)
     groups: list[TableGroup] = []

@@ -10,6 +10,7 @@
 | `olmo_hybrid` | `layer_types`, else attention last of every four | gated delta | `OlmoHybridConfig` |
 | `zamba2` | `layers_block_type`: a state, or a state and attention | Mamba-2 | `Zamba2Config`, vLLM 0.32 `zamba2.py` |
 | `kimi_linear` | `layer_types`, or `kda_layers` of `linear_attn_config`, counted from 1; the others latents | KDA, recurrent in float32 | `KimiLinearConfig`, vLLM 0.32 `kda_state_dtype` |
+| `bailing_hybrid` | latents last of every `layer_group_size` layers, with `short_conv_kernel_size` (Ling 3) also those after the last whole group | linear attention, in Ling 3 KDA | vLLM 0.32 `bailing_moe_linear.py`, `bailing_moe_v3.py` |
 | `lfm2`, `lfm2_moe` | `layer_types`, or attention in `full_attn_idxs` | short convolution | `Lfm2Config`, vLLM 0.32 `lfm2.py`, `lfm2_moe.py` |
 | `mamba2`, `mamba`, `falcon_mamba` | all states | Mamba-2, Mamba-1 | `Mamba2Config`, `MambaConfig` |
 
@@ -22,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
+from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, latent_layer, predicting
 from kvreshard.catalog.read_latent import latent
-from kvreshard.kinds import GatedDelta, Kind, Mamba1, Mamba2, ShortConv
+from kvreshard.kinds import GatedDelta, Kind, LinearState, Mamba1, Mamba2, ShortConv
 
 BLOCKS = {
     "mamba": "state",
@@ -168,7 +169,17 @@ def read_gated_delta(config: Config) -> Model:
     else:
         interval = config.count("full_attention_interval")
         types = tuple("state" if (index + 1) % interval else "full" for index in range(num_layers))
-    state = GatedDelta(
+    state = gated_delta(config)
+    if config.model_type.startswith("qwen3_next"):
+        num_predicting = config.count("num_nextn_predict_layers", 1, at_least=0)
+    else:
+        num_predicting = config.count("mtp_num_hidden_layers", int(config.model_type != "olmo_hybrid"), at_least=0)
+    return _model(config, types, state, "delta", num_predicting)
+
+
+def gated_delta(config: Config) -> GatedDelta:
+    """The state of a gated delta layer, by the fields that Qwen's files have for it."""
+    return GatedDelta(
         config.count("linear_num_key_heads"),
         config.count("linear_num_value_heads"),
         config.count("linear_key_head_dim"),
@@ -177,11 +188,6 @@ def read_gated_delta(config: Config) -> Model:
         config.dtype(),
         config.state_dtype("mamba_ssm_dtype", config.dtype()),
     )
-    if config.model_type.startswith("qwen3_next"):
-        num_predicting = config.count("num_nextn_predict_layers", 1, at_least=0)
-    else:
-        num_predicting = config.count("mtp_num_hidden_layers", int(config.model_type != "olmo_hybrid"), at_least=0)
-    return _model(config, types, state, "delta", num_predicting)
 
 
 def read_kimi_linear(config: Config) -> Model:
@@ -225,6 +231,27 @@ def _kimi_types(inner: Config, num_layers: int) -> tuple[str, ...]:
             "name each once",
         )
     return tuple("state" if index + 1 in states else "latent" for index in range(num_layers))
+
+
+def read_bailing_hybrid(config: Config) -> Model:
+    """Latents with vLLM's sizes where the file says none; prediction layers are latents."""
+    num_layers, group = config.count("num_hidden_layers"), config.count("layer_group_size", 1)
+    heads, width, dtype = config.count("num_attention_heads"), config.head_size(), config.dtype()
+    is_delta = config.has("short_conv_kernel_size")
+    num_grouped = num_layers // group * group if is_delta else num_layers
+    state: Kind = LinearState(heads, width, dtype)
+    if is_delta:
+        state = GatedDelta(heads, heads, width, width, config.count("short_conv_kernel_size"), dtype, "float32")
+    channels = config.count("kv_lora_rank", 512) + config.count("qk_rope_head_dim", 64)
+    layers = [
+        ModelLayer(f"layers.{index}.linear", index, state, "state")
+        if (index + 1) % group and index < num_grouped
+        else latent_layer(f"layers.{index}.attn", index, channels=channels, dtype=dtype)
+        for index in range(num_layers)
+    ]
+    for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
+        layers.append(predicting(latent_layer(f"mtp.{index}.attn", num_layers, channels=channels, dtype=dtype)))
+    return Model(config.model, config.model_type, num_layers, tuple(layers), dtype, num_query_heads=heads)
 
 
 def read_lfm2(config: Config) -> Model:

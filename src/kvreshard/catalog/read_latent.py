@@ -7,9 +7,10 @@
 | `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent; a layer that uses another's choice has no indexer | vLLM 0.32 `deepseek_v32/attention.py` |
 | `hy_v4` | the same | vLLM 0.32 `hy_v4/nvidia/attention.py` |
 | `deepseek_v4` | by `compress_ratios`, see `read_deepseek_v4` | `models/deepseek_v4/attention.py`, `compressor.py` |
+| `deepseek_v41` | by `compress_ratios` and `kv_source_layer_ids`, see `read_deepseek_v41` | `models/deepseek_v41/attention.py`, `compressor.py` |
 
 `num_nextn_predict_layers` more layers predict tokens; they cache only while the engine speculates. Refused: shared indexers in a
-field that vLLM does not read for the family, compression ratios that are not 0, 1, 4 or 128.
+field that vLLM does not read for the family, compression ratios that are not 0, 1, 4 or 128, in V4.1 not 0, 1 or 2.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layers import PACKED, Model, ModelLayer, latent_layer, predicting
-from kvreshard.kinds import Kind, Latent, ScaledRows, indexer
+from kvreshard.catalog.layers import PACKED, PACKED_FP4, PACKED_V4, Model, ModelLayer, latent_layer, predicting
+from kvreshard.kinds import Kind, Latent, Ring, ScaledRows, indexer
 
 # vLLM 0.32 `mla/indexer.py`: fp8 keys, one float32 scale for each 128 of them.
 SCALED_CHANNELS = 128
@@ -30,6 +31,20 @@ V4_PAGE_TOKENS, V4_WINDOW_PAGE_TOKENS = 256, 64
 # Compression ratio: (tokens of a compressor page, tokens that the compressor looks back, entries per token).
 V4_COMPRESSORS = {4: (4, 8, 2), 128: (8, 128, 1)}
 V4_SCALED_CHANNELS, V4_SCALE_BYTES = 64, 8
+V41_PAGE_TOKENS, V41_WINDOW_PAGE_TOKENS = 128, 32
+# Cache dtypes of V4.1 -> (record of windows, of compressed latents, alignment of pages). A record is values, scales, what they are. FlashMLA
+# decodes the new records on SM100 only; elsewhere vLLM writes V4's, and calls both `fp8_ds_mla`.
+MXFP8, NVFP4 = (512, 16, "mxfp8/scale-per-32"), (256, 32, "nvfp4/scale-per-16")
+V4_RECORD = (576, V4_SCALE_BYTES, PACKED)
+V41_RECORDS = {
+    PACKED: (MXFP8, MXFP8, PLAIN_ALIGNMENT_BYTES),
+    PACKED_FP4: (MXFP8, NVFP4, PLAIN_ALIGNMENT_BYTES),
+    PACKED_V4: (V4_RECORD, V4_RECORD, PACKED_ALIGNMENT_BYTES),
+}
+# Rows of values and scores that the next step needs, before drafts; a ring has at least eight (`compressor.py:154`).
+V41_RING_ROWS, V41_MIN_RING_ROWS = 2, 8
+# Layers that draft (DSpark, its only own method) where the file does not say how many (`nvidia/dspark.py:89`).
+V41_DRAFTING = 3
 
 
 def read_latent(config: Config) -> Model:
@@ -78,11 +93,12 @@ def _shared_indexers(config: Config, num_layers: int) -> list[bool]:
 
 
 def _sparse(config: Config, layer: str, index: int) -> list[ModelLayer]:
-    keys = ModelLayer(f"{layer}.indexer", index, indexer(*_index_row(config)), "latent")
+    keys = ModelLayer(f"{layer}.indexer", index, indexer(*index_row(config)), "latent")
     return [keys, latent(config, f"{layer}.attn", index)]
 
 
-def _index_row(config: Config) -> tuple[int, int]:
+def index_row(config: Config) -> tuple[int, int]:
+    """Bytes of an indexer's key, and of its scales."""
     channels = config.count("index_head_dim")
     if channels % SCALED_CHANNELS:
         raise config.error(
@@ -124,7 +140,7 @@ def _v4_layer(config: Config, layer: str, index: int, ratio: int) -> list[ModelL
     window_tokens = config.count("sliding_window")
     caches: list[ModelLayer] = []
     if ratio == 4:
-        keys = replace(indexer(*_index_row(config), tokens_per_state=ratio), kernel_tokens=V4_PAGE_TOKENS)
+        keys = replace(indexer(*index_row(config), tokens_per_state=ratio), kernel_tokens=V4_PAGE_TOKENS)
         caches.append(_v4_cache(f"{layer}.indexer", index, "latent", keys, keys))
         caches.append(_v4_compressor(f"{layer}.indexer_compressor", index, ratio, config.count("index_head_dim")))
     window = _v4_cache(f"{layer}.window", index, "window", *_v4_rows(config, 1, V4_WINDOW_PAGE_TOKENS, window_tokens))
@@ -164,6 +180,78 @@ def _v4_cache(
         "bfloat16": replace(plain, page_alignment_bytes=PLAIN_ALIGNMENT_BYTES),
     }
     return ModelLayer(name, index, kinds[PACKED], family, kinds)
+
+
+def read_deepseek_v41(config: Config) -> Model:
+    """Every layer keeps a window of latents. Those of `kv_source_layer_ids` also keep latents of all tokens, or of every second one with
+    the ring of the open pair, and an indexer's keys for as many; the layers behind them read these.
+    """
+    num_layers = config.count("num_hidden_layers")
+    fields = ("n_mtp_layers", "num_nextn_predict_layers")
+    num_predicting = next(filter(None, (config.count(field, 0, at_least=0) for field in fields)), V41_DRAFTING)
+    ratios = config.numbers("compress_ratios", num_layers, spare=num_predicting)
+    sources = config.positions("kv_source_layer_ids", num_layers, first=0)
+    indexed = config.positions("index_source_layer_ids", num_layers, first=0)
+    if (config.count("head_dim"), config.count("qk_rope_head_dim")) != (MXFP8[0], V4_SCALED_CHANNELS):
+        raise config.error("head_dim", f"is {config.count('head_dim')}", "rows are known for 512, of which 64 rotated")
+    layers: list[ModelLayer] = []
+    for index, ratio in enumerate(ratios):
+        if ratio not in (0, 1, 2):
+            raise config.error(f"compress_ratios[{index}]", f"is {ratio}", "known are 0, 1 and 2")
+        name, is_source = f"layers.{index}", index in sources and ratio > 0
+        if is_source:
+            layers.append(_v41_latents(f"{name}.attn", index, ratio))
+        if is_source and index in indexed:
+            layers.append(_v41_keys(config, f"{name}.indexer", index, ratio))
+        layers.append(_v41_window(config, f"{name}.window", index))
+        if is_source and ratio > 1:
+            ring = Ring(
+                V41_RING_ROWS, 2 * MXFP8[0], "float32", ("partial",), is_doubled=True, min_entries=V41_MIN_RING_ROWS
+            )
+            layers.append(ModelLayer(f"{name}.compressor", index, ring, "ring"))
+    for index in range(num_predicting):
+        layers.append(predicting(_v41_window(config, f"mtp.{index}.window", num_layers)))
+    return replace(_finish(config, num_layers, layers, V41_PAGE_TOKENS), default_order="BLHNC")
+
+
+def _v41_latents(name: str, index: int, ratio: int) -> ModelLayer:
+    kinds = {dtype: _v41_rows(latent, alignment, ratio) for dtype, (_, latent, alignment) in V41_RECORDS.items()}
+    return ModelLayer(name, index, kinds[PACKED], "latent", {**kinds, "bfloat16": _v41_plain(ratio)})
+
+
+def _v41_window(config: Config, name: str, index: int) -> ModelLayer:
+    tokens = config.count("sliding_window")
+    kinds = {dtype: _v41_rows(window, alignment, 1, tokens) for dtype, (window, _, alignment) in V41_RECORDS.items()}
+    plain = replace(_v41_plain(1), window_tokens=tokens)
+    return ModelLayer(
+        name, index, kinds[PACKED], "window", {**kinds, "bfloat16": plain}, page_tokens=V41_WINDOW_PAGE_TOKENS
+    )
+
+
+def _v41_rows(record: tuple[int, int, str], alignment: int, ratio: int, window: int | None = None) -> Kind:
+    """In a window a kernel block is its page, elsewhere of 128 tokens."""
+    return ScaledRows(
+        *record,
+        "latent",
+        "latent_scale",
+        ratio,
+        window,
+        kernel_tokens=V41_PAGE_TOKENS if window is None else V41_WINDOW_PAGE_TOKENS,
+        page_alignment_bytes=alignment,
+    )
+
+
+def _v41_plain(ratio: int) -> Latent:
+    return Latent(MXFP8[0], "bfloat16", tokens_per_state=ratio, page_alignment_bytes=PLAIN_ALIGNMENT_BYTES)
+
+
+def _v41_keys(config: Config, name: str, index: int, ratio: int) -> ModelLayer:
+    keys = indexer(*index_row(config), tokens_per_state=ratio, kernel_tokens=V41_PAGE_TOKENS)
+    kinds: dict[str, Kind] = {
+        dtype: replace(keys, page_alignment_bytes=alignment) for dtype, (_, _, alignment) in V41_RECORDS.items()
+    }
+    kinds["bfloat16"] = replace(keys, page_alignment_bytes=PLAIN_ALIGNMENT_BYTES)
+    return ModelLayer(name, index, kinds[PACKED], "latent", kinds)
 
 
 def _finish(config: Config, num_layers: int, layers: list[ModelLayer], page_tokens: int) -> Model:

@@ -3,16 +3,19 @@
 | model types | window layers | source |
 |---|---|---|
 | `mimo_v2_flash` | `hybrid_layer_pattern` 1; all their fields begin with `swa_`. V is narrower than K. One more predicts | vLLM 0.32 `mimo_v2.py`, `mimo_v2_mtp.py` |
+| `inkling_model` | `local_layer_ids`; all their fields begin with `swa_`. Each layer also has windows of `sconv_kernel_size` tokens: inputs of four convolutions | vLLM 0.32 `models/inkling/nvidia/sconv_swa_attn.py` |
 | `step3p5` | `layer_types`; those that `attention_other_setting` names have its heads | vLLM 0.32 `step3p5.py` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
 from kvreshard.catalog.read_attention import LAYER_TYPES
+from kvreshard.kinds import Attention
 
 
 def read_mimo_v2(config: Config) -> Model:
@@ -35,6 +38,51 @@ def read_mimo_v2(config: Config) -> Model:
         )
 
     return _model(config, num_layers, layer, 1)
+
+
+def read_inkling(config: Config) -> Model:
+    """The inputs of a token's convolutions are kept per KV head: K, V and the head's part of two outputs, up to a power of two.
+
+    Prediction layers have both caches too; as many are made as the engine speculates tokens.
+    """
+    num_layers, dtype = config.count("num_hidden_layers"), config.dtype()
+    number = config.count("num_nextn_predict_layers", 0, at_least=0)
+    taps = config.count("sconv_kernel_size", config.count("conv_kernel_size", 4))
+
+    def layers(name: str, index: int, *, is_local: bool) -> list[ModelLayer]:
+        prefix = "swa_" if is_local else ""
+        heads = config.count(f"{prefix}num_key_value_heads", config.count("num_key_value_heads"))
+        size = config.count(f"{prefix}head_dim", config.head_size())
+        width = 1 << (2 * size + 2 * (config.count("hidden_size") // heads) - 1).bit_length()
+        inputs = Attention(heads, width, "bfloat16", 0, taps)
+        window = config.count("sliding_window_size") if is_local else None
+        return [
+            ModelLayer(f"{name}.conv", index, inputs, "window", page_tokens=taps),
+            attention_layer(
+                f"{name}.attn", index, num_kv_heads=heads, head_size=size, dtype=dtype, window_tokens=window
+            ),
+        ]
+
+    local = _numbers(config, "local_layer_ids", num_layers)
+    found = [one for i in range(num_layers) for one in layers(f"layers.{i}", i, is_local=i in local)]
+    local = _numbers(config.part("mtp_config"), "local_layer_ids", number)
+    for i in range(number):
+        found += [
+            replace(predicting(one), min_drafts=i + 1) for one in layers(f"mtp.{i}", num_layers, is_local=i in local)
+        ]
+    return Model(
+        config.model,
+        config.model_type,
+        num_layers,
+        tuple(found),
+        dtype,
+        num_query_heads=config.count("num_attention_heads"),
+    )
+
+
+def _numbers(config: Config, name: str, num_layers: int) -> frozenset[int]:
+    """Layers that a list names, counted from 0; none if it is empty or not there."""
+    return config.positions(name, num_layers, first=0) if config.fields.get(name) else frozenset()
 
 
 def read_step3p5(config: Config) -> Model:

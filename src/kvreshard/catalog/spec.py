@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED
+from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED, PACKED_FP4, PACKED_V4
 from kvreshard.kinds.assemble import ALIASES, ORDERS
 from kvreshard.kinds.attention import INTERIORS
 from kvreshard.model import LayoutError
@@ -40,7 +40,7 @@ MAX_RANKS = 1024
 MAX_DRAFTS = 1024
 SWITCH: Mapping[str, bool] = {"on": True, "off": False}
 DTYPES: Mapping[str, str] = {
-    **{name: name for name in (NATIVE, *CACHE_DTYPES, PACKED)},
+    **{name: name for name in (NATIVE, *CACHE_DTYPES, PACKED, PACKED_FP4, PACKED_V4)},
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp32": "float32",

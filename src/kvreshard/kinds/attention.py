@@ -1,7 +1,7 @@
 """Full attention and sliding windows: which K and V of which heads lie where in a page?
 
-Two fields per layer, `<layer>.k` and `<layer>.v`, axes (token, head, channel). Grouped-query attention with more ranks
-than KV heads gives the same head to several ranks. What differs between engines is the inside of a page, `interior`:
+Two fields per layer, `<layer>.k` and `<layer>.v`, axes (token, head, channel); one where V has no channels, of caches that keep something else
+per token and head. Grouped-query attention with more ranks than KV heads gives the same head to several ranks. What differs between engines is the inside of a page, `interior`:
 
 | interior | slots x cell | where a value lies |
 |---|---|---|
@@ -31,7 +31,7 @@ TILE = 16
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`num_kv_heads` heads of the whole model, `head_size` channels of K, `head_size_v` of V (None: as many)."""
+    """`num_kv_heads` heads of the whole model, `head_size` channels of K, `head_size_v` of V (None: as many; 0: there is no V)."""
 
     num_kv_heads: int
     head_size: int
@@ -44,6 +44,8 @@ class Attention:
         for label, value in (("KV heads", self.num_kv_heads), ("channels", self.head_size)):
             if value <= 0:
                 raise LayoutError(f"attention with {value} {label}: a size must be positive")
+        if self.head_size_v is not None and self.head_size_v < 0:
+            raise LayoutError(f"attention with {self.head_size_v} channels of V: must not be negative")
         dtype_bytes(self.dtype)
 
     @property
@@ -58,6 +60,8 @@ class Attention:
         heads = size(place.heads(self.num_kv_heads))
         states = states_per_page(tokens_per_page, 1, "attention")
         k_bytes, v_bytes = self._cell_bytes()
+        if not v_bytes and style.interior != "cell":
+            raise LayoutError(f"interior '{style.interior}': there is no V; use 'cell'")
         if style.interior == "separate":
             return (TensorShape("k", heads, states, k_bytes), TensorShape("v", heads, states, v_bytes))
         if style.interior == "slots":
@@ -83,7 +87,7 @@ class Attention:
         return tuple(
             Piece(tensor, self._field(f"{layer}.{part}", channels), (token, head, channel), offset)
             for part, channels, (tensor, token, head, channel, offset) in zip(
-                ("k", "v"), (self.head_size, self.value_size), make(place, heads, views), strict=True
+                ("k", "v"), (self.head_size, self.value_size), make(place, heads, views), strict=bool(self.value_size)
             )
         )
 
@@ -98,15 +102,20 @@ class Attention:
     def _channels(self, extent: int, *digits: Digit) -> AxisMap:
         return AxisMap("channel", whole(extent), digits or (Digit(extent, 0, dtype_bytes(self.dtype)),))
 
-    def _side_by_side(self, place: Place, heads: Interval, views: Mapping[str, PageView]) -> tuple[_Part, _Part]:
+    def _side_by_side(self, place: Place, heads: Interval, views: Mapping[str, PageView]) -> tuple[_Part, ...]:
         k_bytes, _ = self._cell_bytes()
-        k_view, v_view = (views["kv"], views["kv"]) if "kv" in views else (views["k"], views["v"])
-        return (
-            (k_view.shape.name, k_view.sequence("token", place.tokens()), _slot_heads(heads, k_view),
-             self._channels(self.head_size), 0),
-            (v_view.shape.name, v_view.sequence("token", place.tokens()), _slot_heads(heads, v_view),
-             self._channels(self.value_size), k_bytes if "kv" in views else 0),
-        )  # fmt: skip
+        sides = [(views["kv"], 0), (views["kv"], k_bytes)] if "kv" in views else [(views["k"], 0), (views["v"], 0)]
+        return tuple(
+            (
+                view.shape.name,
+                view.sequence("token", place.tokens()),
+                _slot_heads(heads, view),
+                self._channels(channels),
+                offset,
+            )
+            for (view, offset), channels in zip(sides, (self.head_size, self.value_size), strict=True)
+            if channels
+        )
 
     def _slots(self, place: Place, heads: Interval, views: Mapping[str, PageView]) -> tuple[_Part, _Part]:
         view, (k_bytes, _) = views["kv"], self._cell_bytes()

@@ -4,11 +4,12 @@
 |---|---|
 | `GatedDelta` | `conv.q`, `conv.k` (key head, channel, tap), `conv.v` (value head, channel, tap), `ssm` (value head, value channel, key channel) |
 | `LinearState` | `ssm` (head, row, column) |
-| `ShortConv` | `conv.x` (channel, tap) |
+| `ShortConv` | `conv.x` (channel, tap), split by ranks or whole on each |
 
 A gated delta convolution's rows are q, then k, then v, each split by its own heads (vLLM 0.32,
 `MambaStateShapeCalculator.gated_delta_net_state_shape`). Kimi's delta attention (KDA) is one with as many key as value heads.
-`LinearState` is the state of attention without a convolution (MiniMax, Bailing), `ShortConv` a convolution without more (LFM2).
+`LinearState` is the state of attention without a convolution (MiniMax, Bailing), `ShortConv` a convolution without more (LFM2; Qwen4-Exp, whole on
+every rank).
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ class LinearState:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """`num_channels` channels of the whole model, of which `conv_kernel - 1` taps are kept."""
+    """`num_channels` channels of the whole model, of which `conv_kernel - 1` taps are kept. `is_replicated`: all on every rank."""
 
     num_channels: int
     conv_kernel: int
     conv_dtype: str
+    is_replicated: bool = False
 
     def __post_init__(self) -> None:
         if min(self.num_channels, self.conv_kernel - 1) <= 0:
@@ -127,5 +129,6 @@ class ShortConv:
         return state_pieces(layer, style, self._tensors(place, style))
 
     def _tensors(self, place: Place, style: Style) -> tuple[Convolution | Block, ...]:
-        band = Band("conv.x", (Part("channel", self.num_channels, place.part(self.num_channels)),))
+        held = whole(self.num_channels) if self.is_replicated else place.part(self.num_channels)
+        band = Band("conv.x", (Part("channel", self.num_channels, held),))
         return (Convolution((band,), self.conv_kernel - 1, style.speculative_tokens, self.conv_dtype),)

@@ -1,7 +1,7 @@
 """A ring: the last `capacity` tokens, overwritten in turn.
 
-One field per layer, `<layer>.<name>`, axes (token, channel), whole on every rank. The page holds `capacity` entries; token t
-lies in entry t mod capacity. Its lap digit advances nothing; `bind` checks that the live tokens fit both capacities.
+A field per part of a token, `<layer>.<part>`, axes (token, channel), whole on every rank. The page holds `capacity` entries of each part; token
+t lies in entry t mod capacity. Its lap digit advances nothing; `bind` checks that the live tokens fit both capacities.
 Entries that speculation adds are capacity of that engine alone: the other side's ring may be shorter or longer.
 """
 
@@ -14,20 +14,32 @@ from kvreshard.kinds.page import PageView, Piece, Style, TensorShape, dtype_byte
 from kvreshard.kinds.place import Place, whole
 from kvreshard.model import Axis, AxisMap, Digit, Field, Interval, LayoutError
 
+TENSOR = "ring"
+
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """`live_tokens` tokens that matter, `channels` values of `dtype` each; speculation widens the ring."""
+    """`live_tokens` tokens that matter, `channels` values of `dtype` for each of `parts`; speculation widens the ring.
+
+    A ring has whole laps of `lap_entries`: as many as are needed or, with `is_doubled`, the next power of two; at least `min_entries`.
+    """
 
     live_tokens: int
     channels: int
     dtype: str
-    name: str = "ring"
+    parts: tuple[str, ...] = ("ring",)
     tokens_per_state: int = 1
+    lap_entries: int = 1
+    is_doubled: bool = False
+    min_entries: int = 1
 
     def __post_init__(self) -> None:
-        if self.live_tokens <= 0 or self.channels <= 0 or self.tokens_per_state <= 0:
-            raise LayoutError(f"ring of {self.live_tokens} tokens x {self.channels} channels: sizes must be positive")
+        sizes = (self.live_tokens, self.channels, self.tokens_per_state, self.lap_entries, len(self.parts))
+        if min(sizes) <= 0:
+            raise LayoutError(
+                f"ring of {self.live_tokens} tokens x {len(self.parts)} parts x {self.channels} channels, laps of "
+                f"{self.lap_entries}: sizes must be positive"
+            )
 
     @property
     def is_state(self) -> bool:
@@ -39,20 +51,23 @@ class Ring:
 
     def capacity(self, style: Style) -> int:
         """Entries of the ring on an engine of this style."""
-        return self.live_tokens // self.tokens_per_state + style.speculative_tokens
+        needed = self.live_tokens // self.tokens_per_state + style.speculative_tokens
+        laps = -(-needed // self.lap_entries)
+        if self.is_doubled:
+            laps = 1 << (laps - 1).bit_length()
+        return max(self.min_entries, laps * self.lap_entries)
 
     def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
-        return (TensorShape(self.name, 1, self.capacity(style), self.channels * dtype_bytes(self.dtype)),)
+        cell_bytes = self.channels * dtype_bytes(self.dtype)
+        return (TensorShape(TENSOR, len(self.parts), self.capacity(style), cell_bytes),)
 
     def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
-        element = dtype_bytes(self.dtype)
-        field = Field(
-            f"{layer}.{self.name}",
-            (Axis("token", None, self.tokens_per_state), Axis("channel", self.channels)),
-            element,
-            self.dtype,
-        )
-        digits = (Digit(self.capacity(style), 0, views[self.name].state_step), Digit(None, 0, 0))
+        element, view = dtype_bytes(self.dtype), views[TENSOR]
+        axes = (Axis("token", None, self.tokens_per_state), Axis("channel", self.channels))
+        digits = (Digit(self.capacity(style), 0, view.state_step), Digit(None, 0, 0))
         token = AxisMap("token", Interval(0, None), digits)
         channel = AxisMap("channel", whole(self.channels), (Digit(self.channels, 0, element),))
-        return (Piece(self.name, field, (token, channel), 0),)
+        return tuple(
+            Piece(TENSOR, Field(f"{layer}.{part}", axes, element, self.dtype), (token, channel), slot * view.slot_step)
+            for slot, part in enumerate(self.parts)
+        )

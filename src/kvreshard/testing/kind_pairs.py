@@ -26,6 +26,7 @@ from kvreshard.kinds import (
     Opaque,
     Ring,
     ScaledRows,
+    ShortConv,
     Style,
 )
 from kvreshard.kinds.assemble import ORDERS, Grid, Layer, PagedGroup, assemble
@@ -46,6 +47,7 @@ KINDS = (
     "mamba2",
     "mamba1",
     "gated-delta",
+    "short-conv",
     "ring",
     "opaque",
 )
@@ -84,13 +86,7 @@ def _draw_kind(rng: Rng, what: str, interiors: Sequence[str]) -> Kind:
     dtype, other = str(rng.choice(DTYPES)), str(rng.choice(DTYPES))
     window = among(4, 16, 40) if rng.random() < 0.3 else None
     if what == "attention":
-        heads = among(1, 2, 2, 3, 4, 5, 8)
-        if "tiles" in interiors:
-            return Attention(
-                heads, *((16, dtype, 16) if "slots" in interiors else (among(2, 6, 16), dtype, among(16, 32))), window
-            )
-        size = among(1, 2, 3, 4, 8, 16)
-        return Attention(heads, size, dtype, None if "slots" in interiors else among(size, 1, 5, 8), window)
+        return _draw_attention(rng, dtype, window, interiors)
     if what == "latent":
         per_state = among(1, 1, 1, 2, 4)
         aligned = among(1, 1, 1, 32, 48)
@@ -117,10 +113,30 @@ def _draw_kind(rng: Rng, what: str, interiors: Sequence[str]) -> Kind:
         return GatedDelta(
             among(1, 2, 3, 4), among(1, 2, 4, 8), among(1, 2, 3), among(1, 2, 3), among(2, 3, 4), dtype, other
         )
+    if what == "short-conv":
+        return ShortConv(among(1, 3, 8, 12), among(2, 3, 10), dtype, bool(rng.random() < 0.5))
     if what == "ring":
         per_state = among(1, 1, 2)
-        return Ring(per_state * among(1, 2, 3, 7, 12), among(1, 3, 6), dtype, "ring", per_state)
+        parts = ("k", "gate") if rng.random() < 0.3 else ("ring",)
+        return Ring(per_state * among(1, 2, 3, 7, 12), among(1, 3, 6), dtype, parts, per_state)
     return Opaque(among(1, 7, 32, 65), among(1, 3, 16), f"tag/{among(1, 2)}")
+
+
+def _draw_attention(rng: Rng, dtype: str, window: int | None, interiors: Sequence[str]) -> Attention:
+    """Of a width that both interiors allow."""
+
+    def among(*values: int) -> int:
+        return int(rng.choice(values))
+
+    heads = among(1, 2, 2, 3, 4, 5, 8)
+    if "tiles" in interiors:
+        return Attention(
+            heads, *((16, dtype, 16) if "slots" in interiors else (among(2, 6, 16), dtype, among(16, 32))), window
+        )
+    size = among(1, 2, 3, 4, 8, 16)
+    if interiors[0] == interiors[1] == "cell" and rng.random() < 0.2:
+        return Attention(heads, size, dtype, 0, window)
+    return Attention(heads, size, dtype, None if "slots" in interiors else among(size, 1, 5, 8), window)
 
 
 def draw_engine(rng: Rng, name: str, model: Model, side: int, num_tokens: int, features: set[str]) -> EngineLayout:

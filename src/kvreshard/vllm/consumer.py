@@ -25,7 +25,7 @@ import numpy as np
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup, Reach
+from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.prompt import count_matching
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
@@ -53,8 +53,8 @@ class _Waiting:
 
 
 class Consumer:
-    """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `note_fallback`:
-    hears why a request is computed here although a prefill was offered: 'params', 'itself', 'spent', 'state', 'window', 'prompt' or
+    """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
+    cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed here although a prefill was offered: 'params', 'itself', 'spent', 'state', 'window', 'prompt' or
     'standstill'.
     """
 
@@ -64,12 +64,14 @@ class Consumer:
         groups: Sequence[CacheGroup],
         num_backoff_tokens: int,
         note_fallback: Callable[[str], None],
+        *,
+        whole_prompts: bool = False,
     ) -> None:
         self._me = me
         self._groups = tuple(groups)
         self._note_fallback = note_fallback
         self._has_state = any(group.is_state for group in groups)
-        self._num_backoff_tokens = num_backoff_tokens
+        self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
         self._waiting: dict[str, _Waiting] = {}
         self._stepping_back: set[str] = set()
         self._spent: OrderedDict[Source, None] = OrderedDict()
@@ -180,7 +182,7 @@ class Consumer:
         for group in self._groups:
             if group.page_tokens is not None:
                 first, _ = group.pages(_ids(blocks, group), 0)
-                first_token = _first_token(waiting.prefill, group.reach)
+                first_token = _first_token(waiting.prefill, group)
                 if first * group.page_tokens < first_token:
                     yield group, -(-first_token // group.page_tokens)
 
@@ -214,6 +216,14 @@ class Consumer:
                 logger.warning("request %s will be computed here: %s", name, reason)
                 return 0
             return prefill.num_tokens
+        if self._whole_prompts and not same == prefill.num_tokens == num_prompt:
+            self._note_fallback("prompt")
+            logger.warning(
+                "request %s will be computed here: its prompt of %d tokens is not the source's of %d, and this model's tokens look at "
+                "those behind them too",
+                name, num_prompt, prefill.num_tokens,
+            )  # fmt: skip
+            return 0
         if same < min(prefill.num_tokens, num_prompt):
             if not same:
                 self._note_fallback("prompt")
@@ -228,8 +238,8 @@ class Consumer:
     def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
         """What the source no longer has of what this engine needs; empty if nothing."""
         for group in self._groups:
-            needed, first = group.first_needed(num_tokens), _first_token(prefill, group.reach)
-            if first > needed:
+            needed, first = _first_needed(prefill, group, num_tokens), _first_token(prefill, group)
+            if needed < num_tokens and first > needed:
                 return f"group {group.name} needs token {needed}, and its source begins at token {first}"
         mine = {group.reach for group in self._groups}
         for theirs in prefill.groups:
@@ -254,32 +264,51 @@ class Consumer:
                 for block in blocks.blocks[group.index]
                 if block.block_hash is None and not block.is_null and block.block_id in held
             ]
-            start = max(self._first_missing(group, blocks, first), _first_token(prefill, group.reach))
+            start = max(self._first_missing(group, blocks, first, num_tokens), _first_token(prefill, group))
             tables[group.name] = PageTable(list(pages), num_tokens, first)
             intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
             new_pages[group.name] = np.array(fresh, dtype=np.int64)
         return Transfer(prefill.tables(), tables, intervals, new_pages)
 
     @staticmethod
-    def _first_missing(group: CacheGroup, blocks: KVCacheBlocks, first: int) -> int:
-        """The first token that the group does not have here: its blocks with a hash are prefix hits."""
+    def _first_missing(group: CacheGroup, blocks: KVCacheBlocks, first: int, num_tokens: int) -> int:
+        """The first token that the group does not have here, and has room for: its blocks with a hash are prefix hits."""
         if group.page_tokens is None:
-            return 0
+            return 0 if group.ring_tokens is None else max(0, num_tokens - group.ring_tokens)
         held = blocks.blocks[group.index]
         fresh = next((i for i, b in enumerate(held) if b.block_hash is None and not b.is_null), len(held))
         return max(first, fresh) * group.page_tokens
 
 
-def _first_token(prefill: RemotePrefill, reach: Reach) -> int:
-    """The first token that the source still has in every group of layers that look back so far."""
+def _first_needed(prefill: RemotePrefill, group: CacheGroup, num_tokens: int) -> int:
+    """The first token that the next one after `num_tokens` tokens needs of the group.
+
+    Of a ring those whose compressed entry is not complete; a ring holds one entry or several whole ones (vLLM 0.32.0,
+    `CircularBufferSpec`), so at most as many as the shorter one.
+    """
+    if group.ring_tokens is None:
+        return group.first_needed(num_tokens)
+    entry = min(group.ring_tokens, _shortest_ring(prefill) or group.ring_tokens)
+    return num_tokens // entry * entry
+
+
+def _first_token(prefill: RemotePrefill, group: CacheGroup) -> int:
+    """The first token that the source still has in every group of layers that look back as far as this one's, or in every ring."""
+    if group.ring_tokens is not None:
+        return max(0, prefill.num_tokens - _shortest_ring(prefill))
     return max(
         (
-            group.first_page * group.page_tokens
-            for group in prefill.groups
-            if group.page_tokens is not None and (group.window_tokens, group.chunk_tokens) == reach
+            theirs.first_page * theirs.page_tokens
+            for theirs in prefill.groups
+            if theirs.page_tokens is not None and (theirs.window_tokens, theirs.chunk_tokens) == group.reach
         ),
         default=0,
     )
+
+
+def _shortest_ring(prefill: RemotePrefill) -> int:
+    """Tokens that all rings of the source hold; 0 if it says of none."""
+    return min((group.ring_tokens for group in prefill.groups if group.ring_tokens is not None), default=0)
 
 
 def _ids(blocks: KVCacheBlocks, group: CacheGroup) -> list[int]:

@@ -10,7 +10,7 @@ not in it is opaque, so that whole equal pages may be moved and anything else is
 | `rows` | 1 x channels | one vector per state |
 | `packed-rows` | 1 x bytes | one packed vector per state, its scales among it |
 | `scaled-rows` | 1 x bytes | all vectors of a kernel block, then all their scales |
-| `ring` | 1 x channels | one vector per entry; token t lies in entry t mod capacity |
+| `ring` | parts x channels | one vector per entry and part; token t lies in entry t mod capacity |
 
 The *platform* of an entry is an instruction set on CPU (`vec`, `vec16`, `amx`, or `cpu` where it does not matter), else `cuda`,
 `rocm` or `xpu`. A fact holds only for a page that is packed as the specification says without the backend's own packing
@@ -70,6 +70,23 @@ FACTS: tuple[Fact, ...] = (
         "v1/attention/backends/triton_attn.py:284,390",
         packing=True,
     ),
+    # MiniMax-M3's block-sparse attention and Qwen4-Exp's, both by the strides of the view.
+    Fact(
+        ("MINIMAX_M3_SPARSE", "CUTLASS_MSA", "TRITON_MSA"),
+        (*PLAIN, *FP8),
+        ("cuda",),
+        "cell",
+        "models/minimax_m3/common/ops/sparse_attn.py:191, models/minimax_m3/nvidia/sparse_attention_msa.py:386",
+    ),
+    Fact(
+        ("QWEN4_EXP_QSA_TRITON",),
+        (*PLAIN, "fp8", "fp8_e4m3"),
+        ("cuda",),
+        "cell",
+        "models/qwen4_exp/nvidia/qsa.py:297",
+    ),
+    # Inkling's convolutions: the inputs of a token and head, four streams side by side, and no V.
+    Fact(("INKLING_SCONV_SWA",), ("",), ("cuda",), "cell", "models/inkling/nvidia/ops/sconv.py:92"),
     # Slot 0 is K, slot 1 is V, each with all heads of a token.
     Fact(("B12X",), (*PLAIN, *FP8), ("cuda",), "slots", "v1/attention/backends/b12x.py:152,886", packing=True),
     # cpu_attn.py:415 makes planes; the order inside them is the operator's, found by labelled writes.
@@ -83,6 +100,17 @@ FACTS: tuple[Fact, ...] = (
         "rows",
         "v1/attention/backend.py:1103",
     ),
+    # Rows as wide as the windows' beside them, the latent first (dots3-note).
+    Fact(
+        ("DOTS3_NOTE_PADDED_MLA_SPARSE",),
+        (*PLAIN, *FP8),
+        ("cuda",),
+        "rows",
+        "models/dots3_note/nvidia/attention.py:717",
+    ),
+    # Keys of sparse indexers: one vector per token, or per compressed entry.
+    Fact(("MINIMAX_M3_SPARSE_INDEXER",), ("",), ("cuda",), "rows", "models/minimax_m3/common/ops/index_topk.py:164"),
+    Fact(("QWEN4_EXP_EXP_QSA_STATE",), ("",), ("cuda",), "rows", "models/qwen4_exp/common/qsa_cache.py:797"),
     Fact(("CPU_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/cpu_mla.py:209"),
     Fact(("AMX_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/amx_mla.py:320"),
     Fact(
@@ -95,22 +123,23 @@ FACTS: tuple[Fact, ...] = (
     ),
     # Values of a kernel block, then its scales. ROCm shuffles the values in tiles.
     Fact(
-        ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"),
+        ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
         ("",),
         ("cuda",),
         "scaled-rows",
-        "models/deepseek_v32/common/kernels.py:110",
+        "models/deepseek_v32/common/kernels.py:110, models/deepseek_v41/common/ops/indexer_k_store.py:203",
     ),
     Fact(
-        ("FLASHMLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"),
-        ("fp8_ds_mla",),
+        ("FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41", "DEEPSEEK_SPARSE_SWA"),
+        ("fp8_ds_mla", "nvfp4_ds_mla"),
         ("cuda",),
         "scaled-rows",
-        "models/deepseek_v4/common/ops/fused_compress_quant_cache.py:190, cache_utils.py:64",
+        "models/deepseek_v4/common/ops/fused_compress_quant_cache.py:190, cache_utils.py:64, "
+        "models/deepseek_v41/common/ops/fused_compress_quant_cache.py:393",
         packing=True,
     ),
     Fact(
-        ("FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"),
+        ("FLASHINFER_MLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV41", "DEEPSEEK_SPARSE_SWA"),
         (*PLAIN, *FP8),
         ("cuda",),
         "rows",
@@ -118,11 +147,20 @@ FACTS: tuple[Fact, ...] = (
     ),
     Fact(("CompressorBackend",), ("",), ("cuda",), "rows", "models/deepseek_v4/common/ops/save_partial_states.py"),
     Fact(("CompressorBackend",), ("",), ("cuda",), "ring", "models/deepseek_v41/compressor.py:77"),
+    Fact(("KPOOL_TAIL",), ("",), ("cuda",), "ring", "models/glm5next/nvidia/ops/kpool_compress.py:415"),
+    Fact(("QWEN4_EXP_EXP_QSA_STATE",), ("",), ("cuda",), "ring", "models/qwen4_exp/common/qsa_cache.py:133"),
 )
 
-# Packed rows of latent caches: bytes of the values, bytes of the scales behind them (0: among them).
+# Packed rows of latent caches, their scales among the values.
 PACKED_ROW_BYTES: Mapping[str, int] = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
-V4_ROW_BYTES = (576, 8)
+# Cell bytes of DeepSeek-V4's and V4.1's latents -> values, scales behind all values, what they are.
+V4_ROWS: Mapping[int, tuple[int, int, str]] = {
+    584: (576, 8, "fp8_ds_mla"),
+    528: (512, 16, "mxfp8/scale-per-32"),
+    288: (256, 32, "nvfp4/scale-per-16"),
+}
+# Parts of a token in a ring, where there are several (`models/glm5next/common/attention.py:157`).
+RING_PARTS: Mapping[str, tuple[str, ...]] = {"KPOOL_TAIL": ("k", "gate")}
 # Cell bytes of an indexer -> values, scales, what they are.
 INDEXER_ROWS: Mapping[int, tuple[int, int, str]] = {
     132: (128, 4, "fp8_e4m3/scale-per-token"),
@@ -138,6 +176,7 @@ STATES: Mapping[str, tuple[str, str]] = {
     "OlmoHybridGatedDeltaNetAttention": ("gated-delta", "model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py:55"),
     "KimiGatedDeltaNetAttention": ("kimi-delta", "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py:166"),
     "KimiK3DeltaAttention": ("kimi-delta", "models/kimi_k3/nvidia/kda.py:564"),
+    "Qwen4ExpPLELayer": ("position-conv", "models/qwen4_exp/nvidia/ple_layer.py:181"),
     "Glm5NextLinearAttention": ("kimi-delta", "models/glm5next/common/kda.py:189"),
     "BailingMoeV3KimiDeltaAttention": ("kimi-delta", "model_executor/models/bailing_moe_v3.py:627"),
 }

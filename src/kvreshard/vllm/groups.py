@@ -39,7 +39,7 @@ class CacheGroup:
 
     `window_tokens`: how far the next token looks back, itself included, None for all; `extra_tokens`: how many more the group
     keeps. `chunk_tokens`: the next token looks at those of its chunk. `num_draft_states`: blocks behind a state's own into which
-    drafts are stepped; after such a step the state is the one of the last draft that was right.
+    drafts are stepped; after such a step the state is the one of the last draft that was right. `ring_tokens`: what a ring holds.
     """
 
     name: str
@@ -52,6 +52,7 @@ class CacheGroup:
     chunk_tokens: int | None = None
     extra_tokens: int = 0
     num_draft_states: int = 0
+    ring_tokens: int | None = None
 
     @property
     def reach(self) -> Reach:
@@ -107,7 +108,7 @@ def _read_group(name: str, index: int, spec: Any, dcp_size: int) -> CacheGroup:
         drafts = int(inner.num_speculative_blocks)
         return CacheGroup(name, index, None, True, aligned, block_tokens, num_draft_states=drafts)
     if isinstance(inner, CircularBufferSpec):
-        return CacheGroup(name, index, None, False, False, block_tokens)
+        return CacheGroup(name, index, None, False, False, block_tokens, ring_tokens=block_tokens)
     window = chunk = None
     extra = 0
     if isinstance(inner, SlidingWindowSpec):

@@ -32,6 +32,7 @@ STATE_SIZES: Mapping[str, tuple[str, ...]] = {
     "mamba1": ("intermediate_size", "ssm_state_size", "conv_kernel_size"),
     "mamba2": ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size"),
     "short-conv": ("conv_dim", "L_cache"),
+    "position-conv": ("hc_hidden_size", "conv_state_len"),
     "linear": ("num_heads", "head_dim"),
     "gated-delta": ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size"),
     "kimi-delta": ("num_heads", "head_dim", "conv_size"),

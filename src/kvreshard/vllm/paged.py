@@ -19,7 +19,7 @@ from typing import Any
 
 from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
-from kvreshard.vllm.facts import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, V4_ROW_BYTES, interior
+from kvreshard.vllm.facts import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, RING_PARTS, V4_ROWS, interior
 from kvreshard.vllm.layer_facts import LayerFacts
 
 SCALE_BYTES = 4
@@ -113,27 +113,28 @@ def latent_name(backend: str) -> str:
 
 def _scaled_rows(spec: Any, facts: LayerFacts) -> Found:
     """Kernel blocks are as the view has them; without any, the whole page is one."""
-    if facts.cache_dtype in PACKED_ROW_BYTES:
-        row, scale = V4_ROW_BYTES
-        return Found(ScaledRows(row, scale, facts.cache_dtype, "latent", "latent_scale", spec.tokens_per_state))
-    rows = INDEXER_ROWS.get(spec.state_content_size_bytes) if dtype_name(spec.dtype) == "uint8" else None
+    is_latent = facts.cache_dtype in PACKED_ROW_BYTES
+    known = V4_ROWS if is_latent else INDEXER_ROWS
+    rows = known.get(spec.state_content_size_bytes) if dtype_name(spec.dtype) == "uint8" else None
     if rows is None:
-        return Found(None, reason=f"indexer cells of {spec.state_content_size_bytes} bytes of {dtype_name(spec.dtype)}")
+        return Found(None, reason=f"rows of {spec.state_content_size_bytes} bytes of {dtype_name(spec.dtype)}")
     row, scale, quantisation = rows
-    return Found(ScaledRows(row, scale, quantisation, tokens_per_state=spec.tokens_per_state))
+    names = ("latent", "latent_scale") if is_latent else ("index_k", "index_scale")
+    return Found(ScaledRows(row, scale, quantisation, *names, tokens_per_state=spec.tokens_per_state))
 
 
 def ring_kind(spec: Any, facts: LayerFacts) -> Found:
     """The last tokens, overwritten in turn; an engine with speculation has a longer ring."""
     known = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec), ring=True)
+    parts = RING_PARTS.get(facts.backend, ("partial",))
     if (
         known is None
         or dtype_name(spec.dtype) not in DTYPE_BYTES
-        or spec.num_kv_heads != 1
+        or spec.num_kv_heads != len(parts)
         or spec.tokens_per_state != 1
     ):
         return Found(None, reason="interior unknown")
-    return Found(Ring(spec.block_size, spec.head_size + spec.head_size_v, dtype_name(spec.dtype), "partial"))
+    return Found(Ring(spec.block_size, spec.head_size + spec.head_size_v, dtype_name(spec.dtype), parts))
 
 
 def window_tokens(spec: Any) -> int | None:

@@ -127,7 +127,13 @@ class Producer:
             num_tokens,
             tuple(
                 GroupParams(
-                    group.name, first, group.page_tokens, group.is_state, group.window_tokens, group.chunk_tokens
+                    group.name,
+                    first,
+                    group.page_tokens,
+                    group.is_state,
+                    group.window_tokens,
+                    group.chunk_tokens,
+                    group.ring_tokens,
                 )
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),

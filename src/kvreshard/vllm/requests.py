@@ -53,6 +53,12 @@ def count_backoff(vllm_config: Any, has_state: bool) -> int:
     return max(int(has_state), int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
+def needs_whole_prompts(vllm_config: Any) -> bool:
+    """Whether every token of a prompt looks at all of it, so that the cache of a prefix depends on what follows (HRM-Text, `prefix_lm`)."""
+    text = getattr(vllm_config.model_config, "hf_text_config", None)
+    return bool(getattr(text, "prefix_lm", False))
+
+
 def read_sizes(parallel_config: Any) -> dict[str, int]:
     """The parallel sizes that `kv_transfer_params` carry, by the names that routers know."""
     return {

@@ -24,7 +24,7 @@ from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import Reception
-from kvreshard.vllm.requests import count_backoff, read_sizes
+from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_sizes
 from kvreshard.vllm.standstill import Standstill
 
 if TYPE_CHECKING:
@@ -82,7 +82,13 @@ class SchedulerSide:
         )
         self.stats = ReshardStats()
         me = engine, self._reception.incarnation
-        self._consumer = Consumer(me, groups, backoff, lambda cause: self.stats.count("fallbacks", cause))
+        self._consumer = Consumer(
+            me,
+            groups,
+            backoff,
+            lambda cause: self.stats.count("fallbacks", cause),
+            whole_prompts=needs_whole_prompts(vllm_config),
+        )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._manager: KVCacheManager | None = None

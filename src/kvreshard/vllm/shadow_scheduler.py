@@ -15,7 +15,7 @@ from kvreshard.vllm.options import Options
 from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.reception import Reception
-from kvreshard.vllm.requests import count_backoff, count_settled, read_sizes
+from kvreshard.vllm.requests import count_backoff, count_settled, needs_whole_prompts, read_sizes
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -61,7 +61,13 @@ class ShadowScheduler:
         self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1)
         self._fallback = ""
         self._groups = groups
-        self._consumer = Consumer((engine, self._reception.incarnation), groups, backoff, self._note_fallback)
+        self._consumer = Consumer(
+            (engine, self._reception.incarnation),
+            groups,
+            backoff,
+            self._note_fallback,
+            whole_prompts=needs_whole_prompts(vllm_config),
+        )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}
         self._orders = ShadowOrders()

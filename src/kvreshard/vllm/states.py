@@ -12,9 +12,10 @@ beyond the live taps.
 | `gated-delta` | conv (2 x key heads x key size + value heads x value size), (value heads, value size, key size) |
 | `kimi-delta` | conv (3 x heads x head size), (heads, head size, head size) |
 | `short-conv` | conv (channels) |
+| `position-conv` | conv (channels), all on every rank |
 | `linear` | (heads, head size, head size) |
 
-Not known, so opaque: other forms, states that every rank keeps whole, more shapes than these (replay rings and records of
+Not known, so opaque: other forms, states of those that every rank keeps whole, more shapes than these (replay rings and records of
 speculation, whose meaning depends on where they stand). Refused: shapes that contradict the sizes.
 """
 
@@ -45,15 +46,19 @@ MAKE: Mapping[str, Callable[[Sizes, list[str]], Kind]] = {
         s["num_heads"], s["num_heads"], s["head_dim"], s["head_dim"], s["conv_size"], d[0], d[1]
     ),
     "short-conv": lambda s, d: ShortConv(s["conv_dim"], s["L_cache"], d[0]),
+    "position-conv": lambda s, d: ShortConv(s["hc_hidden_size"], s["conv_state_len"] + 1, d[0], is_replicated=True),
     "linear": lambda s, d: LinearState(s["num_heads"], s["head_dim"], d[0]),
 }
-TAPS: Mapping[str, str] = {
-    "mamba1": "conv_kernel_size",
-    "mamba2": "conv_kernel_size",
-    "gated-delta": "conv_kernel_size",
-    "kimi-delta": "conv_size",
-    "short-conv": "L_cache",
+REPLICATED = ("position-conv",)
+TAPS: Mapping[str, tuple[str, int]] = {
+    "mamba1": ("conv_kernel_size", -1),
+    "mamba2": ("conv_kernel_size", -1),
+    "gated-delta": ("conv_kernel_size", -1),
+    "kimi-delta": ("conv_size", -1),
+    "short-conv": ("L_cache", -1),
+    "position-conv": ("conv_state_len", 0),
 }
+"""Where the live taps of a convolution are said, and how many less there are."""
 
 
 def state_kind(layer: str, spec: Any, facts: LayerFacts, place: Place, conv_dim_first: bool) -> Found:
@@ -61,8 +66,8 @@ def state_kind(layer: str, spec: Any, facts: LayerFacts, place: Place, conv_dim_
     form = facts.state_form
     if form is None:
         return Found(None, reason="form of the state unknown")
-    if spec.tp_replicated:
-        return Found(None, reason="state kept whole by each rank")
+    if spec.tp_replicated != (form in REPLICATED):
+        return Found(None, reason="state kept whole by each rank" if spec.tp_replicated else "state split by ranks")
     shapes: Shapes = tuple(tuple(int(extent) for extent in shape) for shape in spec.shapes)
     dtypes = [dtype_name(dtype) for dtype in spec.dtypes]
     unknown = [dtype for dtype in dtypes if dtype not in DTYPE_BYTES]
@@ -73,7 +78,8 @@ def state_kind(layer: str, spec: Any, facts: LayerFacts, place: Place, conv_dim_
         return Found(None, reason=f"{len(shapes)} tensors in a state of form {form}")
     scratch = 0
     if form in TAPS:
-        scratch = _scratch_taps(layer, form, shapes[0], channels, facts.state_sizes[TAPS[form]] - 1, conv_dim_first)
+        name, less = TAPS[form]
+        scratch = _scratch_taps(layer, form, shapes[0], channels, facts.state_sizes[name] + less, conv_dim_first)
     if shapes[-len(others) :] != others and others:
         raise LayoutError(
             f"layer '{layer}': its state has shapes {shapes}, but {dict(facts.state_sizes)} of the whole model give rank "
@@ -101,6 +107,8 @@ def _expected(form: str, sizes: Sizes, place: Place) -> tuple[int, Shapes]:
         return channels, ((held("num_v_heads"), value, key),)
     if form == "short-conv":
         return held("conv_dim"), ()
+    if form == "position-conv":
+        return sizes["hc_hidden_size"], ()
     width = sizes["head_dim"]
     channels = 3 * held("num_heads") * width if form == "kimi-delta" else 0
     return channels, ((held("num_heads"), width, width),)

@@ -140,7 +140,7 @@ def test_page_overrides_reach_one_group_or_a_family() -> None:
     [
         ("llama-3.1-8b", "tp=1,pp=20+21", r"stages of 20\+21 = 41 layers, but model 'llama-3.1-8b' has 32"),
         ("llama-3.1-8b", "tp=1,page.ful=8", "group 'ful' is not known; use one of full; did you mean 'full'"),
-        ("jamba-1.5-mini", "tp=1,page.state=8", "a state page holds a whole state"),
+        ("jamba-1.5-mini", "tp=1,page.state=8", "the page of a state holds it whole"),
         ("llama-3.1-8b", "tp=1,dtype=fp8_ds_mla", "model 'llama-3.1-8b' has no cache of that dtype; use one of auto"),
         ("deepseek-v4-flash", "tp=1,page=64", "a page of 64 tokens is not a positive multiple of 128 tokens per state"),
         ("deepseek-v4-flash", "tp=2,dcp=2,interleave=4", "no multiple of 128 tokens per state; set interleave"),

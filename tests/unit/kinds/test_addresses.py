@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvreshard.kinds import Attention, GatedDelta, Latent, Mamba1, Mamba2, Opaque, Ring, ScaledRows, Style
+from kvreshard.kinds import Attention, GatedDelta, Latent, Mamba1, Mamba2, Opaque, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ORDERS, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
 from kvreshard.testing.small import engine
@@ -184,6 +184,32 @@ def test_a_ring_is_as_long_as_what_lives_and_what_speculation_adds() -> None:
     assert mapped.locate(np.arange(7, dtype=np.int64))[1].tolist() == [0, 2, 4, 6, 8, 0, 2]
 
 
+def test_parts_of_a_ring_lie_behind_one_another() -> None:
+    layout = engine("prefill", kind=Ring(3, 2, "bfloat16", ("k", "gate")), order="HND")
+    for part, first in (("k", 0), ("gate", 12)):
+        mine = next(shard for shard in layout.ranks[0].shards if shard.field == f"layers.0.{part}")
+        assert mine.offset_bytes == first
+        assert mine.geometry.axis("token").locate(np.arange(4, dtype=np.int64))[1].tolist() == [0, 4, 8, 0]
+
+
+def test_heads_without_v_have_one_field() -> None:
+    layout = engine("prefill", tp=2, kind=Attention(4, 3, "bfloat16", 0), page=2, order="HND")
+    assert [field.name for field in layout.fields] == ["layers.0.k"]
+    assert dict(cells(layout, 1, "layers.0.k", 1, 2)) == {
+        (2 + t, 2 + h, c): 24 + h * 12 + t * 6 + c * 2 for t in range(2) for h in range(2) for c in range(3)
+    }
+
+
+@pytest.mark.parametrize("dim_first", [True, False])
+def test_a_convolution_may_be_whole_on_every_rank(dim_first: bool) -> None:
+    kind = ShortConv(3, 5, "bfloat16", is_replicated=True)
+    layout = engine("prefill", tp=2, kind=kind, style=Style(conv_dim_first=dim_first, speculative_tokens=1))
+    for rank in range(2):
+        assert dict(cells(layout, rank, "layers.0.conv.x", 0, None)) == {
+            (c, tap): 2 * (c * 5 + tap if dim_first else tap * 3 + c) for c in range(3) for tap in range(4)
+        }
+
+
 @pytest.mark.parametrize("dim_first", [True, False])
 @pytest.mark.parametrize("scratch", [0, 2])
 @pytest.mark.parametrize(("tp", "groups"), [(1, 2), (2, 2), (4, 2), (2, 1)])
@@ -267,6 +293,8 @@ def test_an_opaque_page_is_a_part_per_rank() -> None:
         (lambda: attention("HBNLC", 2, 2, 2, 4, "cell"), "order 'HBNLC' is not known"),
         (lambda: attention("LHBNC", 2, 2, 2, 4, "cell", kernel_tokens=2), "kernel blocks of 2 tokens"),
         (lambda: engine("p", order="LHBNC", padded_page_bytes=1000), "padded to 1000"),
+        (lambda: attention("LBHNC", 2, 2, 0, 4, "planes"), "there is no V"),
+        (lambda: engine("p", kind=Attention(2, 2, "bfloat16", -1)), "-1 channels of V"),
         (lambda: engine("p", kind=Attention(0, 2, "bfloat16")), "0 KV heads"),
         (lambda: engine("p", kind=Attention(2, 2, "int3")), "dtype 'int3' is not known"),
         (lambda: engine("p", kind=Latent(2, "uint8", row_bytes=4)), "quantisation"),
@@ -279,6 +307,7 @@ def test_an_opaque_page_is_a_part_per_rank() -> None:
         (lambda: engine("p", num_pages=0), "0 pages"),
         (lambda: Mamba2(4, 1, 0, 1, 2, "bfloat16", "bfloat16"), "not positive"),
         (lambda: Ring(0, 1, "bfloat16"), "0 tokens"),
+        (lambda: Ring(2, 1, "bfloat16", ()), "0 parts"),
     ],
 )
 def test_what_a_kind_refuses(make: Any, facts: str) -> None:

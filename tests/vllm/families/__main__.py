@@ -3,8 +3,8 @@
     python -m tests.vllm.families TP_SIZE TP_RANK NUM_DRAFTS
 
 Reads JSON lines `[name, config]` and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
-which vLLM registers them, the `tables` for each of two dimension orders (places of their layers among the caches, tokens per page), and
-the `fields` of each cache as the connector describes them.
+which vLLM registers them, the `tables` for each of two dimension orders (places of their layers among the caches, tokens per page; null for
+an order in which vLLM cannot have the model), and the `fields` of each cache as the connector describes them.
 
 1. The config becomes a directory, and that an engine's configuration.
 2. The model is made on torch's meta device: every layer is there, no weight is. Of the other ranks it hears nothing. If it speculates,
@@ -70,6 +70,7 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_dr
         speculative_config={"method": "mtp", "model": str(folder), "num_speculative_tokens": num_drafts}
         if num_drafts
         else None,
+        engram_config={"cpu_offload": False} if config.get("ple_layer_ids") else None,
     ).create_engine_config()
     with set_current_vllm_config(engine):
         if not model_parallel_is_initialized():
@@ -91,7 +92,8 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_dr
         }
         specs = {name: spec for name, spec in found.items() if spec is not None}
         tables = {order: _tables(engine, specs, order) for order in ORDERS}
-        fields = fields_of(_describe(engine, specs, ORDERS[0]), tp_rank, list(specs))
+        order = next(order for order in ORDERS if tables[order] is not None)
+        fields = fields_of(_describe(engine, specs, order), tp_rank, list(specs))
     return {"caches": [of_spec(spec) for spec in specs.values()], "tables": tables, "fields": fields}
 
 
@@ -111,10 +113,14 @@ def _describe(engine: VllmConfig, specs: dict[str, Any], order: str) -> EngineLa
     )
 
 
-def _tables(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[Table]:
+def _tables(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[Table] | None:
     places = {name: place for place, name in enumerate(specs)}
     tables: list[Table] = []
-    for group in _groups(engine, specs, order):
+    try:
+        groups = _groups(engine, specs, order)
+    except NotImplementedError:
+        return None
+    for group in groups:
         spec = group.kv_cache_spec
         inner = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
         tokens = None if isinstance(inner, MambaSpec) else spec.block_size

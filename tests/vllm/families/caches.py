@@ -5,6 +5,7 @@
 | K and V | KV heads, channels of K, channels of V, window (or chunk) in tokens, dtype |
 | latent | channels, window, tokens per entry, dtype |
 | indexer | bytes per entry, tokens per entry |
+| ring | entries, parts, channels of a part, dtype |
 | state | bytes of all its tensors |
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 from kvreshard.catalog.engine import describe, engine_layers, plan_pages
 from kvreshard.catalog.layers import Model
 from kvreshard.catalog.spec import EngineSpec
-from kvreshard.kinds import Attention, Kind, Latent, Place, ScaledRows, Style
+from kvreshard.kinds import Attention, Kind, Latent, Place, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.model import EngineLayout
 
@@ -40,7 +41,7 @@ def tables_of(model: Model, spec: EngineSpec, order: str) -> list[Table]:
     """The block tables that the catalog gives an engine."""
     plan = plan_pages(model, replace(spec, page=PAGE_TOKENS, order=order))
     places = {layer.name: place for place, layer in enumerate(plan.layers)}
-    states = {layer.name for layer in plan.layers if layer.kind.is_state}
+    states = {layer.name for layer in plan.layers if layer.kind.is_state and not isinstance(layer.kind, Ring)}
     return [
         (sorted(places[name] for name in group.layers), None if group.layers[0] in states else group.tokens_per_page)
         for group in plan.groups
@@ -64,9 +65,9 @@ def fields_of(layout: EngineLayout, rank: int, layers: Sequence[str]) -> list[li
     return [sorted(found[layer], key=repr) for layer in layers]
 
 
-def expected_fields(model: Model, spec: EngineSpec, rank: int) -> list[list[Any]]:
+def expected_fields(model: Model, spec: EngineSpec, rank: int, order: str) -> list[list[Any]]:
     """The same as the catalog describes them."""
-    layout = describe(model, replace(spec, page=PAGE_TOKENS, order=ORDERS[0]), "engine")
+    layout = describe(model, replace(spec, page=PAGE_TOKENS, order=order), "engine")
     return fields_of(layout, rank, [layer.name for layer in engine_layers(model, spec)])
 
 
@@ -80,6 +81,8 @@ def _of_kind(kind: Kind, place: Place, style: Style) -> Cache:
         return "latent", kind.channels, kind.window_tokens, kind.tokens_per_state, kind.dtype
     if isinstance(kind, ScaledRows):
         return "rows", kind.row_bytes + kind.scale_bytes, kind.tokens_per_state
+    if isinstance(kind, Ring):
+        return "ring", kind.capacity(style), len(kind.parts), kind.channels, kind.dtype
     return "state", page_bytes
 
 
@@ -93,8 +96,10 @@ def of_spec(spec: Any) -> Cache:
     if name in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
         window = spec.sliding_window if name == "SlidingWindowMLASpec" else None
         if dtype == "uint8":
-            return "rows", spec.head_size, spec.tokens_per_state
+            return "rows", spec.state_content_bytes or spec.head_size, spec.tokens_per_state
         return "latent", spec.head_size, window, spec.tokens_per_state, dtype
+    if name == "CircularBufferSpec":
+        return "ring", spec.block_size, spec.num_kv_heads, spec.head_size + spec.head_size_v, dtype
     windows = {
         "FullAttentionSpec": None,
         "SlidingWindowSpec": "sliding_window",

@@ -65,6 +65,22 @@ PLAIN = (
     "zamba2",
 )
 SWA = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128}
+GLM5 = {
+    "mhc": True,
+    "mla_use_nope": True,
+    "indexer_rope_interleave": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+INDEXER = {
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+QWEN4 = {"architectures": ["Qwen4ExpForCausalLM"], "num_experts": 16, "ngram_vocab_size_base": 1000, "output_gate_type": "silu",
+         "eos_token_id": 1, **INDEXER}  # fmt: skip
 CHANGED: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "cohere2_moe dense": {"first_k_dense_replace": 3, "num_hidden_layers": 11, "layer_types": None, "mlp_layer_types": None,
@@ -78,6 +94,11 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm_moe_dsa every fourth": {"index_topk_freq": 4, "index_skip_topk_offset": 3, "indexer_types": None},
     "glm_moe_dsa pattern": {"index_topk_pattern": "FSSFS" * 15, "indexer_types": None},
+    "glm5_next_text": {"architectures": ["Glm5NextForCausalLM"], "num_hidden_layers": 8, "layer_types": None, "mlp_layer_types": None,
+                       "indexer_types": None, "n_routed_experts": 8, **GLM5},
+    "glm5_next_text sizes": {"architectures": ["Glm5NextForCausalLM"], "num_hidden_layers": 5, "n_routed_experts": 8, "mlp_layer_types": None,
+                             "layer_types": ["full_attention", "linear_attention", "indexed_attention", "linear_attention", "full_attention"],
+                             "indexer_types": None, "linear_num_heads": 32, "linear_head_dim": 64, "index_kpool": 4, **GLM5},
     "gpt_oss": {"intermediate_size": 4096},
     "granitemoehybrid states": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "hy_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": None, "expert_hidden_dim": 1536,
@@ -95,8 +116,44 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"num_hidden_layers": 6, "layers_block_type": None, "hybrid_override_pattern": "M-M*-M", "mamba_num_heads": 96},
     "olmo_hybrid few": {"num_key_value_heads": 6, "linear_num_key_heads": 12, "linear_num_value_heads": 24},
+    "qwen4_exp_text": {**QWEN4, "num_hidden_layers": 8, "layer_types": None, "ple_layer_ids": [1, 2]},
+    "qwen4_exp_text axes": {**QWEN4, "num_hidden_layers": 6, "indexer_compress_ratio": 8,
+                            "layer_types": ["linear_attention", "full_attention"] * 3, "ple_layer_ids": [3], "ngram_size": 2,
+                            "heads_per_ngram": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                                                      "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}},
+    "qwen4_exp_text no indexer": {**QWEN4, "num_hidden_layers": 4, "layer_types": None, **dict.fromkeys(INDEXER)},
     "zamba2 few": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2,
                    "hybrid_layer_ids": [1, 3]},
+}  # fmt: skip
+M3 = {
+    "model_type": "minimax_m3_text",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 1024,
+    "moe_layer_freq": [0] * 6,
+    "sparse_attention_config": {
+        "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 4, "sparse_topk_blocks": 16,
+        "sparse_block_size": 128, "sparse_attention_freq": [0, 0, 0, 1, 1, 1],
+    },
+}  # fmt: skip
+V41 = {
+    "model_type": "deepseek_v41_text", "vocab_size": 1024, "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1280, "o_lora_rank": 1024, "o_groups": 8,
+    "sliding_window": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 65536, "rope_theta": 10000.0, "hidden_act": "silu",
+    "compress_rope_theta": 160000.0, "compress_ratios": [0, 1, 1, 2, 2, 2], "kv_source_layer_ids": [1, 3, 5],
+    "index_source_layer_ids": [1, 2, 3, 4, 5], "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 8,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "num_hash_layers": 0, "hc_mult": 4,
+    "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "swiglu_limit": 10.0, "expert_dtype": "bf16", "num_nextn_predict_layers": 3, "dspark_target_layer_ids": [1, 3], "dspark_markov_rank": 64,
+    "dspark_block_size": 5, "dspark_noise_token_id": 7,
+}  # fmt: skip
+INKLING = {
+    "architectures": ["InklingForCausalLM"], "hidden_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 128, "swa_num_key_value_heads": 8, "swa_num_attention_heads": 16, "swa_head_dim": 128,
+    "local_layer_ids": [1, 2, 3, 4, 5, 7], "sliding_window_size": 512, "use_sconv": True, "sconv_kernel_size": 4,
+    "n_routed_experts": 8, "n_shared_experts": 1, "shared_expert_sink": True, "num_experts_per_tok": 2, "vocab_size": 1024,
 }  # fmt: skip
 FALCON = {
     "vocab_size": 1024,
@@ -116,6 +173,15 @@ HUB: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"architectures": ["DbrxForCausalLM"], "d_model": 1024, "n_heads": 16, "n_layers": 3, "max_seq_len": 2048,
              "vocab_size": 1024, "attn_config": {"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 500000},
              "ffn_config": {"ffn_hidden_size": 512, "moe_num_experts": 4, "moe_top_k": 2}},
+    "deepseek_v41": {"architectures": ["DeepseekV41ForCausalLM"], "text_config": {**V41, "dtype": "bfloat16"}},
+    "deepseek_v41 few": {"architectures": ["DeepseekV41ForCausalLM"],
+                         "text_config": {**V41, "dtype": "bfloat16", "num_hidden_layers": 9, "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 2, 2],
+                                         "kv_source_layer_ids": [2, 5, 7], "index_source_layer_ids": [2, 3, 5, 7]}},
+    "inkling_model": INKLING,
+    "inkling_model wide": {**INKLING, "num_key_value_heads": 8, "hidden_size": 6144, "num_hidden_layers": 6, "local_layer_ids": [1, 2, 3, 4],
+                           "swa_num_key_value_heads": 16},
+    "minimax_m3_vl": {"architectures": ["MiniMaxM3SparseForCausalLM"], "text_config": {**M3, "dtype": "bfloat16"},
+                      "vision_config": {"hidden_size": 1280}},
     "step3_text": {"architectures": ["Step3TextForCausalLM"], "hidden_size": 7168, "num_attention_heads": 64,
                    "num_attention_groups": 1, "num_hidden_layers": 3, "head_dim": 256, "share_q_dim": 2048,
                    "vocab_size": 128815, "max_position_embedding": 65536, "moe_layers_enum": "1,2"},
@@ -123,7 +189,7 @@ HUB: Mapping[str, Mapping[str, Any]] = {
 CASES = (*PLAIN, *CHANGED, *HUB)
 PREDICTING = (
     "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa pattern", "hy_v3", "hy_v4",
-    "longcat_flash", "mimo_v2_flash", "qwen3_5_text", "qwen3_next",
+    "longcat_flash", "mimo_v2_flash", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
 )  # fmt: skip
 """Cases with prediction layers of their own, which vLLM makes beside the model while it speculates."""
 
@@ -139,7 +205,7 @@ def read_config(case: str, *, num_predicting: int = 0) -> dict[str, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
     names = [architecture] if isinstance(architecture, str) else list(architecture)
     changes = CHANGED.get(case, {})
     return {**config, "architectures": names, "dtype": "bfloat16", "model_type": model_type, **changes}

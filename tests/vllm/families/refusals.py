@@ -4,9 +4,10 @@
 |---|---|
 | states in float32 for want of AVX-512 | it is the CPU build's choice, not the model's |
 | no prefix cache for latents without AMX | the same |
-| sparse attention is refused | layers are made, nothing attends |
+| sparse attention is refused, FlashAttention asked for | layers are made, nothing attends |
 | a hybrid's pages are made for the kernels of a CPU | the catalog's are made for FlashAttention's |
 | pages of GPU backends are opaque on a CPU | their inside is known where they run |
+| what a GPU can | constructors ask for recipes of kernels: SM100's |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
 | ranks meet one another | a rank's layers do not depend on what the others say |
@@ -15,6 +16,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -28,6 +30,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import DeviceCapability
 from vllm.triton_utils import triton
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
@@ -60,6 +63,7 @@ def take_out() -> None:
     torch.accelerator.empty_cache = lambda: None
     torch.cuda.Stream = torch.cuda.Event = MagicMock
     triton.set_allocator = lambda *_: None
+    CpuPlatform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(10, 0))
     choose = CpuPlatform.get_attn_backend_cls.__func__
 
     def chosen(cls: Any, selected: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +79,9 @@ def take_out() -> None:
         return find(config, backend, layer, spec) if backend in CPU_BACKENDS else "cuda"
 
     layer_facts._platform = platform
+    # They want what has just been taken out, and one another: the model first.
+    qwen4 = importlib.import_module("vllm.models.qwen4_exp.nvidia.model")
+    sys.modules[qwen4.Qwen4ExpQSAAttention.__module__].is_flash_attn_varlen_func_available = lambda: True
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
     )

@@ -30,25 +30,32 @@ class _Cells:
     grid: tuple[Array | None, ...]
     offsets: tuple[Array | None, ...]
     tokens_per_page: int | None
+    tokens_per_index: int
 
     @functools.cached_property
     def whole(self) -> Array:
         """Addresses of all bytes that the field has on page 0 of the pool."""
-        tokens = None
+        indices = None
         if self.token_axis is not None:
             assert self.tokens_per_page is not None
-            every = np.arange(self.tokens_per_page, dtype=np.int64)
-            tokens = every[self.token_axis.owned.contains(every)]
-        return self.find([0], tokens)[0].reshape(-1)
+            every = np.arange(self.tokens_per_page // self.tokens_per_index, dtype=np.int64)
+            indices = every[self.token_axis.owned.contains(every)]
+        return self.find([0], indices)[0].reshape(-1)
 
-    def find(self, table: Sequence[int], tokens: Array | None) -> tuple[Array, tuple[Array, ...]]:
+    def held_here(self, tokens: Array) -> tuple[Array, Array]:
+        """(which of the tokens have a cell here, its index): of a compressed group the last."""
+        indices = tokens // self.tokens_per_index
+        mine = self.token_axis.owned.contains(indices) & ((tokens + 1) % self.tokens_per_index == 0)
+        return mine, indices[mine]
+
+    def find(self, table: Sequence[int], indices: Array | None) -> tuple[Array, tuple[Array, ...]]:
         """(address of every byte, coordinates without the tokens' place filled in)."""
         grid, offsets = [], []
         for coordinates, steps in zip(self.grid, self.offsets, strict=True):
             if coordinates is None or steps is None:
-                assert tokens is not None
-                page, step = self.token_axis.locate(self.token_axis.owned.to_local(tokens))
-                grid.append(tokens)
+                assert indices is not None
+                page, step = self.token_axis.locate(self.token_axis.owned.to_local(indices))
+                grid.append(indices)
                 offsets.append(step + np.asarray(table, dtype=np.int64)[page] * self.stride_bytes)
             else:
                 grid.append(coordinates)
@@ -81,11 +88,11 @@ class RankContent:
             field = side.layout.field_by_name[shard.field]
             grid: list[Array | None] = []
             offsets: list[Array | None] = []
-            token_axis = None
+            token_axis, tokens_per_index = None, 1
             for axis, mapped in zip(field.axes, shard.geometry.axes, strict=True):
                 if axis.extent is None:
-                    assert axis.indices_of(0, 7) == (0, 7), "a token has a cell of its own here"
-                    token_axis = mapped
+                    assert not axis.keep_partial, "a group that is not complete has no cell here"
+                    token_axis, tokens_per_index = mapped, axis.tokens_per_index
                     grid.append(None)
                     offsets.append(None)
                     continue
@@ -106,22 +113,23 @@ class RankContent:
                     tuple(grid),
                     tuple(offsets),
                     side.layout.group_by_name[shard.geometry.group].tokens_per_page,
+                    tokens_per_index,
                 )
             )
 
     def write(self, group: str, table: Sequence[int], tokens: Array, held: Array) -> None:
         """A kernel writes these tokens."""
         for cells in self._cells[group]:
-            mine = cells.token_axis.owned.contains(tokens)
-            address, coordinates = cells.find(table, tokens[mine])
+            mine, indices = cells.held_here(tokens)
+            address, coordinates = cells.find(table, indices)
             cells.memory[address] = cells.labels(coordinates, held[mine])
 
     def wrong(self, group: str, table: Sequence[int], tokens: Array, held: Array) -> list[int]:
         """Which of these tokens a kernel would not find."""
         found: set[int] = set()
         for cells in self._cells[group]:
-            mine = cells.token_axis.owned.contains(tokens)
-            address, coordinates = cells.find(table, tokens[mine])
+            mine, indices = cells.held_here(tokens)
+            address, coordinates = cells.find(table, indices)
             differs = cells.memory[address] != cells.labels(coordinates, held[mine])
             place = cells.grid.index(None)
             axes = tuple(axis for axis in range(differs.ndim) if axis != place)

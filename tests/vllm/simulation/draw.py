@@ -19,6 +19,8 @@ from tests.vllm.simulation.world import LONGEST, MOST_SAID, Weather
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 Layers = Mapping[str, ModelLayer]
+# Tokens that become one compressed entry.
+GROUP_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,24 @@ class Model:
     def is_aligned(self) -> bool:
         return self.kind.startswith("aligned")
 
-    def layers(self, page: int, window: int, num_drafts: int = 0) -> Layers:
-        """One or two layers per group. `num_drafts`: that an engine steps states into."""
+    @property
+    def has_rings(self) -> bool:
+        return self.kind.endswith("ring")
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.kind.startswith("replayed")
+
+    def layers(self, page: int, window: int, num_drafts: int = 0, laps: int = 1) -> Layers:
+        """One or two layers per group. `num_drafts`: that an engine steps states into. `laps`: how much longer a ring is than need be."""
         one, two, three = (models.name(number) for number in range(3))
         full = models.attention(self.heads, 8, bs=page)
         windowed = models.attention(self.heads, 8, bs=page, window=window)
         if self.has_states:
             state = _state(page, self.is_aligned, num_drafts)
             more = {three: windowed} if self.kind.endswith("window") else {}
+            if self.has_rings:
+                more = _compressed(2, page, num_drafts, laps)
             return {models.name(0, "mixer"): state, two: full, **more}
         found: dict[str, Layers] = {
             "full": {one: full, two: full},
@@ -53,6 +65,9 @@ class Model:
             "window": {one: full, two: windowed},
             "windows": {one: full, two: windowed, three: models.attention(4, 8, bs=page, window=2 * window + 1)},
             "only window": {one: windowed, two: windowed},
+            "ring": {one: full, **_compressed(1, page, num_drafts, laps)},
+            "window, ring": {one: windowed, **_compressed(1, page, num_drafts, laps)},
+            "replayed, ring": {one: _replayed(page, window), **_compressed(1, page, num_drafts, laps)},
             "chunk": {one: full, two: _chunk(page, 32 * (1 + window % 3))},
             "unequal heads": {
                 one: models.attention(2, 16, bs=page),
@@ -65,7 +80,8 @@ class Model:
 MODELS = (
     Model("full", 1), Model("latent", 1), Model("window", 2), Model("windows", 3), Model("only window", 1), Model("chunk", 2),
     Model("unequal heads", 2, heads=2, window_heads=8), Model("states", 2), Model("states, window", 3), Model("aligned", 2),
-    Model("aligned, window", 3),
+    Model("aligned, window", 3), Model("ring", 2), Model("window, ring", 3), Model("states, ring", 3),
+    Model("replayed, ring", 3),
 )  # fmt: skip
 CALM = (
     Weather(),
@@ -90,7 +106,10 @@ def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
     rng = random.Random(seed)
     model, window = rng.choice(MODELS), rng.choice([3, 8, 9, 20, 24, 40])
     weather = rng.choice(CALM + STORMS)
-    max_stages = 1 if model.window_heads else rng.choice([1, 1, 2])  # there vLLM may group layers of one stage only
+    # There vLLM may group layers of one stage only.
+    max_stages = 1 if model.window_heads or model.kind in ("window, ring", "replayed, ring") else rng.choice([1, 1, 2])
+    if model.is_replayed:
+        window = window // GROUP_TOKENS * GROUP_TOKENS or GROUP_TOKENS  # a replay begins with a whole group
     prefill, decode = rng.choice([("kv_producer", "kv_consumer")] * 2 + [("kv_both", "kv_both")])
     # vLLM 0.32 does not run chunks with an EAGLE draft and prefix caching.
     drafts = rng.choice([0, 0, 1, 3]) if model.kind != "chunk" else 0
@@ -106,20 +125,21 @@ def draw(seed: int) -> tuple[Model, dict[str, Shape], Weather]:
 
 
 def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages: int, num_drafts: int) -> Shape:
-    page = rng.choice([16, 32] if model.has_states else [4, 8, 16, 32])
+    page = rng.choice([16, 32] if model.has_states or model.has_rings else [4, 8, 16, 32])
     tp = rng.choice([1, 2, 4, 8] if model.window_heads else [1, 2, 4])
     pp = rng.randint(1, max_stages)
     blocks_of_a_request = (-(-(LONGEST + MOST_SAID) // page) + 2) * model.num_groups + num_drafts * model.has_states
     return Shape(
-        _staged(model.layers(page, window, num_drafts), pp, max_stages),
+        _staged(model.layers(page, window, num_drafts, rng.choice([1, 2])), pp, max_stages),
         tp=tp,
         pp=pp,
         dcp=rng.choice([1, tp]) if model.kind == "latent" else 1,
-        order=rng.choice(["LBHNC", "LBNHC", "BLHNC"]),
+        order=rng.choice(["LBHNC", "LBNHC", "BLHNC"]) if not model.has_rings else "BLHNC",
         blocks=int(blocks_of_a_request * rng.choice([1.1, 1.4, 2, 3, 6])) + 2,
         max_tokens_per_step=rng.choice([16, 40, 64, 200]) if not model.is_aligned else rng.choice([40, 64, 200]),
         max_requests=rng.choice([2, 4, 8]),
         is_async=pp == 1 and rng.random() < 0.5,  # both at once is nothing for vLLM's first model runner
+        is_v2=rng.random() < 0.5 or model.is_replayed,
         has_prefix_caching=model.is_aligned or (not model.has_states and rng.random() < 0.75),
         is_aligned=model.is_aligned,
         kv_heads=model.heads,
@@ -127,6 +147,20 @@ def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages:
         num_drafts=num_drafts,
         role=role,
     )
+
+
+def _compressed(number: int, page: int, num_drafts: int, laps: int) -> Layers:
+    """One entry for some tokens, and the ring of those whose entry is not complete (as `Qwen4Exp` sizes it)."""
+    capacity = GROUP_TOKENS * -(-(GROUP_TOKENS + num_drafts) // GROUP_TOKENS) * laps
+    return {
+        models.name(number): models.mla(24, bs=page, tokens_per_state=GROUP_TOKENS),
+        models.name(number + 1, "compressor.state_cache"): models.ring(capacity, 6),
+    }
+
+
+def _replayed(page: int, window: int) -> ModelLayer:
+    """A window of latents that is in no prefix hit: its last tokens are computed again (DeepSeek-V4.1)."""
+    return models.mla(24, bs=page, window=window, bounded_replay=True)
 
 
 def _staged(layers: Layers, pp: int, max_stages: int) -> Layers:

@@ -53,7 +53,7 @@ from kvreshard.vllm.worker import WorkerSide
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is laid out and how it is driven."""
+    """How an engine is laid out and how it is driven. `is_v2`: as vLLM's newer model runner is, the one of GPUs."""
 
     layers: Mapping[str, Any]
     tp: int = 1
@@ -64,6 +64,7 @@ class Shape:
     max_tokens_per_step: int = 64
     max_requests: int = 8
     is_async: bool = False
+    is_v2: bool = False
     has_prefix_caching: bool = True
     is_aligned: bool = False
     num_drafts: int = 0
@@ -148,6 +149,8 @@ class Engine:
             block_size=block_size,
             hash_block_size=self.hash_block_size,
         )
+        # The runner is vLLM's choice by platform; nothing else in a scheduler asks for it.
+        self.scheduler.use_v2_model_runner = shape.is_v2
         self.connector: Any = self.scheduler.connector
         self.connector._scheduler._reception.listen = lambda card: self.address
         self.connector._scheduler._standstill._clock = self.clock

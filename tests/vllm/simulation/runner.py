@@ -5,7 +5,9 @@ states in cache mode `align` move on to the page of the step's last token (`mamb
 looks for all that its tokens attend to, on every rank, then writes its tokens. Drafts that are not accepted leave something else behind.
 With asynchronous scheduling vLLM counts them as accepted until it hears (`late`). Drafts step a state into the blocks behind its own, one
 each; the next step begins with that of the last one accepted, and a boundary between pages that lies among them is copied to where
-prefix hits look for it (`postprocess_mamba_fused_kernel`).
+prefix hits look for it (`postprocess_mamba_fused_kernel`). Windows that are replayed after a prefix hit
+have nothing before the replay's start. Of a ring a step needs the tokens of the group that is not complete yet, and
+leaves its own last ones there, with drafts all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from tests.vllm.engines import Side
 from tests.vllm.simulation.content import RankContent
 from tests.vllm.simulation.text import Text
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, CircularBufferSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 
@@ -33,6 +35,7 @@ class _Running:
     tables: list[list[int]]
     start: int
     num_known_tokens: int
+    replay_start: int = 0
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Runner:
         for group in self.side.configs[0].kv_cache_groups:
             inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
             self.specs.append(next(iter(inner.values())) if inner else group.kv_cache_spec)
+        fields = self.side.layout.fields
+        self.group_tokens = max(axis.tokens_per_index for field in fields for axis in field.axes)
 
     def poison(self, blocks: list[int]) -> None:
         for rank in self.content:
@@ -89,11 +94,7 @@ class Runner:
                 for group in self.side.layout.groups:
                     rank.copy_page(group.name, copy.src_block_id, copy.dst_block_id)
         for new in step.scheduled_new_reqs:
-            num_prompt = len(new.prompt_token_ids)
-            tables = [list(ids) for ids in new.block_ids]
-            self.running[new.req_id] = _Running(
-                self.texts[new.req_id], num_prompt, tables, new.num_computed_tokens, num_prompt
-            )
+            self._begin(new)
         for place, name in enumerate(cached.req_ids):
             one = self.running[name]
             blocks = cached.new_block_ids[place]
@@ -106,6 +107,18 @@ class Runner:
                 for table, more in zip(one.tables, blocks, strict=True):
                     table.extend(more)
 
+    def _begin(self, new: Any) -> None:
+        """The newer runner hears of a resumed request as of a new one."""
+        num_prompt = len(new.prompt_token_ids)
+        num_known = num_prompt if new.prefill_token_ids is None else len(new.prefill_token_ids)
+        tables = [list(ids) for ids in new.block_ids]
+        self.running[new.req_id] = _Running(
+            self.texts[new.req_id], num_prompt, tables, new.num_computed_tokens, num_known, new.replay_start
+        )
+        for number in range(len(self.specs)):
+            self.state_places.pop((new.req_id, number), None)
+            self.state_steps.pop((new.req_id, number), None)
+
     def _compute(self, name: str, num_tokens: int, drafts: Sequence[int]) -> list[int]:
         one = self.running[name]
         start, end = one.start, one.start + num_tokens - len(drafts)
@@ -116,6 +129,8 @@ class Runner:
         for number, spec in enumerate(self.specs):
             if isinstance(spec, MambaSpec):
                 self._step_state(name, number, start, end, right_end, len(drafts))
+            elif isinstance(spec, CircularBufferSpec):
+                self._turn_ring(name, one, number, start, right_end, end + len(drafts))
             else:
                 self._attend(name, one, number, start, right_end, end + len(drafts))
         if not is_saying:
@@ -128,6 +143,8 @@ class Runner:
     def _attend(self, name: str, one: _Running, number: int, start: int, right_end: int, end: int) -> None:
         spec, table = self.specs[number], one.tables[number]
         first = first_looked_at(spec, start)
+        if getattr(spec, "bounded_replay", False):
+            first = min(start, max(first, one.replay_start))
         earlier, now = np.arange(first, start), np.arange(start, end)
         group = f"g{number}"
         page_tokens = self.side.layout.group_by_name[group].tokens_per_page
@@ -136,13 +153,34 @@ class Runner:
         for token in (*earlier.tolist(), *now.tolist()):
             if token // page_tokens >= len(table) or table[token // page_tokens] == 0:
                 raise WrongCache(f"{name}, group {number}, step {start} to {end}: token {token} has no page in {table}")
+        self._look_and_write(
+            f"{name}, group {number} ({type(spec).__name__})", group, one, table, earlier, now, right_end
+        )
+
+    def _turn_ring(self, name: str, one: _Running, number: int, start: int, right_end: int, end: int) -> None:
+        """What is not compressed yet: of the group that `start` is in, its earlier tokens."""
+        table = one.tables[number]
+        if len(table) != 1 or not table[0]:
+            raise WrongCache(f"{name}, group {number}, step {start} to {end}: no page for a ring in {table}")
+        has_drafts = end - start <= self.specs[number].block_size and right_end < end
+        first = start if has_drafts else max(start, end - self.group_tokens)
+        earlier, now = np.arange(start // self.group_tokens * self.group_tokens, start), np.arange(first, end)
+        self._look_and_write(f"{name}, ring {number}", f"g{number}", one, table, earlier, now, right_end)
+
+    def _look_and_write(
+        self,
+        what: str,
+        group: str,
+        one: _Running,
+        table: list[int],
+        earlier: np.ndarray,
+        now: np.ndarray,
+        right_end: int,
+    ) -> None:
         for rank in self.content:
             wrong = rank.wrong(group, table, earlier, one.text.held(earlier))
             if wrong:
-                raise WrongCache(
-                    f"{name}, group {number} ({type(spec).__name__}), step {start} to {end}: tokens {wrong} are not there, "
-                    f"pages {sorted({table[token // page_tokens] for token in wrong})} of {table}"
-                )
+                raise WrongCache(f"{what}, step of {now}: tokens {wrong} are not there, pages {table}")
             held = one.text.held(np.minimum(now, right_end))
             rank.write(group, table, now, np.where(now < right_end, held, ~held))
 
