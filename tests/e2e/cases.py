@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table. `ci`: small enough for every run of CI."""
+    """One row of the table. `ci`: small enough for every run of CI, which asks vLLM's own connector only where it is `WRONG`."""
 
     family: str
     model: str

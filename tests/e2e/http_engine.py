@@ -77,7 +77,7 @@ class HttpEngine:
             )
         try:
             self._await_ready(started)
-        except EngineFailed:
+        except BaseException:  # an interrupt too: nobody else knows of the process
             processes.end_group(self.process.pid)
             raise
         self.start_seconds = time.monotonic() - started

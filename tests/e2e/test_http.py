@@ -15,7 +15,7 @@ from tests.e2e.router import route
 from tests.e2e.verdicts import LEAST_FLOOR
 
 
-@pytest.fixture(params=[OURS, IN_TREE])
+@pytest.fixture(params=[pytest.param(OURS, marks=pytest.mark.e2e_ci), IN_TREE])
 def pair(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[tuple[HttpEngine, HttpEngine]]:
     nursery.ask(False, "make_model", "llama")
     nursery.stop_all()  # four more processes that import vLLM are enough
@@ -29,7 +29,6 @@ def pair(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[tuple[Htt
         yield prefill, decode
 
 
-@pytest.mark.e2e_ci
 @pytest.mark.timeout(900)
 def test_two_servers(pair: tuple[HttpEngine, HttpEngine], nursery: Nursery) -> None:
     prefill, decode = pair

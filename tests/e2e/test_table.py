@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.e2e import results
-from tests.e2e.cases import CASES, EXACT, IN_TREE, OURS, Case
+from tests.e2e.cases import CASES, EXACT, IN_TREE, OURS, WRONG, Case
 from tests.e2e.engines import Nursery
 from tests.e2e.verdicts import measure
 
@@ -12,9 +12,17 @@ CONNECTORS = {IN_TREE: "in-tree", OURS: "ours"}
 
 
 def rows() -> list[object]:
-    """Rows of one model and connector come together, so that engines are shared; `-m e2e_ci` picks the small part."""
+    """Rows of one model and connector come together, so that engines are shared; `-m e2e_ci` picks the small part.
+
+    Of vLLM's own connector that part is where wrong caches must be seen. Its other rows measure it, not us, and have failed by themselves.
+    """
     return [
-        pytest.param(case, connector, id=f"{case.name}-{label}", marks=[pytest.mark.e2e_ci] if case.ci else [])
+        pytest.param(
+            case,
+            connector,
+            id=f"{case.name}-{label}",
+            marks=[pytest.mark.e2e_ci] if case.ci and (connector == OURS or case.in_tree == WRONG) else [],
+        )
         for model in dict.fromkeys(case.model for case in CASES)
         for connector, label in CONNECTORS.items()
         for case in CASES

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from tests.vllm.test_requests import Decode, groups, producer, state
+from tests.vllm.schedulers import Decode, groups, producer, state
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager

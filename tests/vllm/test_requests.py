@@ -1,12 +1,7 @@
-"""Does a request's life in the scheduler become the right orders, and is nothing loaded that must not be?
-
-The prefill side's answer goes through JSON to the decode side, with vLLM's own block classes and specifications and requests
-that have only what is looked at.
-"""
+"""Does a request's life in the scheduler become the right orders, and is nothing loaded that must not be?"""
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,132 +9,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from tests.vllm.schedulers import TOKENS, Decode, blocks, full, groups, prefill, producer, request, ring, state, window
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import Cancel, Grant, Load, Offer, Release, Revoke, Unwatch, Watch
-from kvreshard.vllm.consumer import Consumer
-from kvreshard.vllm.groups import CacheGroup, read_groups
+from kvreshard.session.orders import Cancel, Grant, Offer, Release, Revoke, Unwatch, Watch
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import needs_whole_prompts
 
-FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
-WINDOW = 100
-
-
-def full(block: int) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=block, **FULL)
-
-
-def window(block: int) -> SlidingWindowSpec:
-    return SlidingWindowSpec(block_size=block, sliding_window=WINDOW, **FULL)
-
-
-def state(block: int, mode: str, speculative: int = 0) -> MambaSpec:
-    return MambaSpec(
-        block_size=block,
-        shapes=((4, 3),),
-        dtypes=(torch.float32,),
-        mamba_cache_mode=mode,
-        num_speculative_blocks=speculative,
-    )
-
-
-def ring(capacity: int) -> CircularBufferSpec:
-    return CircularBufferSpec(block_size=capacity, num_kv_heads=1, head_size=6, head_size_v=0, dtype=torch.float32)
-
-
-def groups(*specs: Any) -> tuple[CacheGroup, ...]:
-    config = KVCacheConfig(100, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
-    return read_groups(config, 1)
-
-
-def request(name: str, tokens: list[int], **more: Any) -> Any:
-    fields = {
-        "request_id": name,
-        "prompt_token_ids": list(tokens),
-        "_all_token_ids": list(tokens),
-        "all_token_ids": list(tokens),
-        "num_prompt_tokens": len(tokens),
-        "num_computed_tokens": len(tokens),
-        "num_in_flight_tokens": 0,
-        "mm_features": [],
-        "lora_request": None,
-        "prompt_embeds": None,
-        "max_tokens": 1,
-        "num_output_tokens": 1,
-        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
-        "kv_transfer_params": {"do_remote_decode": True},
-        "get_skip_reading_prefix_cache": lambda: False,
-        **more,
-    }
-    return SimpleNamespace(**fields)
-
-
-def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> Producer:
-    made = Producer("p", "life", some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
-    made.address = Address("127.0.0.1", 5)
-    return made
-
-
-def prefill(
-    some: tuple[CacheGroup, ...], tokens: list[int], block_ids: list[list[int]], backoff: int = 0
-) -> dict[str, Any]:
-    """What the router gets for a prompt."""
-    side, asked = producer(some, backoff), request("p-1", tokens)
-    side.arrive(asked)
-    asked.num_computed_tokens = asked.num_prompt_tokens
-    assert [type(order) for order in side.schedule(asked)] == [Grant]
-    params, order = side.finish(asked, block_ids)
-    assert isinstance(order, Offer)
-    travelled: dict[str, Any] = json.loads(json.dumps(params))
-    return travelled
-
-
-def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
-    """One list per group; id 0 is the null block; the first `cached` blocks of each list are prefix hits."""
-    made = []
-    for group in ids:
-        of_group = [KVCacheBlock(number) for number in group]
-        for place, block in enumerate(of_group):
-            block.is_null = block.block_id == 0
-            if place < cached and not block.is_null:
-                block._block_hash = b"hit"
-        made.append(of_group)
-    return KVCacheBlocks(tuple(made))
-
-
-class Decode:
-    """A decode side with what it has said."""
-
-    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life"), **options: Any) -> None:
-        self.fallbacks: list[str] = []
-        self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
-
-    def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
-        asked = request("d-1", tokens, kv_transfer_params=params)
-        self.watched = list(self.side.arrive(asked, params))
-        return asked
-
-    def load(self, asked: Any, held: KVCacheBlocks, num_external: int) -> Load:
-        (order,) = self.side.allocate(asked, held, num_external)
-        assert isinstance(order, Load)
-        return order
-
-
 pytestmark = pytest.mark.vllm
-TOKENS = list(range(300))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +113,7 @@ def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> 
 
 def test_two_windows_are_clipped_each_by_its_own() -> None:
     """The narrow window's first page says nothing about the wide one's."""
-    wide = SlidingWindowSpec(block_size=32, sliding_window=250, **FULL)
+    wide = window(32, 250)
     params = prefill(
         groups(window(32), wide), TOKENS, [[0] * 6 + [21, 22, 23, 24], [0, 31, 32, 33, 34, 35, 36, 37, 38, 39]]
     )
@@ -257,46 +135,6 @@ def test_an_engine_that_keeps_all_does_not_load_from_one_that_keeps_a_window() -
     params = prefill(groups(full(32), window(32)), TOKENS, [list(range(1, 11)), [0] * 6 + [21, 22, 23, 24]])
     decode = Decode(full(32))
     assert (decode.side.count_loadable(decode.arrive(params, TOKENS), 0), decode.fallbacks) == (0, ["window"])
-
-
-@pytest.mark.parametrize(("theirs", "mine", "first"), [(4, 4, 296), (8, 16, 292), (16, 8, 291), (512, 512, 0)])
-def test_of_a_ring_as_much_is_loaded_as_both_hold(theirs: int, mine: int, first: int) -> None:
-    params = prefill(groups(full(64), ring(theirs)), TOKENS, [[1, 2, 3, 4, 5], [6]])
-    decode = Decode(full(128), ring(mine))
-    asked = decode.arrive(params, TOKENS)
-    assert decode.side.count_loadable(asked, 0) == 299
-    order = decode.load(asked, blocks([1, 2, 3], [9]), 299)
-    assert order.transfer.intervals == {"g0": [(0, 299)], "g1": [(first, 299)]}
-    assert order.transfer.src_tables["g1"].pages.tolist() == [6]
-    assert order.transfer.dst_new_pages["g1"].tolist() == [9]
-
-
-@pytest.mark.parametrize(
-    ("theirs", "count", "interval"),
-    [
-        (4, 299, (296, 299)), (4, 297, (296, 297)), (4, 296, None), (4, 295, "lost"), (4, 288, None),
-        (8, 299, (295, 299)), (8, 296, (292, 296)), (8, 293, (292, 293)), (8, 292, None), (8, 291, "lost"),
-        (64, 291, (287, 291)),
-    ],
-)  # fmt: skip
-def test_what_a_ring_no_longer_has_is_only_missed_inside_an_entry(
-    theirs: int, count: int, interval: tuple[int, int] | str | None
-) -> None:
-    """Entries of 4 tokens, which a ring of 4 is for. The source has 300 tokens, this engine computes more than the last one itself."""
-    some = (full(32), ring(theirs))
-    decode = Decode(full(32), ring(4), backoff=300 - count)
-    asked = decode.arrive(prefill(groups(*some), TOKENS, [list(range(1, 11)), [11]]), TOKENS)
-    assert decode.side.count_loadable(asked, 0) == (count if interval != "lost" else 0)
-    assert decode.fallbacks == (["window"] if interval == "lost" else [])
-    if interval != "lost":
-        order = decode.load(asked, blocks(list(range(1, 11)), [12]), count)
-        assert order.transfer.intervals["g1"] == ([] if interval is None else [interval])
-
-
-def test_a_source_without_a_ring_is_not_loaded_where_one_is_needed() -> None:
-    decode = Decode(full(64), ring(8))
-    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
-    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["window"])
 
 
 @pytest.mark.parametrize(("mine", "expected"), [(300, 299), (301, 299), (299, 0), (298, 0), (1000, 299)])

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.test_requests import TOKENS, Decode, blocks, full, groups, prefill, request
+from tests.vllm.schedulers import TOKENS, Decode, blocks, full, groups, prefill, request
 
 from kvreshard.session.orders import Release, Unwatch, Watch
 

@@ -138,9 +138,11 @@ class Config:
                 raise self.error(f"{name}[{index}]", f"is {_shown(entry)}", "give a whole number that is not negative")
         return tuple(value[:length])
 
-    def positions(self, name: str, length: int, *, first: int = 1) -> frozenset[int]:
-        """A list of numbers of decoder layers, the first of which is `first`; each at most once."""
+    def positions(self, name: str, length: int, *, first: int = 1, needed: bool = True) -> frozenset[int]:
+        """A list of numbers of decoder layers, the first of which is `first`; each at most once. Absent is empty unless `needed`."""
         value = self.fields.get(name)
+        if value is None and not needed:
+            return frozenset()
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "list the layers")
         for index, entry in enumerate(value):

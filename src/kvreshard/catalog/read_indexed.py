@@ -101,7 +101,7 @@ def read_qwen4_exp(config: Config) -> Model:
     num_layers = config.count("num_hidden_layers")
     types = _types(config, num_layers, interval=config.count("full_attention_interval", 4))
     state = gated_delta(config)
-    positions = config.positions("ple_layer_ids", num_layers) if config.fields.get("ple_layer_ids") else ()
+    positions = config.positions("ple_layer_ids", num_layers, needed=False)
     has_indexer = config.has("indexer_n_heads")
     layers: list[ModelLayer] = []
     for index, entry in enumerate(types):

@@ -63,9 +63,9 @@ def read_inkling(config: Config) -> Model:
             ),
         ]
 
-    local = _numbers(config, "local_layer_ids", num_layers)
+    local = config.positions("local_layer_ids", num_layers, first=0, needed=False)
     found = [one for i in range(num_layers) for one in layers(f"layers.{i}", i, is_local=i in local)]
-    local = _numbers(config.part("mtp_config"), "local_layer_ids", number)
+    local = config.part("mtp_config").positions("local_layer_ids", number, first=0, needed=False)
     for i in range(number):
         found += [
             replace(predicting(one), min_drafts=i + 1) for one in layers(f"mtp.{i}", num_layers, is_local=i in local)
@@ -78,11 +78,6 @@ def read_inkling(config: Config) -> Model:
         dtype,
         num_query_heads=config.count("num_attention_heads"),
     )
-
-
-def _numbers(config: Config, name: str, num_layers: int) -> frozenset[int]:
-    """Layers that a list names, counted from 0; none if it is empty or not there."""
-    return config.positions(name, num_layers, first=0) if config.fields.get(name) else frozenset()
 
 
 def read_step3p5(config: Config) -> Model:

@@ -1,0 +1,136 @@
+"""How are both sides' halves of a scheduler asked without an engine?
+
+With vLLM's own block classes and specifications, and requests that have only what is looked at. What the prefill side answers
+goes through JSON to the decode side.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import RequestStatus
+
+from kvreshard.session.handshake import Address
+from kvreshard.session.orders import Grant, Load, Offer
+from kvreshard.vllm.consumer import Consumer
+from kvreshard.vllm.groups import CacheGroup, read_groups
+from kvreshard.vllm.producer import Producer
+
+FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+WINDOW = 100
+
+
+def full(block: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block, **FULL)
+
+
+def window(block: int, num_tokens: int = WINDOW) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block, sliding_window=num_tokens, **FULL)
+
+
+def state(block: int, mode: str, speculative: int = 0) -> MambaSpec:
+    return MambaSpec(
+        block_size=block,
+        shapes=((4, 3),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=speculative,
+    )
+
+
+def ring(capacity: int) -> CircularBufferSpec:
+    return CircularBufferSpec(block_size=capacity, num_kv_heads=1, head_size=6, head_size_v=0, dtype=torch.float32)
+
+
+def groups(*specs: Any) -> tuple[CacheGroup, ...]:
+    config = KVCacheConfig(100, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
+    return read_groups(config, 1)
+
+
+def request(name: str, tokens: list[int], **more: Any) -> Any:
+    fields = {
+        "request_id": name,
+        "prompt_token_ids": list(tokens),
+        "_all_token_ids": list(tokens),
+        "all_token_ids": list(tokens),
+        "num_prompt_tokens": len(tokens),
+        "num_computed_tokens": len(tokens),
+        "num_in_flight_tokens": 0,
+        "mm_features": [],
+        "lora_request": None,
+        "prompt_embeds": None,
+        "max_tokens": 1,
+        "num_output_tokens": 1,
+        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
+        "kv_transfer_params": {"do_remote_decode": True},
+        "get_skip_reading_prefix_cache": lambda: False,
+        **more,
+    }
+    return SimpleNamespace(**fields)
+
+
+def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> Producer:
+    made = Producer("p", "life", some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
+    made.address = Address("127.0.0.1", 5)
+    return made
+
+
+def prefill(
+    some: tuple[CacheGroup, ...], tokens: list[int], block_ids: list[list[int]], backoff: int = 0
+) -> dict[str, Any]:
+    """What the router gets for a prompt."""
+    side, asked = producer(some, backoff), request("p-1", tokens)
+    side.arrive(asked)
+    asked.num_computed_tokens = asked.num_prompt_tokens
+    assert [type(order) for order in side.schedule(asked)] == [Grant]
+    params, order = side.finish(asked, block_ids)
+    assert isinstance(order, Offer)
+    travelled: dict[str, Any] = json.loads(json.dumps(params))
+    return travelled
+
+
+def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
+    """One list per group; id 0 is the null block; the first `cached` blocks of each list are prefix hits."""
+    made = []
+    for group in ids:
+        of_group = [KVCacheBlock(number) for number in group]
+        for place, block in enumerate(of_group):
+            block.is_null = block.block_id == 0
+            if place < cached and not block.is_null:
+                block._block_hash = b"hit"
+        made.append(of_group)
+    return KVCacheBlocks(tuple(made))
+
+
+class Decode:
+    """A decode side with what it has said."""
+
+    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life"), **options: Any) -> None:
+        self.fallbacks: list[str] = []
+        self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
+
+    def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
+        asked = request("d-1", tokens, kv_transfer_params=params)
+        self.watched = list(self.side.arrive(asked, params))
+        return asked
+
+    def load(self, asked: Any, held: KVCacheBlocks, num_external: int) -> Load:
+        (order,) = self.side.allocate(asked, held, num_external)
+        assert isinstance(order, Load)
+        return order
+
+
+TOKENS = list(range(300))
