@@ -15,8 +15,8 @@ EXPECTED = {
     ],
     "bind_a_request.py": ["from prefill rank 1: ", "1048576 bytes of page 9 hold no token and are zeroed"],
     "explain_a_mismatch.py": [
-        "another cache dtype: LayoutMismatch: field 'layers.0.attn.k': encoding is 'bfloat16' in engine 'prefill'",
-        "another model: LayoutMismatch: field 'layers.32.attn.k' is in engine 'decode' but not in engine 'prefill'",
+        "another cache dtype: LayoutMismatch: fields 'layers.0.attn.k', 'layers.0.attn.v', 'layers.1.attn.k' and 61 more: encoding is 'bfloat16' in engine 'prefill'",
+        "another model: LayoutMismatch: fields 'layers.32.attn.k', 'layers.32.attn.v', 'layers.33.attn.k' and 61 more: in engine 'decode'",
         "nothing that matters: fine",
     ],
     "move_in_memory.py": [

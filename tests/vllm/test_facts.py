@@ -152,6 +152,15 @@ def test_scales_are_read_for_one_scale_per_tensor() -> None:
         read(attention_layer(kv_cache_dtype="fp8_e4m3", _k_scale=torch.ones(2)))
 
 
+def test_a_cpu_cache_of_another_float_dtype_is_refused() -> None:
+    assert read(attention_layer(kv_cache_dtype="bfloat16")).cache_dtype == "bfloat16"
+    with pytest.raises(LayoutError, match=r"a cache of float16 for a model of bfloat16.*--kv-cache-dtype auto"):
+        read(attention_layer(kv_cache_dtype="float16"))
+    assert (
+        read(attention_layer(kv_cache_dtype="float16", get_attn_backend=lambda: CPUMLABackend)).cache_dtype == "float16"
+    )
+
+
 def test_names_that_share_a_cache_and_marked_drafts() -> None:
     found = read(attention_layer(kv_sharing_target_layer_name="model.layers.1.self_attn.attn", is_draft_layer=True))
     assert (found.shares_with, found.is_draft) == ("model.layers.1.self_attn.attn", True)

@@ -54,7 +54,8 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
             shapes = src.shape_numbers[name], dst.shape_numbers[name]
             if shapes not in compared:
                 compared.add(shapes)
-                yield from differences(name, src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
+                found = differences(src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
+                yield from (f"field '{name}'{finding}" for finding in found)
         yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
         yield from _lane_faults(lane, rank, dst, "destination")
         shape = [(axis.name, axis.extent) for axis in lane.axes]

@@ -8,6 +8,8 @@ All findings are reported together, each with both values and the remedy.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvreshard.model.errors import LayoutMismatch
@@ -15,6 +17,7 @@ from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
 
 SHOWN = 8
+SHOWN_FIELDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,60 +29,67 @@ class Match:
 
 
 def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
-    """Raises LayoutMismatch with every finding (the first few in full)."""
-    findings: list[str] = []
-    warnings: list[str] = []
+    """Raises LayoutMismatch with every finding, each once with the fields that it is true of (the first few in full)."""
+    findings: defaultdict[str, list[str]] = defaultdict(list)
+    warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
-    alike: set[tuple[int, int]] = set()
+    found_of: dict[tuple[int, int], list[str]] = {}
     held = {field for outline in dst.outlines for field in outline.fields}
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
-            _one_sided(field, dst, src, findings, warnings)
+            (warnings if field.optional else findings)[_one_sided(field, dst, src)].append(field.name)
             continue
         shapes = src.shape_numbers[field.name], dst.shape_numbers[field.name]
-        if shapes not in alike:
-            found = differences(field.name, src.engine, other, dst.engine, field)
-            findings += found
-            alike.update(() if found else [shapes])
+        if shapes not in found_of:
+            found_of[shapes] = differences(src.engine, other, dst.engine, field)
+        for finding in found_of[shapes]:
+            findings[finding].append(field.name)
         if field.name in held:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:
-            _one_sided(field, src, dst, findings, warnings)
+            (warnings if field.optional else findings)[_one_sided(field, src, dst)].append(field.name)
     if findings:
         more = f" (and {len(findings) - SHOWN} more)" if len(findings) > SHOWN else ""
-        raise LayoutMismatch("; ".join(findings[:SHOWN]) + more)
-    return Match(tuple(names), tuple(warnings))
+        raise LayoutMismatch("; ".join(_told(findings)[:SHOWN]) + more)
+    return Match(tuple(names), tuple(_told(warnings)))
 
 
-def _one_sided(
-    field: Field, having: EngineLayout, lacking: EngineLayout, findings: list[str], warnings: list[str]
-) -> None:
+def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each finding behind the fields that it is true of."""
+    told = []
+    for finding, names in findings.items():
+        quoted = ", ".join(f"'{name}'" for name in names[:SHOWN_FIELDS])
+        more = f" and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
+        told.append(f"field{'s' * (len(names) > 1)} {quoted}{more}{finding}")
+    return told
+
+
+def _one_sided(field: Field, having: EngineLayout, lacking: EngineLayout) -> str:
     if field.optional:
-        warnings.append(
-            f"field '{field.name}' of engine '{having.engine}' is not in engine '{lacking.engine}': it is not moved"
-        )
-        return
-    findings.append(
-        f"field '{field.name}' is in engine '{having.engine}' but not in engine '{lacking.engine}': "
+        return f": in engine '{having.engine}' but not in engine '{lacking.engine}', so not moved"
+    return (
+        f": in engine '{having.engine}' but not in engine '{lacking.engine}'; "
         "both must run the same model; a draft's fields may be declared optional"
     )
 
 
-def differences(name: str, src_engine: str, src: Field, dst_engine: str, dst: Field) -> list[str]:
-    """In what two fields of one name differ, each as a sentence with both values and the remedy."""
+def differences(src_engine: str, src: Field, dst_engine: str, dst: Field) -> list[str]:
+    """In what two fields of one name differ: what is to be said behind the name, with both values and the remedy.
+
+    Sizes beside two encodings are told too, which is all that is known of a page of unknown inside; they may follow from them.
+    """
     found = []
 
     def differ(what: str, src_value: object, dst_value: object, remedy: str) -> None:
         found.append(
-            f"field '{name}': {what} is {src_value} in engine '{src_engine}' and {dst_value} in engine '{dst_engine}': "
-            f"{remedy}"
+            f": {what} is {src_value} in engine '{src_engine}' and {dst_value} in engine '{dst_engine}': {remedy}"
         )
 
     if src.encoding != dst.encoding:
         differ("encoding", f"'{src.encoding}'", f"'{dst.encoding}'", "use the same cache dtype and quantisation")
-    if src.element_bytes != dst.element_bytes:
+    elif src.element_bytes != dst.element_bytes:
         differ("element size in bytes", src.element_bytes, dst.element_bytes, "use the same cache dtype")
     src_names, dst_names = [a.name for a in src.axes], [a.name for a in dst.axes]
     if src_names != dst_names:
@@ -91,7 +101,9 @@ def differences(name: str, src_engine: str, src: Field, dst_engine: str, dst: Fi
                 f"the extent of axis '{src_axis.name}'",
                 src_axis.extent,
                 dst_axis.extent,
-                "both must run the same model; a sharded size may have been given for a whole one",
+                "both must run the same model; a sharded size may have been given for a whole one"
+                if src.encoding == dst.encoding
+                else "the encodings may be why",
             )
         if (src_axis.tokens_per_index, src_axis.keep_partial) != (dst_axis.tokens_per_index, dst_axis.keep_partial):
             differ(

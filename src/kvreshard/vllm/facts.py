@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PLAIN = ("auto", "float16", "bfloat16", "float32")
+FLOATS = ("float16", "bfloat16", "float32")
+PLAIN = ("auto", *FLOATS)
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 GPUS = ("cuda", "rocm", "xpu")
 DENSE_LATENT = ("TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "TOKENSPEED_MLA")

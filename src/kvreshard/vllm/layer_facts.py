@@ -13,7 +13,7 @@ vLLM keeps in `compilation_config.static_forward_context`, the same one that fil
 | state | class of the layer, and the sizes of the whole model that it computes its shapes from |
 
 A layer that vLLM does not know by name has no facts: its backend is unknown, so its page is opaque. Refused: scales per head,
-group counts of a Mamba-2 layer that contradict one another.
+group counts of a Mamba-2 layer that contradict one another, attention on a CPU whose cache has another float dtype than the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm.facts import FP8, state_form
+from kvreshard.vllm.facts import FLOATS, FP8, state_form
 
 Scales = tuple[float, float]
 
@@ -66,6 +66,8 @@ def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerFac
         sizes["n_groups"] = _whole_groups(name, layer, tp_size, vllm_config.model_config)
     backend = layer.get_attn_backend().get_name()
     cache_dtype = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or ""
+    if backend == "CPU_ATTN":
+        _check_dtype(name, cache_dtype, str(vllm_config.model_config.dtype).removeprefix("torch."))
     return LayerFacts(
         backend=backend,
         cache_dtype=cache_dtype,
@@ -77,6 +79,17 @@ def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerFac
         state_form=form,
         state_sizes=sizes,
     )
+
+
+def _check_dtype(name: str, cache_dtype: str, model_dtype: str) -> None:
+    """Its operators take the cache's elements for the model's (vLLM 0.32, `cpu_attn_reshape_and_cache`): values wider than them run past
+    its end, and even one engine's texts are wrong.
+    """
+    if cache_dtype in FLOATS and cache_dtype != model_dtype:
+        raise LayoutError(
+            f"layer '{name}': a cache of {cache_dtype} for a model of {model_dtype}, into which vLLM's attention on a CPU writes "
+            f"{model_dtype}; start the engine with --kv-cache-dtype auto"
+        )
 
 
 def _platform(vllm_config: Any, backend: str, layer: Any, spec: Any) -> str:

@@ -294,7 +294,7 @@ def test_a_peer_that_does_not_fit_says_what_differs(run: Run, serve: Serve) -> N
     for side in ("--decode", "--prefill"):
         result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", side, "tp=1")
         assert result.exit_code == 1
-        assert "field 'layers.0" in result.stdout
+        assert "fields 'layers.0" in result.stdout
 
 
 def test_a_peer_that_wants_keys_is_asked_with_one(run: Run, tmp_path: Path) -> None:

@@ -46,18 +46,18 @@ def mismatch(facts: str, call: Callable[[], object]) -> None:
         (
             Attention(2, 2, "bfloat16"),
             Attention(2, 2, "float16"),
-            "field 'layers.0.k'|encoding|'bfloat16' in engine 'prefill'|'float16' in engine 'decode'|same cache dtype",
+            "fields 'layers.0.k', 'layers.0.v': encoding|'bfloat16' in engine 'prefill'|'float16' in engine 'decode'|same cache dtype",
         ),
         (
             Attention(2, 2, "bfloat16", quantisation="scales-1"),
             Attention(2, 2, "bfloat16", quantisation="scales-2"),
             "encoding|'bfloat16/scales-1'|'bfloat16/scales-2'|quantisation",
         ),
-        (Attention(2, 2, "bfloat16"), Attention(2, 2, "float32"), "element size in bytes|2 in|4 in|dtype"),
+        (Attention(2, 2, "bfloat16"), Attention(2, 2, "float32"), "encoding|'bfloat16' in|'float32' in|dtype"),
         (
             Attention(2, 2, "bfloat16"),
             Attention(4, 2, "bfloat16"),
-            "field 'layers.0.k'|extent of axis 'head'|2 in engine 'prefill'|4 in engine 'decode'|same model|sharded size",
+            "fields 'layers.0.k', 'layers.0.v': the extent of axis 'head'|2 in engine 'prefill'|4 in engine 'decode'|same model|sharded size",
         ),
         (Attention(2, 2, "bfloat16"), Attention(2, 2, "bfloat16", 3), "field 'layers.0.v'|axis 'channel'|2 in|3 in"),
         (
@@ -106,19 +106,36 @@ def test_a_field_on_one_side_is_refused_or_a_warning(missing_at: str) -> None:
         return src, dst
 
     having = "decode" if missing_at == "prefill" else "prefill"
-    facts = f"'draft.0.k' is in engine '{having}' but not in engine '{missing_at}'|declared optional"
+    facts = f"fields 'draft.0.k', 'draft.0.v': in engine '{having}' but not in engine '{missing_at}'|declared optional"
     mismatch(facts, lambda: compile_route(*pair(False), 0))
     route = compile_route(*pair(True), 0)
-    assert len(route.warnings) == 2
-    assert "'draft.0.k'" in route.warnings[0]
+    assert len(route.warnings) == 1
+    assert "'draft.0.k', 'draft.0.v'" in route.warnings[0]
     assert "not moved" in route.warnings[0]
     assert {name for lane in route.lanes for name in lane.fields} == {"layers.0.k", "layers.0.v"}
 
 
-def test_all_findings_are_told_at_once() -> None:
-    src = engine("prefill", stages=(0,) * 6, kind=Attention(2, 2, "bfloat16"))
-    dst = engine("decode", stages=(0,) * 6, kind=Attention(2, 2, "float16"))
-    mismatch("layers.0.k|layers.0.v|layers.3.v|(and 4 more)", lambda: match_fields(src, dst))
+def test_each_finding_is_told_once_with_its_fields() -> None:
+    def six_layers(name: str, kind: Any) -> EngineLayout:
+        return engine(name, stages=(0,) * 6, kind=kind)
+
+    src = six_layers("prefill", Attention(2, 2, "bfloat16"))
+    with pytest.raises(LayoutMismatch) as caught:
+        match_fields(src, six_layers("decode", Attention(2, 2, "float16")))
+    assert str(caught.value) == (
+        "fields 'layers.0.k', 'layers.0.v', 'layers.1.k' and 9 more: encoding is 'bfloat16' in engine 'prefill' and 'float16' "
+        "in engine 'decode': use the same cache dtype and quantisation"
+    )
+    dst = six_layers("decode", Attention(4, 2, "bfloat16", 3))
+    told = "fields 'layers.0.k', 'layers.0.v', 'layers.1.k' and 9 more: the extent of axis 'head'"
+    also = "; fields 'layers.0.v', 'layers.1.v', 'layers.2.v' and 3 more: the extent of axis 'channel'"
+    mismatch(f"{told}|{also}", lambda: match_fields(src, dst))
+
+
+def test_of_many_different_findings_the_first_are_told() -> None:
+    src = engine("prefill", stages=(0,) * 10, kind=Opaque(8, 4, "x"))
+    dst = replace(src, fields=tuple(replace(field, encoding=f"other {i}") for i, field in enumerate(src.fields)))
+    mismatch("field 'layers.0.page': encoding|'other 7'| (and 2 more)", lambda: match_fields(src, dst))
 
 
 ROUTE = compile_route(SRC, DST, 0)

@@ -330,7 +330,9 @@ class Engine:
         outputs_by_client = self.scheduler.update_from_output(step.scheduled, combined)
         if self.shape.num_drafts and not self.shape.is_async:
             said = zip(step.computed.req_ids, step.computed.sampled_token_ids, strict=True)
-            names = [name for name, tokens in said if tokens]
+            # One that was preempted while its step was under way gets none: vLLM 0.32 takes them, and when the prompt has been scheduled
+            # again, in stages and one step behind the other, it schedules them before the token that they follow.
+            names = [name for name, tokens in said if tokens and self._is_running(name)]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, [[0] * self.shape.num_drafts for _ in names]))
         for batch in outputs_by_client.values():
             for output in batch.outputs:
@@ -341,6 +343,10 @@ class Engine:
                     self.finished[output.request_id] = Finished(
                         str(output.finish_reason), said, output.kv_transfer_params
                     )
+
+    def _is_running(self, name: str) -> bool:
+        request = self.scheduler.requests.get(name)
+        return request is not None and request.status == RequestStatus.RUNNING
 
     def turn(self) -> None:
         """Every rank's session gets its turn."""
