@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
@@ -88,11 +89,16 @@ def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> 
     return made
 
 
+def picture(name: str, first: int, num_tokens: int) -> MultiModalFeatureSpec:
+    """A multimodal item, as a request has it."""
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(first, num_tokens), mm_hash=name)
+
+
 def prefill(
-    some: tuple[CacheGroup, ...], tokens: list[int], block_ids: list[list[int]], backoff: int = 0
+    some: tuple[CacheGroup, ...], tokens: list[int], block_ids: list[list[int]], backoff: int = 0, **more: Any
 ) -> dict[str, Any]:
     """What the router gets for a prompt."""
-    side, asked = producer(some, backoff), request("p-1", tokens)
+    side, asked = producer(some, backoff), request("p-1", tokens, **more)
     side.arrive(asked)
     asked.num_computed_tokens = asked.num_prompt_tokens
     assert [type(order) for order in side.schedule(asked)] == [Grant]
@@ -122,8 +128,8 @@ class Decode:
         self.fallbacks: list[str] = []
         self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
 
-    def arrive(self, params: dict[str, Any], tokens: list[int]) -> Any:
-        asked = request("d-1", tokens, kv_transfer_params=params)
+    def arrive(self, params: dict[str, Any], tokens: list[int], **more: Any) -> Any:
+        asked = request("d-1", tokens, kv_transfer_params=params, **more)
         self.watched = list(self.side.arrive(asked, params))
         return asked
 
