@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, latent_layer, predicting
 from kvreshard.catalog.read_hybrid import gated_delta
-from kvreshard.catalog.read_latent import index_row
+from kvreshard.catalog.read_latent import finish, index_row
 from kvreshard.kinds import GatedDelta, Latent, Ring, ShortConv, indexer
 
 # Of MiniMax-M3 and GLM-5-Next.
@@ -54,7 +54,7 @@ def read_minimax_m3(config: Config) -> Model:
     ]
     for index in range(config.count("num_mtp_modules", 1, at_least=0)):
         layers += map(predicting, layer(f"mtp.{index}", num_layers, has_indexer=True))
-    return _model(config, num_layers, layers, "LBNHC", PAGE_TOKENS)
+    return finish(config, num_layers, layers, PAGE_TOKENS)
 
 
 def read_glm5_next(config: Config) -> Model:
@@ -93,7 +93,7 @@ def read_glm5_next(config: Config) -> Model:
             layers.append(ModelLayer(f"layers.{index}.kda", index, state, "state"))
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
         layers += map(predicting, sparse(f"mtp.{index}", num_layers))
-    return _model(config, num_layers, layers, "BLHNC", PAGE_TOKENS)
+    return finish(config, num_layers, layers, PAGE_TOKENS, order="BLHNC")
 
 
 def read_qwen4_exp(config: Config) -> Model:
@@ -118,7 +118,7 @@ def read_qwen4_exp(config: Config) -> Model:
             _attention(config, f"mtp.{index}.attn", num_layers),
         ]
         layers += map(predicting, own)
-    return _model(config, num_layers, layers, "BLHNC", 16)
+    return finish(config, num_layers, layers, 16, order="BLHNC")
 
 
 def _types(config: Config, num_layers: int, interval: int) -> tuple[str, ...]:
@@ -150,17 +150,4 @@ def _qsa(config: Config, name: str, index: int) -> list[ModelLayer]:
 def _attention(config: Config, name: str, index: int) -> ModelLayer:
     return attention_layer(
         name, index, num_kv_heads=config.num_kv_heads(), head_size=config.head_size(), dtype=config.dtype()
-    )
-
-
-def _model(config: Config, num_layers: int, layers: list[ModelLayer], order: str, page_tokens: int) -> Model:
-    return Model(
-        config.model,
-        config.model_type,
-        num_layers,
-        tuple(layers),
-        config.dtype(),
-        default_page=page_tokens,
-        default_order=order,
-        num_query_heads=config.count("num_attention_heads"),
     )

@@ -53,7 +53,7 @@ def read_latent(config: Config) -> Model:
     layers = [latent(config, f"layers.{index}.attn", index) for index in range(num_layers)]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
         layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
-    return _finish(config, num_layers, layers, 16)
+    return finish(config, num_layers, layers, 16)
 
 
 def read_longcat(config: Config) -> Model:
@@ -64,7 +64,7 @@ def read_longcat(config: Config) -> Model:
     ]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
         layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
-    return _finish(config, num_layers, layers, 16)
+    return finish(config, num_layers, layers, 16)
 
 
 def read_sparse(config: Config) -> Model:
@@ -80,7 +80,7 @@ def read_sparse(config: Config) -> Model:
         layers += _sparse(config, f"layers.{index}", index)[is_shared[index] :]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
         layers += [predicting(layer) for layer in _sparse(config, f"mtp.{index}", num_layers)]
-    return _finish(config, num_layers, layers, 64)
+    return finish(config, num_layers, layers, 64)
 
 
 def _shared_indexers(config: Config, num_layers: int) -> list[bool]:
@@ -132,7 +132,7 @@ def read_deepseek_v4(config: Config) -> Model:
         layers += _v4_layer(config, f"layers.{index}", index, ratio)
     for index in range(num_predicting):
         layers += [predicting(layer) for layer in _v4_layer(config, f"mtp.{index}", num_layers, 0)]
-    model = _finish(config, num_layers, layers, V4_PAGE_TOKENS)
+    model = finish(config, num_layers, layers, V4_PAGE_TOKENS)
     return replace(model, default_order="BLHNC")
 
 
@@ -211,7 +211,7 @@ def read_deepseek_v41(config: Config) -> Model:
             layers.append(ModelLayer(f"{name}.compressor", index, ring, "ring"))
     for index in range(num_predicting):
         layers.append(predicting(_v41_window(config, f"mtp.{index}.window", num_layers)))
-    return replace(_finish(config, num_layers, layers, V41_PAGE_TOKENS), default_order="BLHNC")
+    return finish(config, num_layers, layers, V41_PAGE_TOKENS, order="BLHNC")
 
 
 def _v41_latents(name: str, index: int, ratio: int) -> ModelLayer:
@@ -254,7 +254,10 @@ def _v41_keys(config: Config, name: str, index: int, ratio: int) -> ModelLayer:
     return ModelLayer(name, index, kinds[PACKED], "latent", kinds)
 
 
-def _finish(config: Config, num_layers: int, layers: list[ModelLayer], page_tokens: int) -> Model:
+def finish(
+    config: Config, num_layers: int, layers: list[ModelLayer], page_tokens: int, *, order: str = "LBNHC"
+) -> Model:
+    """The model of these layers, with the page and order that vLLM gives it."""
     return Model(
         config.model,
         config.model_type,
@@ -262,5 +265,6 @@ def _finish(config: Config, num_layers: int, layers: list[ModelLayer], page_toke
         tuple(layers),
         config.dtype(),
         default_page=page_tokens,
+        default_order=order,
         num_query_heads=config.count("num_attention_heads"),
     )

@@ -1,7 +1,8 @@
 """Full attention and sliding windows: which K and V of which heads lie where in a page?
 
-Two fields per layer, `<layer>.k` and `<layer>.v`, axes (token, head, channel); one where V has no channels, of caches that keep something else
-per token and head. Grouped-query attention with more ranks than KV heads gives the same head to several ranks. What differs between engines is the inside of a page, `interior`:
+Two fields per layer, `<layer>.k` and `<layer>.v`, axes (token, head, channel); one where V has no channels, of caches that keep
+something else per token and head. Grouped-query attention with more ranks than KV heads gives the same head to several ranks. What
+differs between engines is the inside of a page, `interior`:
 
 | interior | slots x cell | where a value lies |
 |---|---|---|

@@ -54,8 +54,8 @@ class _Waiting:
 
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
-    cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed here although a prefill was offered: 'params', 'itself', 'spent', 'state', 'window', 'prompt' or
-    'standstill'.
+    cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
+    here although a prefill was offered: 'params', 'itself', 'spent', 'state', 'window', 'prompt' or 'standstill'.
     """
 
     def __init__(

@@ -65,6 +65,7 @@ def mismatch(facts: str, call: Callable[[], object]) -> None:
             Latent(4, "bfloat16", tokens_per_state=2),
             "tokens per index of axis 'token'|1 in|2 in|same compression",
         ),
+        (Opaque(8, 4, "amx"), Opaque(9, 4, "vec"), "encoding is|axis 'byte'|8 in|9 in|: the encodings may be why"),
         (Opaque(8, 4, "amx"), Opaque(8, 4, "vec"), "encoding|'opaque/amx'|'opaque/vec'"),
         (Opaque(8, 4, "amx"), Opaque(9, 4, "amx"), "axis 'byte'|8 in|9 in"),
         (
