@@ -294,7 +294,10 @@ def test_a_state_among_its_drafts_is_not_offered(mode: str, num_drafts: int, num
 
 
 @pytest.mark.parametrize(("num_in_flight", "is_offered"), [(0, True), (1, False)])
-def test_a_state_that_is_still_going_on_is_not_offered(num_in_flight: int, is_offered: bool) -> None:
+@pytest.mark.parametrize("in_place", [state(512, "none"), ring(8)])
+def test_what_is_written_in_place_and_still_going_on_is_not_offered(
+    in_place: Any, num_in_flight: int, is_offered: bool
+) -> None:
     asked = request("p-1", TOKENS, num_computed_tokens=300, num_in_flight_tokens=num_in_flight)
-    params, order = finished(producer(groups(full(64), state(512, "none"))), asked)
+    params, order = finished(producer(groups(full(64), in_place)), asked)
     assert (params is not None, type(order)) == (is_offered, Offer if is_offered else Revoke)

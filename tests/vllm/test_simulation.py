@@ -71,3 +71,32 @@ def test_engines_that_wait_for_one_another_in_a_circle_go_on() -> None:
         num_given_up += sum(len(engine.given_up) for engine in world.by_name.values())
         world.close()
     assert num_given_up > 0
+
+
+def test_nothing_is_loaded_where_a_step_may_still_write() -> None:
+    """Where an engine only prefills, vLLM frees an aborted request's blocks although a step of it is under way."""
+    shapes = {
+        name: Shape(MODELS[0].layers(8, 0), blocks=24, is_async=True, max_requests=4, role="kv_producer")
+        for name in ("p", "q")
+    }
+    num_misrouted = 0
+    for seed in range(12):
+        world = World(shapes, base_config(), seed, Weather(aborts=0.15, misrouted=1.0))
+        world.run(25, 30)
+        num_misrouted += world.num_misrouted
+        world.close()
+    assert num_misrouted > 50
+
+
+def test_a_ring_that_has_gone_on_is_not_loaded() -> None:
+    """A prefill that ends early, with a token of its own, while its next step is under way."""
+    layers = next(model for model in MODELS if model.kind == "ring").layers(16, 20, 0, 1)
+    shapes = {
+        "p": Shape(layers, order="BLHNC", is_async=True, role="kv_producer"),
+        "d": Shape(layers, order="BLHNC", role="kv_consumer"),
+    }
+    for seed in range(2, 6):
+        world = World(shapes, base_config(), seed, Weather(longer_prefills=1.0, stops=1.0))
+        world.run(25, 30)
+        assert world.num_ended > 20
+        world.close()

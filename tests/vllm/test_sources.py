@@ -25,6 +25,14 @@ def test_what_was_prefilled_here_is_given_back_and_goes_on_here() -> None:
     assert [type(order) for order in another_life.watched] == [Watch]
 
 
+def test_an_engine_that_only_prefills_loads_nothing() -> None:
+    """Blocks of an aborted request are free at once there, and a step that is under way may still write them."""
+    decode = Decode(full(64), may_load=False)
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
+    assert [type(order) for order in decode.watched] == [Release]
+    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["role"])
+
+
 def test_a_request_whose_load_failed_steps_back_once_unless_it_has_ended() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
     computed, ended = Decode(full(64)), Decode(full(64))

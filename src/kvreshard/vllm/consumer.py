@@ -9,7 +9,8 @@
 
 What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
 position that the source stands at, or nothing is. Nothing is loaded from this very engine: its pages are given back, and what its
-prefix cache has of them is a hit.
+prefix cache has of them is a hit. Nor is anything loaded by an engine that only prefills: vLLM frees an aborted request's blocks there
+while a step that is under way may still write them (0.32.0, `Scheduler.defer_block_free`), and they might be loaded into.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class _Waiting:
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'spent', 'state', 'window', 'prompt' or 'standstill'.
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt' or 'standstill'.
+    `may_load`: whether the engine's role is one that loads.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Consumer:
         note_fallback: Callable[[str], None],
         *,
         whole_prompts: bool = False,
+        may_load: bool = True,
     ) -> None:
-        self._me = me
+        self._me, self._may_load = me, may_load
         self._groups = tuple(groups)
         self._note_fallback = note_fallback
         self._has_state = any(group.is_state for group in groups)
@@ -87,6 +90,15 @@ class Consumer:
         if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
             self._note_fallback("itself")
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
+            yield Release(prefill.remote, prefill.lease)
+            return
+        if not self._may_load:
+            self._note_fallback("role")
+            logger.warning(
+                "request %s will be computed here: a router sent the prefill of engine %s to an engine whose kv_role is kv_producer, which "
+                "does not load; send it to a kv_consumer, or make this engine kv_both",
+                *(request.request_id, prefill.remote.engine),
+            )
             yield Release(prefill.remote, prefill.lease)
             return
         if (prefill.remote, prefill.lease) in self._spent:

@@ -7,7 +7,7 @@
 4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
 
 A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt. So does one
-whose state has gone beyond its tokens, in a step that is still under way, or is somewhere among its drafts'.
+whose state or ring has gone beyond its tokens, in a step that is still under way, or whose state is somewhere among its drafts'.
 """
 
 from __future__ import annotations
@@ -107,12 +107,13 @@ class Producer:
         return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
 
     def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
-        """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it.
+        """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it, or a ring has none of the first of them.
 
-        Of the tokens that a request says, the first needs no step of its own; each further one may have been verified with drafts.
+        Both are written in place. Of the tokens that a request says, the first needs no step of its own; each further one may have been verified with drafts.
         """
         states = [group for group in self._groups if group.is_state]
-        is_beyond = bool(states) and num_tokens < request.num_computed_tokens
+        in_place = [group for group in self._groups if group.is_state or group.ring_tokens is not None]
+        is_beyond = bool(in_place) and num_tokens < request.num_computed_tokens
         return is_beyond or (request.num_output_tokens > 1 and any(group.num_draft_states for group in states))
 
     def describe(

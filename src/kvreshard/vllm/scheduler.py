@@ -88,6 +88,7 @@ class SchedulerSide:
             backoff,
             lambda cause: self.stats.count("fallbacks", cause),
             whole_prompts=needs_whole_prompts(vllm_config),
+            may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()

@@ -67,6 +67,7 @@ class ShadowScheduler:
             backoff,
             self._note_fallback,
             whole_prompts=needs_whole_prompts(vllm_config),
+            may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
         )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}

@@ -88,6 +88,7 @@ CALM = (
     Weather(delays=3, unwanted=0.1, retried=0.1),
     Weather(delays=2, choices=0.4),
     Weather(delays=2, longer_prefills=0.3, cache_resets=0.01),
+    Weather(delays=1, longer_prefills=0.8, stops=0.7),
 )
 STORMS = (
     Weather(
@@ -95,6 +96,8 @@ STORMS = (
         longer_prefills=0.2, cache_resets=0.01,
     ),
     Weather(delays=3, aborts=0.03, choices=0.3),
+    Weather(aborts=0.1, misrouted=0.3),
+    Weather(aborts=0.02, longer_prefills=0.5, stops=0.5),
     Weather(delays=1, other_prompts=0.5),
     Weather(delays=2, jumps=0.01, unwanted=0.2),
     Weather(delays=3, failures=0.2, retried=0.3, choices=0.2),

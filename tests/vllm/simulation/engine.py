@@ -108,7 +108,7 @@ class Finished:
 
 @dataclass
 class Engine:
-    """`make_peers`: how its ranks meet others."""
+    """`make_peers`: how its ranks meet others. `meanwhile`: what goes on while a step is under way, as sessions and the network do."""
 
     name: str
     shape: Shape
@@ -120,6 +120,7 @@ class Engine:
     make_peers: Callable[[Engine, int], Peers]
     faults: FaultPlan
     is_overlapping: Callable[[], bool]
+    meanwhile: Callable[[], None]
     count_accepted: Callable[[int], int]
     texts: dict[str, Text] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -254,11 +255,20 @@ class Engine:
         self.connector.set_xfer_handshake_metadata_pp_aware(parts)
         self.card = decode_card(self.connector._scheduler._metadata.card)
 
-    def add(self, name: str, text: Text, num_prompt: int, num_tokens: int, params: dict[str, Any] | None) -> None:
-        """A request for so many tokens."""
+    def add(
+        self,
+        name: str,
+        text: Text,
+        num_prompt: int,
+        num_tokens: int,
+        params: dict[str, Any] | None,
+        stop: int | None = None,
+    ) -> None:
+        """A request for so many tokens, or up to the token `stop`."""
         self.texts[name] = text
         extra = None if params is None else {"kv_transfer_params": json.loads(json.dumps(params))}
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, extra_args=extra)
+        stops = None if stop is None else [stop]
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, stop_token_ids=stops, extra_args=extra)
         self.scheduler.add_request(Request(name, text.tokens[:num_prompt], sampling, None, block_hasher=self.hasher))
 
     def abort(self, name: str) -> None:
@@ -274,6 +284,8 @@ class Engine:
             if depth == 1 or not self.is_overlapping():
                 self._catch_up(len(self.pending))
             self._launch(self.pending[-1])
+            if len(self.pending) > 1:
+                self.meanwhile()
             if len(self.pending) < depth and scheduled.total_num_scheduled_tokens:
                 return True
         if not self.pending:

@@ -29,6 +29,7 @@ from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fabric, Fault
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
 
+ENDS = ("length", "stop")
 # Drafts may be right beyond the end.
 BEYOND = 10
 LONGEST = 150
@@ -37,7 +38,9 @@ MOST_SAID = 24
 
 @dataclass(frozen=True)
 class Weather:
-    """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail."""
+    """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `stops`: longer
+    prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills.
+    """
 
     delays: int = 0
     failures: float = 0.0
@@ -49,6 +52,8 @@ class Weather:
     other_prompts: float = 0.0
     jumps: float = 0.0
     longer_prefills: float = 0.0
+    stops: float = 0.0
+    misrouted: float = 0.0
     cache_resets: float = 0.0
 
     @property
@@ -68,7 +73,14 @@ class Asked:
     num_tokens: int
     wants_load: bool
     then: Callable[[dict[str, Any] | None], None] | None = None
+    stop: int | None = None
     is_aborted: bool = False
+
+    @property
+    def expected(self) -> list[int]:
+        """What it is to say."""
+        said = self.text.tokens[self.num_prompt : self.num_prompt + self.num_tokens]
+        return said[: said.index(self.stop) + 1] if self.stop in said else said
 
 
 class WorldPeers(ScriptedPeers):
@@ -105,6 +117,7 @@ class World:
     meetings: list[Callable[[], None]] = field(default_factory=list)
     asked: dict[str, Asked] = field(default_factory=dict)
     num_loaded: int = 0
+    num_misrouted: int = 0
     num_ended: int = 0
 
     def __post_init__(self) -> None:
@@ -118,7 +131,7 @@ class World:
         for number, (name, shape) in enumerate(self.shapes.items()):
             self.by_name[name] = Engine(
                 name, shape, self.base_config, self.clock, self.fabric, Address("127.0.0.1", number + 1), options,
-                lambda engine, rank: WorldPeers(self, engine, rank), self._fault, lambda: self.rng.random() < 0.6,
+                lambda engine, rank: WorldPeers(self, engine, rank), self._fault, lambda: self.rng.random() < 0.6, self._meanwhile,
                 lambda num_drafts: self.rng.randint(0, num_drafts),
             )  # fmt: skip
         self.can_prefill = [e for e in self.by_name.values() if e.shape.role != "kv_consumer"]
@@ -129,6 +142,15 @@ class World:
         if self.rng.random() < self.weather.failures:
             return Fault(delay_steps=delay, fail_after_pieces=0)
         return Fault(delay_steps=delay)
+
+    def _meanwhile(self) -> None:
+        """Loads may end between the launch of a step and the end of the one before it."""
+        while self.rng.random() < 0.5:
+            if self.meetings:
+                self.meetings.pop()()
+            for engine in self.by_name.values():
+                engine.turn()
+            self.fabric.step()
 
     def route(self, src: Engine, dst: Engine, rank: int) -> Any:
         key = (src.name, dst.name, rank)
@@ -162,9 +184,10 @@ class World:
             "remote_block_ids": None, "remote_host": None, "remote_port": None,
         }  # fmt: skip
         prefill_text = Text(prompt, longer + BEYOND)
+        stop = rng.choice(prefill_text.tokens[len(prompt) :][:longer]) if rng.random() < self.weather.stops else None
         self._ask(
             src, prefill_text, len(prompt), longer, params, False,
-            lambda answer: self._prefilled(src, prompt, num_tokens, answer, longer == 1),
+            lambda answer: self._prefilled(src, prompt, num_tokens, answer, longer == 1), stop,
         )  # fmt: skip
 
     def _prefilled(
@@ -172,6 +195,8 @@ class World:
     ) -> None:
         rng = self.rng
         others = [engine for engine in self.can_decode if engine is not src or rng.random() < 0.1]
+        if rng.random() < self.weather.misrouted:
+            others = [engine for engine in self.can_prefill if engine is not src] or others
         targets = [rng.choice(others)] if rng.random() >= self.weather.unwanted else []
         if targets and rng.random() < self.weather.retried:
             targets.append(rng.choice(others))
@@ -184,6 +209,8 @@ class World:
             # Of several choices one may come when the others are over, and their source has its blocks back.
             is_first = number == 0 and targets.count(dst) == 1
             is_same = mine == prompt and answer is not None and is_first and is_usual and dst is not src
+            is_same = is_same and dst in self.can_decode
+            self.num_misrouted += dst not in self.can_decode and answer is not None
             text = Text(mine, num_tokens + BEYOND)
             self._later.append(
                 lambda dst=dst, text=text, mine=mine, is_same=is_same: self._ask(
@@ -200,11 +227,12 @@ class World:
         params: dict[str, Any] | None,
         wants_load: bool,
         then: Callable[[dict[str, Any] | None], None] | None,
+        stop: int | None = None,
     ) -> None:
         self._count += 1
         name = f"{engine.name}-{self._count}"
-        self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then)
-        engine.add(name, text, num_prompt, num_tokens, params)
+        self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop)
+        engine.add(name, text, num_prompt, num_tokens, params, stop)
 
     def tick(self) -> None:
         """Somebody does something."""
@@ -241,20 +269,19 @@ class World:
                 continue
             del self.asked[name]
             self.num_ended += 1
-            expected = asked.text.tokens[asked.num_prompt : asked.num_prompt + asked.num_tokens]
             if not asked.is_aborted:
-                assert answer.reason == "length", (name, answer)
-            if answer.reason == "length":
-                self._check_answer(asked, answer.tokens, expected)
+                assert answer.reason in ENDS, (name, answer)
+            if answer.reason in ENDS:
+                self._check_answer(asked, answer.tokens)
             if asked.then is not None:
                 asked.then(answer.params)
             if asked.wants_load:
                 self._check_loaded(asked)
 
-    def _check_answer(self, asked: Asked, said: list[int], expected: list[int]) -> None:
+    def _check_answer(self, asked: Asked, said: list[int]) -> None:
         # A prefill that drops the last tokens of a prompt, which the decode side computes, says the first of them again.
         is_shorter = asked.then is not None and asked.engine.connector._scheduler._producer._num_backoff_tokens > 0
-        assert is_shorter or said == expected, (asked.name, said, expected)
+        assert is_shorter or said == asked.expected, (asked.name, said, asked.expected)
 
     def _check_loaded(self, asked: Asked) -> None:
         self.num_loaded += 1
