@@ -184,10 +184,22 @@ MUTANTS = [
         "0 * self.half_bytes",
     ),
     Mutant(
+        "a load that is late takes its source's others with it",
+        "session/endpoint.py",
+        "            self._peers.doubt(self._me, job.peer)\n",
+        "            self._peers.forget(job.load.remote, job.peer)\n",
+    ),
+    Mutant(
+        "a peer that was met anew is forgotten for the former",
+        "session/peers.py",
+        "if peer is not None and found is not peer:",
+        "if False:",
+    ),
+    Mutant(
         "a peer that is being met is forgotten",
         "session/peers.py",
-        "        if future is None or not future.done():\n            return\n        del self._known[remote]\n",
-        "        if future is None:\n            return\n        del self._known[remote]\n        if not future.done():\n            return\n",
+        "        if future is None or not future.done():\n            return\n        found",
+        "        if future is None:\n            return\n        found",
     ),
     Mutant(
         "a restarted engine is taken for its former life",

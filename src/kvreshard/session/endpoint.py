@@ -173,6 +173,7 @@ class Endpoint:
         self._finish_jobs()
         if self._me is not None:
             self._answerer.work(self._me.layout)
+        self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
         self._send_releases()
         self._send_heartbeats(now_s)
         self._outbox.free(self._book.take_finished())
@@ -208,6 +209,7 @@ class Endpoint:
                 except Exception as error:  # an order that cannot be obeyed must not take the others with it
                     logger.exception("%s", order)
                     if isinstance(order, Load):
+                        self._watched.pop(order.request, None)
                         self._fail(order.request, to_failure(error))
 
     def _obey(self, order: Order, now_s: float) -> None:
@@ -294,9 +296,7 @@ class Endpoint:
             if isinstance(outcome, Failure):
                 self._fail(request, outcome, job.check)
                 self._record(job, outcome)
-                if outcome.kind in ("transfer", "timeout"):
-                    # The peer may be gone: the next request finds out from its listener.
-                    self._peers.forget(job.load.remote)
+                self._look_after(job, outcome)
             elif outcome is not None:
                 self._outbox.end(request, outcome, job.check)
         for job in [job for job in self._given_up if job.is_settled]:
@@ -304,6 +304,13 @@ class Endpoint:
             job.close()
             self._free_scratch(job)
             self._outbox.settle(job.load.request)
+
+    def _look_after(self, job: Job, failure: Failure) -> None:
+        """Of a source from which a load has failed. One that is late may be gone or slow, and others are reading from it."""
+        if job.peer is not None and failure.kind == "transfer":
+            self._peers.forget(job.load.remote, job.peer)
+        elif job.peer is not None and failure.kind == "timeout" and self._me is not None:
+            self._peers.doubt(self._me, job.peer)
 
     def _fail(self, request: str, failure: Failure, check: CheckResult | None = None) -> None:
         logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)

@@ -153,6 +153,7 @@ class EndpointOptions:
         settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
         heartbeat_s: between renewals of the leases of requests that wait.
         retry_s: how long a peer that could not be met is not asked again.
+        peer_ttl_s: how long a peer is known from which nothing is read.
         allow_mismatch: facts of the engine cards that may differ.
         keys: with which listeners are asked; None where they use none.
         digest_share: of how many requests, 0 to 1, source and destination are compared after the load.
@@ -165,6 +166,7 @@ class EndpointOptions:
     settle_timeout_s: float = 30.0
     heartbeat_s: float = 5.0
     retry_s: float = 5.0
+    peer_ttl_s: float = 3600.0
     allow_mismatch: tuple[str, ...] = ()
     keys: Keys | None = None
     digest_share: float = 0.0

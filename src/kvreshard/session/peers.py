@@ -6,14 +6,19 @@
 4. Tell the other side how it went.
 
 The outcome is a `Peer` or an error that names what differs; both are kept, an error for a while only, so that requests do not
-ask again one by one. An engine that comes back under its old name is another incarnation: its former peer is forgotten.
+ask again one by one. A life of an engine is one peer, at whatever address it was asked.
+
+A peer is forgotten when a transfer with it has failed, when nothing was read from it for `peer_ttl_s`, and when it is doubted (a load did
+not end in time, or another life of the engine has answered) and its listener is not there any more. One that is there is kept, since
+other loads read from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,11 +36,13 @@ from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
 
-MAX_MEETINGS_AT_ONCE = 4
+# Meetings wait for peers, some of which may not be there.
+MAX_MEETINGS_AT_ONCE = 16
+SWEEP_S = 60.0
 MAX_REFUSED = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Peer:
     """A source engine that this rank can read from."""
 
@@ -107,15 +114,27 @@ class Peers:
         self._meet = meet or meet_engine
         self._known: dict[RemoteEngine, Future[Peer]] = {}
         self._failed_s: dict[RemoteEngine, float] = {}
+        self._used_s: dict[RemoteEngine, float] = {}
+        self._swept_s = clock()
+        self._doubted: set[Peer] = set()
+        self._followed: set[tuple[RemoteEngine, RemoteEngine]] = set()
+        self._gone: queue.SimpleQueue[tuple[Peer, bool]] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(MAX_MEETINGS_AT_ONCE, thread_name_prefix="kvreshard-meet")
+
+    @property
+    def num_known(self) -> int:
+        """Engines that are known, or were asked in vain not long ago."""
+        return len(self._known)
 
     def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
         """The peer, now or later; its exception says why there is none."""
+        remote = self._as_known(remote)
+        self._used_s[remote] = self._clock()
         found = self._known.get(remote)
         failed_s = self._failed_s.get(remote)
         if found is not None and (failed_s is None or self._clock() < failed_s + self._options.retry_s):
             if found.done() and found.exception() is None:
-                self._forget_former(remote)
+                self._doubt_former(me, remote)
             return found
         self._failed_s.pop(remote, None)
         future = self._pool.submit(self._meet, me, remote, self._options)
@@ -125,38 +144,92 @@ class Peers:
 
     def met(self, remote: RemoteEngine) -> Peer | None:
         """The peer if it is known already."""
-        future = self._known.get(remote)
-        if future is None or not future.done() or future.exception() is not None:
-            return None
-        return future.result()
+        remote = self._as_known(remote)
+        peer = self._find(remote)
+        if peer is not None:
+            self._used_s[remote] = self._clock()
+        return peer
 
-    def forget(self, remote: RemoteEngine) -> None:
-        """Drop a peer that has failed; the next request meets it anew.
+    def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
+        """Drop a peer that has failed; the next request meets it anew. With `peer`, only if it is still that one.
 
         A meeting under way stays known: whoever forgot it could not disconnect what it will have connected, and the transport
         would refuse the same peer for ever after.
         """
+        remote = self._as_known(remote)
         future = self._known.get(remote)
         if future is None or not future.done():
             return
+        found = self._find(remote)
+        if peer is not None and found is not peer:
+            return
         del self._known[remote]
         self._failed_s.pop(remote, None)
-        if future.exception() is None:
-            disconnect(future.result())
+        self._used_s.pop(remote, None)
+        self._followed = {pair for pair in self._followed if remote not in pair}
+        if found is not None:
+            disconnect(found)
+
+    def doubt(self, me: Self, peer: Peer) -> None:
+        """Ask whether a peer is still there; one that is not is forgotten in a later `sweep`."""
+        if peer in self._doubted:
+            return
+        self._doubted.add(peer)
+        asked = self._pool.submit(fetch_life, me, peer.remote, self._options)
+        asked.add_done_callback(lambda done: self._heard(peer, done))
+
+    def sweep(self, in_use: Collection[Peer]) -> None:
+        """Forget the peers that are gone, and now and then those that nobody has asked for in a long time, unless loads use them."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                peer, is_there = self._gone.get_nowait()
+                self._doubted.remove(peer)
+                if not is_there:
+                    logger.warning("engine %s is not there any more: its routes are dropped", peer.remote.engine)
+                    self.forget(peer.remote, peer)
+        now_s = self._clock()
+        if now_s < self._swept_s + SWEEP_S:
+            return
+        self._swept_s = now_s
+        for remote, used_s in list(self._used_s.items()):
+            found = self._find(remote)
+            kept_s = self._options.retry_s if found is None else self._options.peer_ttl_s
+            if now_s >= used_s + kept_s and found not in in_use:
+                self.forget(remote)
 
     def close(self) -> None:
         """Wait for meetings under way; the transport forgets the peers when it is closed."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _forget_former(self, remote: RemoteEngine) -> None:
-        """A restarted engine's former life: the same name, another incarnation.
+    def _as_known(self, remote: RemoteEngine) -> RemoteEngine:
+        """The reference under which this life of the engine is known or being met: it may have been named by another address."""
+        for known, future in self._known.items():
+            is_good = not future.done() or future.exception() is None
+            if is_good and (known.engine, known.incarnation) == (remote.engine, remote.incarnation):
+                return known
+        return remote
+
+    def _doubt_former(self, me: Self, remote: RemoteEngine) -> None:
+        """Other lives of an engine that has answered: most likely it has restarted, but two engines may have been given one name.
 
         Only once the new one has answered: a reference to a life that is gone, or that never was, must not end the routes of the
         one that is there.
         """
-        for other in [known for known in self._known if known.engine == remote.engine and known != remote]:
-            logger.info("engine %s has restarted: its former routes are dropped", other.engine)
-            self.forget(other)
+        for other in list(self._known):
+            is_former = other.engine == remote.engine and other.incarnation != remote.incarnation
+            peer = self._find(other) if is_former and (remote, other) not in self._followed else None
+            if peer is not None:
+                self._followed.add((remote, other))
+                self.doubt(me, peer)
+
+    def _find(self, remote: RemoteEngine) -> Peer | None:
+        future = self._known.get(remote)
+        return future.result() if future is not None and future.done() and future.exception() is None else None
+
+    def _heard(self, peer: Peer, asked: Future[EngineCard]) -> None:
+        if not asked.cancelled():
+            self._gone.put((peer, asked.exception() is None))
+            self._wake()
 
     def _note(self, remote: RemoteEngine, done: Future[Peer]) -> None:
         if not done.cancelled() and done.exception() is not None:
@@ -164,15 +237,20 @@ class Peers:
         self._wake()
 
 
-def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
-    """Steps 1 to 4. Raises KvReshardError or TransportError."""
-    mine = me.card.engine
-    card = fetch_card(remote.address, mine, me.rank, options.handshake_timeout_s, options.keys)
+def fetch_life(me: Self, remote: RemoteEngine, options: EndpointOptions) -> EngineCard:
+    """The card of a life of an engine. Raises HandshakeError if it is not there, or another one is."""
+    card = fetch_card(remote.address, me.card.engine, me.rank, options.handshake_timeout_s, options.keys)
     if (card.engine, card.incarnation) != (remote.engine, remote.incarnation):
         raise HandshakeError(
             f"at {remote.address} listens engine '{card.engine}', incarnation {card.incarnation[:12]}, not '{remote.engine}', "
             f"incarnation {remote.incarnation[:12]}: it has restarted, and what the request refers to is gone"
         )
+    return card
+
+
+def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
+    """Steps 1 to 4. Raises KvReshardError or TransportError."""
+    card = fetch_life(me, remote, options)
     try:
         peer = _compare(me, remote, card, options)
     except (KvReshardError, TransportError) as error:
@@ -228,5 +306,10 @@ def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: Endpoint
 
 
 def _tell(me: Self, remote: RemoteEngine, text: str, is_good: bool, options: EndpointOptions) -> None:
-    with contextlib.suppress(HandshakeError):
+    """A courtesy: whatever goes wrong with it, the meeting has ended as it has."""
+    try:
         tell_outcome(remote.address, me.card.engine, me.rank, text, is_good, options.handshake_timeout_s, options.keys)
+    except HandshakeError as error:
+        logger.debug("engine %s was not told how the meeting went: %s", remote.engine, error)
+    except Exception:
+        logger.exception("engine %s was not told how the meeting went", remote.engine)

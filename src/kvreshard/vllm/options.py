@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,6 @@ OF_NIXL_CONNECTOR = frozenset(
         "bidirectional_kv_xfer",
         "decoder_kv_blocks_ttl",
         "enforce_handshake_compat",
-        "engine_ttl",
         "kv_recompute_threshold",
         "push_registration_timeout",
     }
@@ -52,6 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         settle_timeout_s: seconds that a failed load may take to come to rest before its pages are quarantined.
         handshake_timeout_s: seconds to wait for a peer's listener.
         retry_s: seconds before a peer that could not be met is asked again.
+        engine_ttl: seconds that an engine is known from which nothing is read; 0: for ever. As of NixlConnector.
         staging_bytes: size of the staging buffer of each rank; 0 reads everything directly.
         stage_on_device: also where the caches are a device's, on that device; otherwise those are read directly.
         max_in_flight_bytes: what a rank may have posted to one peer and not yet settled.
@@ -76,6 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     settle_timeout_s: float = 30.0
     handshake_timeout_s: float = 30.0
     retry_s: float = 5.0
+    engine_ttl: float = 3600.0
     staging_bytes: int = 64 * 1024 * 1024
     stage_on_device: bool = False
     max_in_flight_bytes: int = Pace().max_in_flight_bytes
@@ -120,6 +122,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             settle_timeout_s=self.settle_timeout_s,
             heartbeat_s=self.kv_lease_duration / 6,
             retry_s=self.retry_s,
+            peer_ttl_s=self.engine_ttl if self.engine_ttl > 0 else math.inf,
             allow_mismatch=self.allow_mismatch,
             keys=self.keys,
             digest_share=self.digest_share,

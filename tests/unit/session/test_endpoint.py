@@ -17,6 +17,7 @@ from tests.unit.session.world import (
     WORD,
     World,
     collect,
+    make_world,
     meet,
     order_load,
 )
@@ -135,6 +136,35 @@ def test_a_load_that_never_settles_is_quarantined_after_both_bounds(world: World
     assert (failed["d"].kind, failed["d"].is_quarantined) == ("timeout", True)
     assert "pages are quarantined" in failed["d"].text
     assert all(endpoint.num_quarantined == 1 for endpoint in world.dst.endpoints.values())
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 3)])
+def test_a_load_that_is_late_leaves_the_others_from_its_source_alone(sizes: tuple[int, int]) -> None:
+    """Where nothing is staged: the buffer belongs to the load that may still write it."""
+    world = make_world(*sizes)
+    world.grant_and_offer(ttl_s=1000.0)
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("s", SLOT + 1, WORD))
+        endpoint.submit(Offer("s", 1000.0))
+    world.faults[-1] = Fault(delay_steps=10**6)
+    order_load(world, "late")
+    world.turn()
+    meet(world)
+    world.turn()
+    world.clock.now_s += OPTIONS.load_timeout_s - 1.0
+    world.faults[-1] = Fault(delay_steps=2)
+    order_load(world, "slow", lease=RemoteLease("s", SLOT + 1, WORD))
+    world.turn()
+    for seconds in (1.0, OPTIONS.settle_timeout_s):
+        world.clock.now_s += seconds
+        world.turn()
+    meet(world)  # its source is asked, and there
+    for _ in range(30):
+        world.fabric.step()
+        world.turn()
+    received, failed, _ = collect(world.dst)
+    assert (received, {name: failure.kind for name, failure in failed.items()}) == ({"slow"}, {"late": "timeout"})
+    world.close()
 
 
 def test_what_was_quarantined_is_told_when_it_has_settled_after_all(world: World) -> None:

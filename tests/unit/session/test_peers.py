@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
+from kvreshard.session import peers
 from kvreshard.session.handshake import Address, HandshakeError, Listener
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.session.peers import Peer, Peers, Self, meet_engine
@@ -30,7 +32,8 @@ class Room:
         self.remote = RemoteEngine("prefill", "life", self.listener.address)
         self.me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
         self.gate, self.num_meetings = threading.Event(), 0
-        self.peers = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), Clock(), lambda: None, self._meet)
+        self.clock, self.woken = Clock(), threading.Event()
+        self.peers = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), self.clock, self.woken.set, self._meet)
 
     def start(self, name: str, tp: int) -> Side:
         """An engine, or the next life of one."""
@@ -42,6 +45,18 @@ class Room:
         assert self.gate.wait(PATIENCE_S)
         self.num_meetings += 1
         return meet_engine(me, remote, options)
+
+    def restart(self) -> RemoteEngine:
+        """The source ends, and its next life listens at the same address."""
+        self.listener.close()
+        card = msgspec.structs.replace(self.start("prefill", 2).card(), incarnation="next")
+        self.listener = Listener(self.remote.address, card)
+        return RemoteEngine("prefill", "next", self.remote.address)
+
+    def hear(self) -> None:
+        """What has been found out of a peer that is doubted."""
+        assert self.woken.wait(PATIENCE_S)
+        self.peers.sweep(())
 
     def close(self) -> None:
         self.gate.set()
@@ -92,12 +107,84 @@ def test_a_reference_to_a_life_that_is_gone_leaves_the_present_one_alone(room: R
 def test_the_former_life_is_dropped_when_the_new_one_has_answered(room: Room) -> None:
     room.gate.set()
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    room.listener.close()
-    card = msgspec.structs.replace(room.start("prefill", 2).card(), incarnation="next")
-    room.listener = Listener(Address("127.0.0.1", 0), card)
-    following = RemoteEngine("prefill", "next", room.listener.address)
+    following = room.restart()
     second = room.peers.get(room.me, following)
     assert room.peers.met(room.remote) is first
     second.result(PATIENCE_S)
+    room.woken.clear()
     assert room.peers.get(room.me, following) is second
+    room.hear()
     assert room.peers.met(room.remote) is None
+    assert room.peers.get(room.me, following) is second
+
+
+def test_two_engines_of_one_name_are_both_read_from(room: Room) -> None:
+    room.gate.set()
+    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    card = msgspec.structs.replace(room.start("prefill", 2).card(), incarnation="next")
+    with contextlib.closing(Listener(Address("127.0.0.1", 0), card)) as listener:
+        following = RemoteEngine("prefill", "next", listener.address)
+        second = room.peers.get(room.me, following).result(PATIENCE_S)
+        for _ in range(3):
+            for remote, peer in ((room.remote, first), (following, second)):
+                room.woken.clear()
+                assert room.peers.get(room.me, remote).result(PATIENCE_S) is peer
+                room.peers.sweep(())
+        room.peers.doubt(room.me, first)
+        room.hear()
+        assert (room.peers.met(room.remote), room.peers.met(following)) == (first, second)
+
+
+def test_a_doubted_peer_is_forgotten_only_if_it_is_not_there(room: Room) -> None:
+    room.gate.set()
+    peer = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    for is_there in (True, False):
+        room.woken.clear()
+        if not is_there:
+            room.restart()
+        room.peers.doubt(room.me, peer)
+        room.hear()
+        assert room.peers.met(room.remote) is (peer if is_there else None)
+
+
+def test_of_a_peer_that_was_met_anew_the_former_cannot_be_forgotten(room: Room) -> None:
+    room.gate.set()
+    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    room.peers.forget(room.remote, first)
+    second = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    room.peers.forget(room.remote, first)
+    assert room.peers.met(room.remote) is second is not first
+
+
+def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
+    room.gate.set()
+    other = RemoteEngine("prefill", "life", Address("localhost", room.remote.address.port))
+    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    assert room.peers.get(room.me, other).result(PATIENCE_S) is room.peers.met(other) is first
+    room.peers.forget(other)
+    assert room.peers.get(room.me, other).result(PATIENCE_S) is not first
+
+
+def test_a_source_that_cannot_be_told_the_outcome_is_known_all_the_same(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(*_: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(peers, "tell_outcome", tell)
+    room.gate.set()
+    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    room.peers.forget(room.remote)
+    assert room.peers.get(room.me, room.remote).result(PATIENCE_S) is not first
+
+
+def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
+    room.gate.set()
+    peer = room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    gone = RemoteEngine("gone", "life", room.listener.address)
+    room.peers.get(room.me, gone).exception(PATIENCE_S)
+    ttl_s = EndpointOptions().peer_ttl_s
+    for seconds, in_use, expected in ((61.0, (), 1), (ttl_s, (peer,), 1), (61.0, (), 0)):
+        room.clock.now_s += seconds
+        room.peers.sweep(in_use)
+        assert room.peers.num_known == expected

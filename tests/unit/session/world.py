@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from kvreshard.session.orders import (
     RemoteEngine,
     RemoteLease,
 )
-from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.peers import Peer, Peers, Self, disconnect
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.staging import Staging
 from kvreshard.testing.small import engine, request
@@ -155,7 +155,6 @@ class ScriptedPeers(Peers):
     def __init__(self, queue: list[Callable[[], None]]) -> None:
         self.queue = queue
         self.known: dict[RemoteEngine, Future[Peer]] = {}
-        self.forgotten = 0
 
     def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
         if remote not in self.known:
@@ -167,13 +166,26 @@ class ScriptedPeers(Peers):
         future = self.known.get(remote)
         return future.result() if future is not None and future.done() and not future.exception() else None
 
-    def forget(self, remote: RemoteEngine) -> None:
-        self.forgotten += 1
+    def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
+        met = self.met(remote)
+        if met is not None and peer in (None, met):
+            del self.known[remote]
+            disconnect(met)
+
+    def doubt(self, me: Self, peer: Peer) -> None:
+        self.queue.append(lambda: self._ask(peer))
+
+    def sweep(self, in_use: Collection[Peer]) -> None:
+        """Nothing is forgotten here for its age."""
 
     def close(self) -> None:
         """Nothing runs."""
 
     def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+        raise NotImplementedError
+
+    def _ask(self, peer: Peer) -> None:
+        """Whether a doubted peer is still there; if not, it is forgotten."""
         raise NotImplementedError
 
 
@@ -196,6 +208,10 @@ class FakePeers(ScriptedPeers):
         future.set_result(
             Peer(remote, card, self.world.src.layout, route, Mover(me.transport, me.memory, names, me.staging))
         )
+
+    def _ask(self, peer: Peer) -> None:
+        if self.world.meeting_error:
+            self.forget(peer.remote, peer)
 
 
 def make_world(src_tp: int, dst_tp: int, options: EndpointOptions = OPTIONS, recorder: Recorder | None = None) -> World:

@@ -90,6 +90,10 @@ class WorldPeers(ScriptedPeers):
         super().__init__(world.meetings)
         self._world, self._engine, self._rank = world, engine, rank
 
+    def _ask(self, peer: Peer) -> None:
+        if self._world.rng.random() < self._world.weather.unmet:
+            self.forget(peer.remote, peer)
+
     def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
         if self._world.rng.random() < self._world.weather.unmet:
             del self.known[remote]
