@@ -37,14 +37,29 @@ def test_blocks_come_back_when_the_last_rank_has_settled() -> None:
     assert pool.get_num_free_blocks() == 9
 
 
+def test_a_request_id_may_be_used_again_while_its_first_blocks_are_kept() -> None:
+    pool = BlockPool(num_gpu_blocks=10, enable_caching=False, hash_block_size=16)
+    quarantine = Quarantine()
+    for num_kept in (3, 6):
+        held = pool.get_new_blocks(3)
+        quarantine.manager = SimpleNamespace(
+            block_pool=pool, get_blocks=lambda request, held=held: KVCacheBlocks((held,))
+        )
+        assert quarantine.keep([("r", 0)]) == 1
+        pool.free_blocks(held)
+        assert (pool.get_num_free_blocks(), quarantine.num_blocks) == (9 - num_kept, num_kept)
+    for num_free in (3, 9):
+        quarantine.give_back([("r", 0)])
+        assert pool.get_num_free_blocks() == num_free
+
+
 def test_a_request_is_counted_once_on_however_many_ranks() -> None:
     pool = BlockPool(num_gpu_blocks=10, enable_caching=False, hash_block_size=16)
     side = SchedulerSide.__new__(SchedulerSide)
     side.stats, side._quarantine = ReshardStats(), Quarantine()
     side._consumer = side._producer = SimpleNamespace(ended=str, freed=str)
-    side._quarantine.manager = SimpleNamespace(
-        block_pool=pool, get_blocks=lambda request: KVCacheBlocks((pool.get_new_blocks(2),))
-    )
+    held = pool.get_new_blocks(2)
+    side._quarantine.manager = SimpleNamespace(block_pool=pool, get_blocks=lambda request: KVCacheBlocks((held,)))
     failed = Results(failed={"r": Failure("timeout", "late", is_quarantined=True)})
     for rank in (0, 1):  # what the ranks count themselves is the failure
         worker = ReshardStats()

@@ -33,6 +33,19 @@ def test_an_engine_that_only_prefills_loads_nothing() -> None:
     assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["role"])
 
 
+def test_a_reset_lets_go_of_what_waits_and_waits_for_what_is_loaded() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    waits, loads = Decode(full(64)), Decode(full(64))
+    asked = {decode: decode.arrive(params, TOKENS) for decode in (waits, loads)}
+    loads.side.count_loadable(asked[loads], 0)
+    loads.load(asked[loads], blocks([1, 2, 3, 4, 5]), 299)
+    assert [type(order) for order in waits.side.reset()] == [Unwatch, Release]
+    assert (waits.fallbacks, waits.side.is_loading) == (["reset"], False)
+    assert waits.side.count_loadable(asked[waits], 0) == 0
+    assert list(waits.side.allocate(asked[waits], blocks([1, 2, 3, 4, 5]), 0)) == []
+    assert (list(loads.side.reset()), loads.fallbacks, loads.side.is_loading) == ([], [], True)
+
+
 def test_a_request_whose_load_failed_steps_back_once_unless_it_has_ended() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
     computed, ended = Decode(full(64)), Decode(full(64))

@@ -6,7 +6,7 @@ One thread per rank, which never waits for a peer. Each turn:
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
 3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly, and
    leave a record of those that failed; answer some of the questions of readers;
-4. renew the leases of the requests that wait here;
+4. renew the leases of the requests that wait here, as long as the engine steps;
 5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
 The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
@@ -98,7 +98,7 @@ class Endpoint:
         self._waiting_releases: list[Release] = []
         self._watched: dict[str, Watch] = {}
         self._kept: dict[str, Load] = {}
-        self._last_heartbeat_s = clock()
+        self._last_heartbeat_s = self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = False
         self._event = threading.Event()
@@ -132,6 +132,7 @@ class Endpoint:
 
     def collect(self, patience_s: float = 0.0) -> Results:
         """What has ended since the last call. While loads are under way, waits so long for the first to end."""
+        self._collected_s = self._clock()
         return self._outbox.take(patience_s)
 
     def wake(self) -> None:
@@ -380,6 +381,8 @@ class Endpoint:
         if self._me is None or now_s < self._last_heartbeat_s + self._options.heartbeat_s:
             return
         self._last_heartbeat_s = now_s
+        if now_s > self._collected_s + self._options.silence_s:
+            return  # a paused engine must not keep its sources from resting
         wanted: dict[RemoteEngine, list[tuple[str, int]]] = {}
         for watch in self._watched.values():
             wanted.setdefault(watch.remote, []).append((watch.lease.request, watch.lease.word))

@@ -19,8 +19,9 @@ import msgspec
 from kvreshard.model.ownership import MAX_SIZE
 
 VERSION = 1
-# Keeps a heartbeat below the transport's limit of 64 KiB per notification, with request ids of up to 200 bytes.
-MAX_LEASES_PER_HEARTBEAT = 200
+# Well below the transport's limit of 64 KiB per notification. A lease takes its name, its word, and what says so.
+MAX_HEARTBEAT_BYTES = 32 << 10
+LEASE_BYTES = 20
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
@@ -90,6 +91,14 @@ def read_note(payload: bytes) -> Note | None:
 
 def heartbeats(consumer: str, leases: Iterable[tuple[str, int]], version: int = VERSION) -> Iterator[Heartbeat]:
     """As many heartbeats as it takes, in `version`."""
-    rest = tuple(leases)
-    for first in range(0, len(rest), MAX_LEASES_PER_HEARTBEAT):
-        yield Heartbeat(version, consumer, rest[first : first + MAX_LEASES_PER_HEARTBEAT])
+    together: list[tuple[str, int]] = []
+    num_bytes = 0
+    for request, word in leases:
+        lease_bytes = len(request.encode()) + LEASE_BYTES
+        if together and num_bytes + lease_bytes > MAX_HEARTBEAT_BYTES:
+            yield Heartbeat(version, consumer, tuple(together))
+            together, num_bytes = [], 0
+        together.append((request, word))
+        num_bytes += lease_bytes
+    if together:
+        yield Heartbeat(version, consumer, tuple(together))

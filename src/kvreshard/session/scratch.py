@@ -11,6 +11,7 @@ from kvreshard.session.pull import WORD_BYTES
 from kvreshard.transport.base import MemoryRegion
 
 SCRATCH_WORDS = 1 << 14
+NO_PLACE = 0
 
 
 class Scratch:
@@ -28,7 +29,9 @@ class Scratch:
         return len(self._taken)
 
     def take(self, num_words: int) -> int | None:
-        """The address of so many words, or None while there is no place."""
+        """The address of so many words, or None while there is no place. A load without sources has no place, and gives none back."""
+        if not num_words:
+            return NO_PLACE
         start = 0
         for first, count in sorted(self._taken.items()):
             if first - start >= num_words:
@@ -36,8 +39,7 @@ class Scratch:
             start = first + count
         if start + num_words > len(self._words):
             return None
-        if num_words:
-            self._taken[start] = num_words
+        self._taken[start] = num_words
         return self.region.address + start * WORD_BYTES
 
     def give(self, address: int) -> None:

@@ -95,13 +95,12 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedFrame:
-    """What every post of a frame needs of it: its place, each entry's first index per side, shape (entries, 1), the cost of
-    one page of all entries before each, and the longest entry.
+    """What every post of a frame needs beside it: its place, each entry's first index per side, shape (entries, 1), the cost of
+    one page of all entries before each, and the longest entry. It does not keep the frame alive, by which it is kept.
 
     Of both sides, local and remote, for what is listed: `starts`, shape (2, entries, 1), `strides`, (2, 1), `devices`, (2, 1, 1).
     """
 
-    frame: Frame
     place: FramePlace
     local_base: NDArray[np.int32]
     remote_base: NDArray[np.int32]
@@ -117,7 +116,6 @@ class PlacedFrame:
         entries = np.arange(len(frame.length_bytes), dtype=np.int32)[:, None]
         cost = np.add.accumulate(frame.length_bytes + np.uint64(DESCRIPTOR_COST_BYTES))
         return PlacedFrame(
-            frame,
             place,
             entries * np.int32(frame.local_count),
             entries * np.int32(frame.remote_count),
@@ -136,7 +134,7 @@ class PlacedFrame:
         pages = np.empty((2, len(runs)), dtype=np.uint64)
         pages[0], pages[1] = copies.local_page, copies.remote_page
         pages *= self.strides
-        lengths = self.frame.length_bytes[:, None] * runs
+        lengths = copies.frame.length_bytes[:, None] * runs
         rows = np.empty((2, *lengths.shape, 3), dtype=np.uint64)
         np.add(self.starts, pages[:, None], out=rows[..., 0])
         rows[..., 1], rows[..., 2] = lengths, self.devices
@@ -152,12 +150,22 @@ def place_frame(frame: Frame, local: RegionTable, remote: RegionTable, remote_si
 
 
 class FrameCursor:
-    """Hands out framed copies slice by slice, one page a pair. `placed`: their frame."""
+    """Hands out framed copies slice by slice, one page a pair. `placed`: what is known of their frame."""
 
-    __slots__ = ("_entry", "_indexed", "_local", "_local_index", "_page", "_placed", "_remote", "_remote_index")
+    __slots__ = (
+        "_entry",
+        "_frame",
+        "_indexed",
+        "_local",
+        "_local_index",
+        "_page",
+        "_placed",
+        "_remote",
+        "_remote_index",
+    )
 
     def __init__(self, copies: FramedCopies, placed: PlacedFrame) -> None:
-        self._placed = placed
+        self._frame, self._placed = copies.frame, placed
         self._local, self._remote = copies.local_page.astype(np.int32), copies.remote_page.astype(np.int32)
         self._entry = 0 if len(self._local) else len(placed.local_base)
         self._page = 0
@@ -194,7 +202,7 @@ class FrameCursor:
         begin = (first - self._indexed.start) * num_pages + start
         rows = slice(begin, begin + (last - 1 - first) * num_pages + stop - start)
         cost_bytes = (placed.cost_bytes[last] - placed.cost_bytes[first]) * (stop - start)
-        return FrameSlice(placed.frame, placed.place, self._local_index[rows], self._remote_index[rows], cost_bytes)
+        return FrameSlice(self._frame, placed.place, self._local_index[rows], self._remote_index[rows], cost_bytes)
 
     def _index(self, first: int, last: int) -> None:
         """Indices of these entries and some more, of which later slices are views."""

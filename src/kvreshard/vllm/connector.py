@@ -122,6 +122,10 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.bind(kv_cache_manager)
 
+    def reset_cache(self) -> bool:
+        """See `SchedulerSide.reset`."""
+        return self._scheduling.reset()
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:

@@ -56,7 +56,7 @@ class _Waiting:
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt' or 'standstill'.
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset' or 'standstill'.
     `may_load`: whether the engine's role is one that loads.
     """
 
@@ -133,10 +133,23 @@ class Consumer:
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
         yield Load(request.request_id, prefill.remote, prefill.lease, transfer, gives_back=False)
 
+    def reset(self) -> Iterator[Order]:
+        """Whatever waits to be loaded is computed here: other weights may have come."""
+        for request_id, waiting in list(self._waiting.items()):
+            if not waiting.is_loading:
+                self._note_fallback("reset")
+                logger.warning("request %s will be computed here: the cache was reset since it came", request_id)
+                yield from self._release(request_id, waiting)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is under way."""
+        return any(waiting.is_loading for waiting in self._waiting.values())
+
     @property
     def is_waiting(self) -> bool:
         """Whether requests wait to be loaded, and none is being loaded."""
-        return bool(self._waiting) and not any(waiting.is_loading for waiting in self._waiting.values())
+        return bool(self._waiting) and not self.is_loading
 
     def give_up_one(self) -> Iterator[Order]:
         """The request that waits longest is computed here (see `standstill`)."""

@@ -5,7 +5,8 @@ of a page after the prompt, the last token looks at pages that the next one does
 request's blocks (0.32.0, `Scheduler._connector_finished`). So:
 
 1. `expect` a prefill when it gets blocks.
-2. `keep` after every step's allocations: such pages get one more reference. A request that was preempted has others afterwards.
+2. `keep` after every step's allocations: such pages get one more reference. A request that was preempted has none until it is scheduled
+   again, and others then.
 3. `restore` them in the block lists of the finished request.
 4. `release` when its lease is over, or when there is none.
 """
@@ -51,6 +52,8 @@ class LastPages:
             return
         for request_id, places in self._expected.items():
             blocks, kept = self.manager.get_blocks(request_id).blocks, self._kept.setdefault(request_id, {})
+            if not any(blocks):
+                self._free([kept.pop(place) for place in list(kept)])
             for place in places:
                 group, page = place
                 of_group = blocks[group.index]

@@ -163,6 +163,11 @@ class SchedulerSide:
         for request_id in output.finished_sending or ():
             self._producer.freed(request_id)
 
+    def reset(self) -> bool:
+        """vLLM's cache was reset; False while loads are under way that may bring back what was there before."""
+        self._order(self._consumer.reset())
+        return not self._consumer.is_loading
+
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's cache manager."""
         self._manager = manager

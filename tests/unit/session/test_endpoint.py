@@ -284,6 +284,43 @@ def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: Wor
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
+def test_an_engine_that_does_not_step_lets_its_sources_rest(world: World) -> None:
+    """A pause keeps its requests; the leases of what they wait for run out, as those of a NixlConnector do."""
+    world.grant_and_offer(ttl_s=10.0)
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Watch("d", REMOTE, LEASE))
+    world.turn()
+    meet(world)
+    for is_stepping in (True, False):
+        for _ in range(20):
+            world.clock.now_s += 5.0
+            if is_stepping:
+                collect(world.dst)
+            world.turn()
+        assert world.words() == ({WORD} if is_stepping else {FREE})
+
+
+def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.grant_and_offer(ttl_s=10.0)
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Watch("d", REMOTE, LEASE))
+    world.turn()
+    meet(world)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for endpoint in world.dst.endpoints.values():
+        monkeypatch.setattr(endpoint._peers, "get", refuse)
+    order_load(world)
+    world.turn()
+    assert collect(world.dst)[1]["d"].kind == "fault"
+    for _ in range(4):
+        world.clock.now_s += 5.0
+        world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
 def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
     for endpoint in world.src.endpoints.values():
         endpoint.submit(Grant("r", SLOT, WORD))

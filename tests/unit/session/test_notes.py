@@ -46,8 +46,9 @@ def test_what_is_almost_a_note_is_nothing(value: object) -> None:
     assert read_note(msgspec.msgpack.encode(value)) is None
 
 
-def test_heartbeats_fit_the_transport_however_many_leases_there_are() -> None:
-    leases = [("x" * 200 + str(i), 2**64 - 1) for i in range(1000)]
+@pytest.mark.parametrize("name", ["x" * 200, "€" * 240, "r"])
+def test_heartbeats_fit_the_transport_however_many_leases_there_are(name: str) -> None:
+    leases = [(name + str(i), 2**64 - 1) for i in range(10_000)]
     notes = list(heartbeats("e" * 100, leases))
     assert [lease for note in notes for lease in note.leases] == leases
     assert max(len(write_note(note)) for note in notes) < MAX_NOTIFICATION_BYTES

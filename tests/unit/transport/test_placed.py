@@ -5,11 +5,12 @@ import gc
 import numpy as np
 import pytest
 
-from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.base import Copies, MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame
 from kvreshard.transport.frames import FramePlace, PlacedFrame, place_frame
 from kvreshard.transport.placed import Placed
 from kvreshard.transport.regions import RegionTable
+from kvreshard.transport.slices import PlacedCopies
 
 
 def make_frame() -> Frame:
@@ -52,7 +53,7 @@ def test_memory_that_was_given_back_is_refused(is_local: bool) -> None:
     assert placed.get(frame, whole, whole, "remote") is not None
 
 
-def test_none_is_found_once_and_nothing_outlives_its_key() -> None:
+def test_none_is_found_once() -> None:
     asked = []
 
     def find(frame: Frame, local: RegionTable, remote: RegionTable, side: str) -> None:
@@ -61,6 +62,14 @@ def test_none_is_found_once_and_nothing_outlives_its_key() -> None:
     placed, frame, regions = Placed[Frame, PlacedFrame](find), make_frame(), table()
     assert placed.get(frame, regions, regions, "remote") is placed.get(frame, regions, regions, "remote") is None
     assert asked == ["remote"]
-    del frame
+
+
+def test_nothing_outlives_its_key() -> None:
+    frames, wholes, regions = Placed(place_frame), Placed(PlacedCopies.of), table()
+    frame, whole = make_frame(), Copies.of([0, 64], [128, 256], [64, 64])
+    assert frames.get(frame, regions, regions, "remote") is not None
+    assert wholes.get(whole, regions, regions, "remote") is not None
+    del frame, whole
     gc.collect()
-    assert not placed._found
+    assert not frames._found
+    assert not wholes._found
