@@ -4,6 +4,12 @@ from mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "a torn slice settles before its peer is disconnected",
+        "transport/owner.py",
+        "if not (job.is_torn and job.peer in self._leaving)]",
+        "if True]",
+    ),
+    Mutant(
         "indices that were written for earlier entries are handed out",
         "transport/frames.py",
         "if first not in self._indexed or last > self._indexed.stop:",

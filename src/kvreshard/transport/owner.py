@@ -10,8 +10,9 @@ Each turn of its loop:
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.
 
 Step 3 serves peers too: without a progress thread, a peer's read of our memory completes only when we poll.
-A job whose slice fails posts no more and settles when its other slices have settled, so that a failed transfer moves
-no more bytes. A slice that never settles (a stopped peer) keeps its job and its peer's window; only `stop` gives it up.
+A slice that failed may have pieces that still move: NIXL shares them over several connections, and gives the slice up when one of them
+fails. So its peer is disconnected, when the other slices with it have settled, and only then have its jobs settled: a failed transfer moves
+no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its job and its peer's window; only `stop` gives it up.
 
 The agent is a narrow protocol, so that this loop runs in tests without NIXL.
 """
@@ -32,7 +33,7 @@ from typing import Protocol, TypeVar
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransportError
 from kvreshard.transport.frames import FrameSlice
 from kvreshard.transport.pace import Pace
-from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending
+from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending, torn_peer
 from kvreshard.transport.slices import Slice, SliceBudget
 from kvreshard.transport.window import Windows
 
@@ -73,7 +74,10 @@ class Cursor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A transfer on its way through the owner. `peer` is the agent's own name, `handles` the slices in flight and their cost."""
+    """A transfer on its way through the owner. `peer` is the agent's own name, `handles` the slices in flight and their cost.
+
+    `is_torn`: a slice of it failed, of which some pieces may still move.
+    """
 
     transfer: Transfer
     peer: str
@@ -81,6 +85,7 @@ class Job:
     notify: bytes | None
     handles: list[tuple[object, int]] = field(default_factory=list)
     error: TransportError | None = None
+    is_torn: bool = False
 
     def fail(self, error: TransportError) -> None:
         """Post no more; the first error is the one that is told."""
@@ -111,6 +116,7 @@ class Owner:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()
         self._leaving: set[str] = set()
+        self._torn: set[str] = set()
         self._budget = SliceBudget(pace.post_s)
         self._windows = Windows(pace.max_in_flight, pace.max_in_flight_bytes)
         self._last_event_s = clock()
@@ -186,10 +192,11 @@ class Owner:
         """Fail a peer's jobs; disconnect when their slices have settled."""
 
         def remove(agent: Agent) -> None:
-            self._leaving.add(peer)
-            for job in self._jobs:
-                if job.peer == peer:
-                    job.fail(error)
+            if peer in self._torn and peer not in self._leaving:
+                self._torn.discard(peer)  # disconnected already
+                return
+            self._torn.discard(peer)
+            self._leave(peer, error)
             self._settle_jobs()
 
         self.call(remove)
@@ -264,6 +271,8 @@ class Owner:
     def _accept(self, job: Job) -> None:
         if self._stopping_s is not None:
             job.fail(closed_while_pending(self.name))
+        if job.peer in self._torn:
+            job.fail(torn_peer(job.peer))
         self._jobs.append(job)
         self._settle_jobs()
 
@@ -280,7 +289,7 @@ class Owner:
         try:
             handle = self._agent.start(job.peer, job.transfer.direction, piece)
         except TransportError as error:
-            job.fail(self._transfer_error(job, error))
+            self._tear(job, error)
         else:
             self._budget.learn(piece.cost_bytes, self._clock() - started_s)
             if handle is not None:
@@ -306,7 +315,7 @@ class Owner:
             if not self._agent.is_done(handle):
                 return False
         except TransportError as error:
-            job.fail(self._transfer_error(job, error))
+            self._tear(job, error)
         self._windows.leave(job.peer, cost_bytes)
         self._release(handle)
         return True
@@ -317,9 +326,26 @@ class Owner:
         except TransportError as error:  # the agent's end frees what is left
             logger.warning("%s: a transfer handle could not be released: %s", self.name, error)
 
+    def _tear(self, job: Job, error: TransportError) -> None:
+        """A slice has failed: nothing more is posted to its peer, which will be disconnected."""
+        job.is_torn = True
+        job.fail(self._transfer_error(job, error))
+        self._torn.add(job.peer)
+        self._leave(job.peer, torn_peer(job.peer))
+
+    def _leave(self, peer: str, error: TransportError) -> None:
+        self._leaving.add(peer)
+        for job in self._jobs:
+            if job.peer == peer:
+                job.fail(error)
+
     def _settle_jobs(self) -> None:
-        """Settle the jobs that have nothing left, and let leaving peers go."""
-        finished = [job for job in self._jobs if job.cursor.exhausted and not job.handles]
+        """Settle the jobs that have nothing left, and let leaving peers go; torn ones after their peers."""
+        quiet = [job for job in self._jobs if job.cursor.exhausted and not job.handles]
+        for peer in self._leaving - {job.peer for job in self._jobs if job not in quiet}:
+            self._leaving.discard(peer)
+            self._forget(peer)
+        finished = [job for job in quiet if not (job.is_torn and job.peer in self._leaving)]
         for job in finished:
             self._jobs.remove(job)
             if job.error is None and job.notify is not None:
@@ -327,9 +353,6 @@ class Owner:
                     self._agent.send(job.peer, job.notify)
                 except TransportError as error:
                     job.error = self._transfer_error(job, error)
-        for peer in self._leaving - {job.peer for job in self._jobs}:
-            self._leaving.discard(peer)
-            self._forget(peer)
         for job in finished:
             _guarded(job.transfer.settle, job.error)
 

@@ -30,6 +30,13 @@ def closed_while_pending(own_name: str) -> TransportError:
     return TransportError(f"transport {own_name!r} was closed while this transfer was pending; post it again elsewhere")
 
 
+def torn_peer(peer_name: str) -> TransportError:
+    """The end of a transfer with a peer that another's failure has disconnected."""
+    return TransportError(
+        f"peer {peer_name} was disconnected since a transfer with it failed; remove it and add it again"
+    )
+
+
 def check_new_peer(own_name: str, alias: str, peer_name: str, known: Mapping[str, str]) -> None:
     """Raise unless `alias` and `peer_name` are both new. `known` maps the peers' own names to their aliases."""
     if peer_name == own_name:

@@ -164,6 +164,41 @@ def test_a_failed_slice_waits_for_its_siblings_and_posts_no_more(owner: Owner, a
     assert len(agent.called("release")) == 3
 
 
+def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, agent: FakeAgent) -> None:
+    """NIXL shares a slice's pieces over connections, and gives them all up when one has failed: the others may still write."""
+    job, sibling, other = make_job(1), make_job(1), make_job(1, "carol")
+    seen: list[int] = []
+    job.transfer.add_done_callback(lambda _: seen.append(len(agent.called("remove"))))
+    for one in (job, sibling, other):
+        owner.post(one)
+    until(lambda: agent.num_posted == 3)
+    slices = {number: peer for _, peer, number in agent.called("start")}
+    of_bob = [number for number, peer in slices.items() if peer == "bob"]
+    agent.fail(of_bob[0])
+    until(lambda: len(agent.called("release")) == 1)
+    turns(owner)
+    assert (seen, agent.called("remove")) == ([], [])
+    for number in (*of_bob[1:], *(number for number, peer in slices.items() if peer == "carol")):
+        agent.settle(number)
+    for failed in (job, sibling):
+        with pytest.raises(TransportError, match=r"broke|was disconnected"):
+            failed.transfer.wait(10.0)
+    other.transfer.wait(10.0)
+    assert (seen, agent.called("remove")) == ([1], [("remove", "bob")])
+    late = make_job(1)
+    owner.post(late)
+    with pytest.raises(TransportError, match="remove it and add it again"):
+        late.transfer.wait(10.0)
+    owner.remove_peer("bob", TransportError("removed"))
+    assert len(agent.called("remove")) == 1
+    owner.add_peer("bob", b"")
+    again = make_job(1)
+    owner.post(again)
+    until(lambda: agent.num_posted == 4)
+    agent.settle(3)
+    again.transfer.wait(10.0)
+
+
 def test_a_refused_post_fails_the_transfer(owner: Owner, agent: FakeAgent) -> None:
     agent.refuse_posts = True
     job = make_job(2)
