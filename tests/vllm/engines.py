@@ -136,16 +136,17 @@ def build(
     tp: int = 1,
     pp: int = 1,
     dcp: int = 1,
+    pcp: int = 1,
     interleave: int = 1,
     order: str = "LBHNC",
     blocks: int = 12,
     kernel: Callable[[Any], int | None] = lambda spec: None,
     config: Mapping[str, Any] | None = None,
 ) -> Side:
-    """An engine of `tp` x `pp` ranks. `kernel`: tokens of a kernel block of a group, by its specification; None: its page."""
+    """An engine of `pp` x `pcp` x `tp` ranks, in vLLM's order. `kernel`: tokens of a kernel block of a group, by its specification; None: its page."""
     places, caches, configs, parts = [], [], [], []
-    for rank in range(tp * pp):
-        place = RankPlace(rank % tp, tp, rank // tp, pp, dcp, interleave)
+    for rank in range(tp * pcp * pp):
+        place = RankPlace(rank % tp, tp, rank // (tp * pcp), pp, dcp, interleave, rank // tp % pcp, pcp)
         vllm_config = fake_config(order, tp=tp, dcp=dcp, blocks=blocks, **(config or {}))
         specs = {key: layer.spec(place) for key, layer in layers.items()}
         groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs)

@@ -318,12 +318,3 @@ def test_heads_that_the_config_does_not_explain_are_refused() -> None:
         lambda: build("p", models.llama(total=4), tp=4, config={"kv_heads": 8}),
     )
     refused("total_num_kv_heads = 3", lambda: build("p", models.llama(total=4), tp=4, config={"kv_heads": 3}))
-
-
-def test_places() -> None:
-    place = RankPlace(3, 4, 1, 2, 2, 8)
-    assert (place.rank, place.labels) == (7, (("pp", 1), ("tp", 3), ("dcp", 1)))
-    refused("prefill context parallel size 2|decode context parallel size 2", lambda: RankPlace(0, 2, 0, 1, 2, 1, 0, 2))
-    refused("prefill context rank 1 of 2|replica", lambda: RankPlace(pcp_rank=1, pcp_size=2))
-    refused("pipeline rank 2 of 2", lambda: RankPlace(pp_rank=2, pp_size=2))
-    refused("context parallel size 3", lambda: RankPlace(0, 4, dcp_size=3))

@@ -36,13 +36,15 @@ def put(view: Any, index: tuple[Any, ...], wanted: Labels, write: bool, what: st
 
 
 def token_slots(side: Side, rank: int, layer: str, num_tokens: int, view: Any) -> tuple[Index, Index, Index]:
-    """Tokens on this rank, their kernel block and their slot in it (`v1/worker/block_table.py:345`)."""
+    """Tokens on this rank, their kernel block and their slot in it (`v1/worker/block_table.py:345`). Ranks that share the sequence are
+    counted over PCP first, then over TP (`parallel_state.py:2222`).
+    """
     place, spec = side.places[rank], side.spec(rank, layer)
     d = place.dcp_size if spec.dcp_sharded else 1
     step, bs = place.interleave, spec.block_size
     p = np.arange(num_tokens)
     v = p % (bs * d)
-    mine = (v // step) % d == place.tp_rank % d
+    mine = (v // step) % d == (place.tp_rank * place.pcp_size + place.pcp_rank) % d
     slot = (v // (d * step)) * step + v % step
     page = np.array(side.tables[side.group_of(layer)], dtype=np.int64)[p // (bs * d)]
     ratio = view.shape[0] // side.configs[rank].num_blocks

@@ -1,13 +1,14 @@
 """Where in vLLM's grid of ranks is the one that describes itself, and which part of a cache does it hold?
 
-The rank number is `pp_rank * tp_size + tp_rank` (vLLM 0.32 orders ranks DP x PP x PCP x TP, `parallel_state.py:2217`). Each
-data-parallel rank is an engine of its own.
+vLLM 0.32 orders ranks DP x PP x PCP x TP (`parallel_state.py:2126`). Each data-parallel rank is an engine of its own.
 
 | parallelism | what it does to caches |
 |---|---|
-| decode context (DCP) | `dcp_size` consecutive TP ranks share the sequence of caches that are `dcp_sharded` |
-| prefill context (PCP) without DCP | replicas: `pcp_rank` 0 describes, the others hold the same |
-| PCP with DCP | refused: sequence shards then cross the tensor-parallel groups |
+| decode context (DCP) | `dcp_size` neighbours share the sequence of caches that are `dcp_sharded`; they are counted over PCP first, then over TP (`parallel_state.py:2222`) |
+| prefill context (PCP) with DCP | `dcp_size` is the size of PCP, or of PCP x TP; every rank describes what it holds |
+| prefill context (PCP) without DCP | every rank gathers what the others have computed and holds the same (`gpu/pcp_manager.py`): those of `pcp_rank` 0 describe themselves, and the others are replicas that nobody reads |
+
+Refused: replicas in an engine that loads (`check_role`), since vLLM hands out what one of them says only (`gpu_worker.py:827`).
 """
 
 from __future__ import annotations
@@ -38,34 +39,53 @@ class RankPlace:
                 f"pipeline rank {self.pp_rank} of {self.pp_size}, prefill context rank {self.pcp_rank} of {self.pcp_size}: "
                 "a rank must be below its size"
             )
-        if self.pcp_size > 1 and self.dcp_size > 1:
+        if self.pcp_size > 1 and self.dcp_size not in (1, self.pcp_size, self.pcp_size * self.tp_size):
             raise LayoutError(
                 f"prefill context parallel size {self.pcp_size} with decode context parallel size {self.dcp_size} is not "
-                "described; set one of them to 1"
-            )
-        if self.pcp_rank:
-            raise LayoutError(
-                f"prefill context rank {self.pcp_rank} of {self.pcp_size} holds a replica; only rank 0 describes itself"
+                f"described; the latter must be 1, {self.pcp_size} or {self.pcp_size * self.tp_size}, as vLLM wants it"
             )
         self.sharing_sequence()
 
     @property
+    def is_replica(self) -> bool:
+        """Whether the rank of `pcp_rank` 0 holds the same."""
+        return self.pcp_rank > 0 and self.dcp_size == 1
+
+    @property
     def rank(self) -> int:
-        return self.pp_rank * self.tp_size + self.tp_rank
+        """The number among the ranks that describe themselves."""
+        if self.dcp_size == 1:
+            return self.pp_rank * self.tp_size + self.tp_rank
+        return (self.pp_rank * self.pcp_size + self.pcp_rank) * self.tp_size + self.tp_rank
 
     @property
     def labels(self) -> tuple[tuple[str, int], ...]:
         """The place for people."""
-        dcp = (("dcp", self.tp_rank % self.dcp_size),) if self.dcp_size > 1 else ()
-        return (("pp", self.pp_rank), ("tp", self.tp_rank), *dcp)
+        pcp = (("pcp", self.pcp_rank),) if self.pcp_size > 1 else ()
+        dcp = (("dcp", self.sharing_sequence().dcp_rank),) if self.dcp_size > 1 else ()
+        return (("pp", self.pp_rank), *pcp, ("tp", self.tp_rank), *dcp)
 
     def sharing_sequence(self) -> Place:
-        """The place of caches that DCP shards."""
-        return Place(self.tp_rank, self.tp_size, self.dcp_size, self.interleave)
+        """The place of caches that DCP shards: PCP x TP is one group of ranks then, of which neighbours share the sequence."""
+        if self.dcp_size == 1:
+            return self.whole_sequence()
+        number, size = self.tp_rank * self.pcp_size + self.pcp_rank, self.tp_size * self.pcp_size
+        return Place(number, size, self.dcp_size, self.interleave)
 
     def whole_sequence(self) -> Place:
         """The place of caches that keep the whole sequence on each rank."""
         return Place(self.tp_rank, self.tp_size)
+
+
+def check_role(vllm_config: Any) -> None:
+    """Raises LayoutError for an engine that is to load into replicas."""
+    parallel, config = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    pcp_size, dcp_size = int(parallel.prefill_context_parallel_size), int(parallel.decode_context_parallel_size)
+    if pcp_size > 1 and dcp_size == 1 and config.is_kv_consumer:
+        raise LayoutError(
+            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks hold the same, and only one of "
+            f"them could be loaded; set kv_role to kv_producer, or --decode-context-parallel-size to {pcp_size}"
+        )
 
 
 def read_place(vllm_config: Any) -> RankPlace:

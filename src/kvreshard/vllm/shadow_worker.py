@@ -91,6 +91,8 @@ class ShadowWorker:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches. Raises LayoutError."""
         self._place = read_place(self._vllm_config)
+        if self._place.is_replica:
+            return
         part = describe_rank(
             engine=self._engine,
             vllm_config=self._vllm_config,
@@ -160,7 +162,9 @@ class ShadowWorker:
         met = self._meet(load.load, me, place)
         if isinstance(met, str):
             return ShadowReport(verdict="refused here", reason=met, **facts)
-        ranks = {(dict(rank.place)["pp"], dict(rank.place)["tp"]): rank.rank for rank in met.src.ranks}
+        places = {rank.rank: dict(rank.place) for rank in met.src.ranks}
+        num_tp = 1 + max(place["tp"] for place in places.values())
+        ranks = {(one["pp"], one.get("pcp", 0) * num_tp + one["tp"]): rank for rank, one in places.items()}
         try:
             theirs: list[CopyList] = [
                 posted.copies(ranks[ended.agents[posted.remote.agent]], place.rank)

@@ -17,6 +17,7 @@ from kvreshard.model import wire
 from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
+from kvreshard.session.orders import Offer
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion
@@ -52,12 +53,16 @@ class WorkerSide:
         self._rank = 0
         self._patience_s = 0.0
         self._metadata = ReshardWorkerMetadata()
+        self._unread: set[str] = set()
         self.card: tuple[bytes, RankCard] | None = None
         self.stats = ReshardStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe and register the caches, start the session."""
+        """Describe and register the caches, start the session; neither in a replica, which nobody reads."""
         place = read_place(self._vllm_config)
+        if place.is_replica:
+            logger.info("kvreshard: prefill context rank %d holds what rank 0 does, and is not read", place.pcp_rank)
+            return
         part = describe_rank(
             engine=self._engine,
             vllm_config=self._vllm_config,
@@ -107,6 +112,7 @@ class WorkerSide:
     def obey(self, metadata: ReshardMetadata) -> None:
         """Pass this step's orders on."""
         if self._endpoint is None:
+            self._unread |= {order.request for order in metadata.orders if isinstance(order, Offer)}
             return
         self._patience_s = PATIENCE_S if metadata.is_idle else 0.0
         if metadata.card is not None:
@@ -117,8 +123,9 @@ class WorkerSide:
 
     def collect(self) -> KVConnectorTransferResults:
         """What has ended since the last step. A failed load is listed as received too, as vLLM wants it."""
-        if self._endpoint is None:
-            return KVConnectorTransferResults()
+        if self._endpoint is None:  # vLLM waits for every rank
+            unread, self._unread = self._unread, set()
+            return KVConnectorTransferResults(finished_sending=unread)
         results = self._endpoint.collect(self._patience_s)
         self.stats.note(results)
         for request, cause in results.freed.items():
