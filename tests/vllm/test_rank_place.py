@@ -11,14 +11,14 @@ pytest.importorskip("vllm")
 import torch
 from tests.vllm import models
 from tests.vllm.engines import build, reshard
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
 from kvreshard.model import LayoutError
 from kvreshard.session.orders import Grant, Offer, Revoke
 from kvreshard.vllm import worker as worker_module
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.rank_place import RankPlace, check_role
+from kvreshard.vllm.rank_place import RankPlace
 from kvreshard.vllm.scheduler import ReshardMetadata
 from kvreshard.vllm.worker import WorkerSide
 
@@ -103,17 +103,3 @@ def test_a_replica_has_nothing_to_say_and_vllm_hears_of_every_rank() -> None:
     worker.obey(ReshardMetadata([Grant("r", 0, 1), Offer("r", 30.0), Revoke("s")]))
     assert [worker.collect().finished_sending, worker.collect().finished_sending] == [{"r"}, set()]
     worker.close()
-
-
-@pytest.mark.parametrize(("pcp", "dcp", "role", "is_refused"), [(2, 1, "kv_consumer", True), (2, 1, "kv_both", True),
-                                                                (2, 1, "kv_producer", False), (2, 2, "kv_consumer", False),
-                                                                (1, 1, "kv_consumer", False)])  # fmt: skip
-def test_an_engine_of_replicas_cannot_load(pcp: int, dcp: int, role: str, is_refused: bool) -> None:
-    parallel = SimpleNamespace(prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp)
-    config = SimpleNamespace(
-        parallel_config=parallel, kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role=role)
-    )
-    if is_refused:
-        refused(f"prefill context parallel size 2|{role}|kv_producer", lambda: check_role(config))
-    else:
-        check_role(config)

@@ -27,8 +27,8 @@ from kvreshard.session.card import RankCard
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.rank_place import check_role
 from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
+from kvreshard.vllm.start_check import check_start
 from kvreshard.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         config = vllm_config.kv_transfer_config
         if config is None or config.engine_id is None:
             raise KvReshardError("ReshardConnector needs a kv_transfer_config with an engine id; vLLM gives one")
-        check_role(vllm_config)
+        check_start(vllm_config)
         options = read_options(config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None

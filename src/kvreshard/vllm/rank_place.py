@@ -8,7 +8,7 @@ vLLM 0.32 orders ranks DP x PP x PCP x TP (`parallel_state.py:2126`). Each data-
 | prefill context (PCP) with DCP | `dcp_size` is the size of PCP, or of PCP x TP; every rank describes what it holds |
 | prefill context (PCP) without DCP | every rank gathers what the others have computed and holds the same (`gpu/pcp_manager.py`): those of `pcp_rank` 0 describe themselves, and the others are replicas that nobody reads |
 
-Refused: replicas in an engine that loads (`check_role`), since vLLM hands out what one of them says only (`gpu_worker.py:827`).
+An engine of replicas cannot load: see `start_check`.
 """
 
 from __future__ import annotations
@@ -75,17 +75,6 @@ class RankPlace:
     def whole_sequence(self) -> Place:
         """The place of caches that keep the whole sequence on each rank."""
         return Place(self.tp_rank, self.tp_size)
-
-
-def check_role(vllm_config: Any) -> None:
-    """Raises LayoutError for an engine that is to load into replicas."""
-    parallel, config = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    pcp_size, dcp_size = int(parallel.prefill_context_parallel_size), int(parallel.decode_context_parallel_size)
-    if pcp_size > 1 and dcp_size == 1 and config.is_kv_consumer:
-        raise LayoutError(
-            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks hold the same, and only one of "
-            f"them could be loaded; set kv_role to kv_producer, or --decode-context-parallel-size to {pcp_size}"
-        )
 
 
 def read_place(vllm_config: Any) -> RankPlace:

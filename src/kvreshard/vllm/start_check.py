@@ -1,0 +1,35 @@
+"""Which engines are refused at start, whatever their caches are?
+
+| engine | why |
+|---|---|
+| sleep mode | it gives the memory of caches back, and takes other memory at the same addresses (vLLM 0.32, `device_allocator/cumem.py`), of which NIXL's registrations know nothing: a peer may read what was there before |
+| prefill context parallelism without decode context parallelism, and a role that loads | the ranks hold the same, and vLLM hands out only what one of them says of itself (`gpu_worker.py:827`): the others would never be loaded |
+
+Raises LayoutError with the remedy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvreshard.model import LayoutError
+
+
+def check_start(vllm_config: Any) -> None:
+    """Raises LayoutError."""
+    if vllm_config.model_config.enable_sleep_mode:
+        raise LayoutError(
+            "sleep mode is on: an engine that wakes up has its caches in other memory than peers read from; start it without "
+            "--enable-sleep-mode"
+        )
+    _check_replicas(vllm_config)
+
+
+def _check_replicas(vllm_config: Any) -> None:
+    parallel, config = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    pcp_size, dcp_size = int(parallel.prefill_context_parallel_size), int(parallel.decode_context_parallel_size)
+    if pcp_size > 1 and dcp_size == 1 and config.is_kv_consumer:
+        raise LayoutError(
+            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks hold the same, and only one of "
+            f"them could be loaded; set kv_role to kv_producer, or --decode-context-parallel-size to {pcp_size}"
+        )

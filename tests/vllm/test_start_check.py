@@ -1,0 +1,38 @@
+"""Is an engine refused at start that could not exchange caches rightly, with the remedy?"""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig
+
+from kvreshard.model import LayoutError
+from kvreshard.vllm.start_check import check_start
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("pcp", "dcp", "role", "sleeps", "refusal"),
+    [
+        (2, 1, "kv_consumer", False, "prefill context parallel size 2 with kv_role kv_consumer.*kv_producer"),
+        (2, 1, "kv_both", False, "prefill context parallel size 2 with kv_role kv_both"),
+        (2, 1, "kv_producer", False, None),
+        (2, 2, "kv_consumer", False, None),
+        (1, 1, "kv_consumer", False, None),
+        (1, 1, "kv_producer", True, "without --enable-sleep-mode"),
+    ],
+)
+def test_what_is_refused(pcp: int, dcp: int, role: str, sleeps: bool, refusal: str | None) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp),
+        kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role=role),
+    )
+    if refusal is None:
+        check_start(config)
+        return
+    with pytest.raises(LayoutError, match=refusal):
+        check_start(config)
