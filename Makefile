@@ -15,8 +15,8 @@ unexport PYTHONPATH PYTHONHOME
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
-	  do printf '  make %-8s  %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r name what; \
+	  do printf '  make %-11s  %s\n' "$$name" "$$what"; done
 
 demo: ## Gemma-4 26B-A4B's cache, prefill TP 4 -> decode TP 8, one process per rank over NIXL, every byte checked
 	@scripts/venv run
