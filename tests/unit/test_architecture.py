@@ -72,7 +72,9 @@ class Source:
 
     @property
     def room(self) -> str:
-        """The room, or the empty string for a file that lies beside the rooms."""
+        """The room, or the empty string for a file that lies beside the rooms. `python -m` wants its part of cli/ there."""
+        if self.path == "__main__.py":
+            return "cli"
         return self.path.split("/")[0] if "/" in self.path else ""
 
     @property
@@ -241,6 +243,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (imports_go_up_the_list, "__init__.py", "from kvreshard.plan import compile"),
     (imports_go_up_the_list, "server/a.py", ""),
     (imports_go_up_the_list, "loose.py", ""),
+    (imports_go_up_the_list, "plan/__main__.py", "import kvreshard.cli"),
     (outside_packages_stay_in_their_place, "transport/memory.py", "import nixl"),
     (outside_packages_stay_in_their_place, "transport/nixl_owner.py", "from nixl._api import nixl_agent"),
     (outside_packages_stay_in_their_place, "cli/doctor.py", "def f():\n    from nixl import nixl_agent"),

@@ -128,7 +128,7 @@ def _packaged(name: str) -> dict[str, Any]:
 def _parse(name: str, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LayoutError(f"config '{name}': is not JSON ({error}); give a model's config.json") from error
     if not isinstance(found, dict):
         raise LayoutError(

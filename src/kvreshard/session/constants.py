@@ -123,7 +123,7 @@ def _read(path: Path) -> _File:
         head = msgspec.json.decode(content, type=_Head)
         is_ours = head.form == FORM and head.version == VERSION
         found = msgspec.json.decode(content, type=_File) if is_ours else _File(head.form, head.version, {})
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KvReshardError(f"constants file {path} cannot be read: {error}; remove it or name another") from error
     if found.form != FORM:
         raise KvReshardError(f"constants file {path} is a '{found.form}', not a '{FORM}'; name another")

@@ -68,6 +68,22 @@ def test_with_json_the_failure_is_the_one_document(run, words: list[str]) -> Non
     assert f"error: {error['message']}\n" == result.stderr
 
 
+@pytest.mark.parametrize("opening", ["[", '{"a":'], ids=["lists", "objects"])
+@pytest.mark.parametrize("option", ["--model", "--cost-model"])
+def test_a_file_of_nothing_but_openings_is_refused(run, tmp_path: Path, opening: str, option: str) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text(opening * 5_000)
+    result: Result = run("plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", option, deep)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert str(deep) in result.stderr
+
+
+def test_a_json_option_with_a_value_still_asks_for_json(run) -> None:
+    result: Result = run("verify", "--json=true")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["message"] == "Option '--json' does not take a value."
+
+
 def test_version_and_help(run) -> None:
     assert run("--version").stdout == f"kvreshard {kvreshard.__version__}\n"
     assert run("--help").exit_code == 0
@@ -143,6 +159,24 @@ def test_an_interrupted_process_says_so(tmp_path: Path) -> None:
     with pipe.open("w"):  # opens once the command reads, and it waits for more
         out, err = interrupt(process)
     assert (out, err, process.returncode) == ("", "interrupted\n", 130)
+
+
+INTERRUPTED_AT_NUMPY = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "numpy":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from kvreshard.cli import main
+main()
+"""
+
+
+def test_an_interrupt_during_the_imports_is_told_like_a_later_one() -> None:
+    words = [sys.executable, "-c", INTERRUPTED_AT_NUMPY, "models"]
+    done = subprocess.run(words, check=False, capture_output=True, text=True, preexec_fn=heed_interrupts)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "interrupted\n", 130)
 
 
 def test_the_console_script_is_this_app() -> None:

@@ -1,0 +1,47 @@
+"""Is a stdout that takes nothing told in one line, whatever was to be written?"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+KVRESHARD = [sys.executable, "-m", "kvreshard"]
+COMMANDS = [
+    ["--help"],
+    ["describe", "--model", "llama-3.1-8b"],
+    ["plan", "--json"],
+]
+FULL = "error: stdout cannot be written: No space left on device; give the result another place\n"
+CLOSED = "error: stdout is closed: there is no place for the result; > /dev/null drops it\n"
+
+
+def run_shell(words: list[str], redirection: str) -> subprocess.CompletedProcess[str]:
+    """The command with its stdout elsewhere. Unbuffered, Python drops what a closing pipe does not take, without an error."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    line = f'"$@" {redirection}'
+    return subprocess.run(
+        ["bash", "-c", line, "-", *KVRESHARD, *words], check=False, capture_output=True, text=True, env=env
+    )
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(("redirection", "told"), [("> /dev/full", FULL), (">&-", CLOSED)], ids=["full", "closed"])
+def test_a_stdout_that_takes_nothing_is_one_line(words: list[str], redirection: str, told: str) -> None:
+    done = run_shell(words, redirection)
+    assert (done.stderr, done.returncode) == (told, 2)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_pipe_without_a_reader_is_exit_code_141(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run([*KVRESHARD, *words], check=False, stdout=write, stderr=subprocess.PIPE, text=True, env=env)
+    os.close(write)
+    assert (done.stderr, done.returncode) == ("", 141)
+
+
+def test_a_stderr_that_takes_nothing_leaves_the_exit_code() -> None:
+    assert run_shell(["plan", "a.json"], "2> /dev/full").returncode == 2
+    assert run_shell(["plan", "a.json"], "2>&-").returncode == 2
