@@ -2,7 +2,8 @@
 
 Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both
 values and what vLLM asks for; an empty list means that nothing known speaks against the engine. Sources: `layers/linear.py`,
-`layers/mamba/mamba_mixer2.py`, `config/model.py`, `config/parallel.py`, `v1/worker/utils.py`.
+`layers/mamba/mamba_mixer2.py`, `config/model.py`, `config/parallel.py`, `v1/worker/utils.py` (`select_common_block_size`),
+`get_supported_kernel_block_sizes` of the backends in `v1/attention/backends/`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Iterator
 
 from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages
 from kvreshard.catalog.layers import PACKED, Model, ModelLayer
-from kvreshard.catalog.paging import unifies
+from kvreshard.catalog.paging import MIN_KERNEL_TOKENS, unifies
 from kvreshard.catalog.spec import EngineSpec
-from kvreshard.kinds import Attention, GatedDelta, Kind, LinearState, Mamba1, Mamba2, ScaledRows
+from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, LinearState, Mamba1, Mamba2, ScaledRows
 from kvreshard.kinds.assemble import ORDERS
 
 BLOCK_COMPACT = ("LB", "BL")
@@ -89,12 +90,23 @@ def _pages(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
         yield f"order={plan.order}: pages of latents cannot be brought to one size; use a block-outermost order"
     if spec.page_of:
         yield "page.<group>: vLLM has no such option; its groups follow from the page size"
-    for layer in plan.layers:
-        kind = layer.kind
-        if not isinstance(kind, ScaledRows) or kind.kernel_tokens is None:
-            continue
-        tokens = next(group.tokens_per_page for group in plan.groups if layer.name in group.layers)
-        if tokens % kind.kernel_tokens:
-            yield f"page={tokens}: caches of quantised rows need a multiple of {kind.kernel_tokens} tokens"
+    yield from _kernel_blocks(spec, plan)
     if model.default_order[0] == "B" and plan.order[0] == "L":
         yield f"order={plan.order}: model type '{model.model_type}' declares {model.default_order} only"
+
+
+def _kernel_blocks(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
+    """What the kernels ask of pages. A group picks kernel blocks of its own, so one of shorter pages may have none of these."""
+    tokens_of = {name: group.tokens_per_page for group in plan.groups for name in group.layers}
+    paged = [layer for layer in plan.layers if isinstance(layer.kind, Attention | Latent | ScaledRows)]
+    is_used = spec.kernel is not None and any(tokens_of[layer.name] % spec.kernel == 0 for layer in paged)
+    for layer in paged:
+        tokens = tokens_of[layer.name]
+        if spec.kernel is not None and tokens % spec.kernel and (tokens > spec.kernel or not is_used):
+            yield f"kernel={spec.kernel} does not divide the {tokens} tokens of a page of '{layer.family}': such a page stays in one piece"
+    for layer in plan.layers:
+        kind, tokens = layer.kind, tokens_of[layer.name]
+        if isinstance(kind, ScaledRows) and kind.kernel_tokens is not None and tokens % kind.kernel_tokens:
+            yield f"page={tokens}: caches of quantised rows need a multiple of {kind.kernel_tokens} tokens"
+        if isinstance(kind, Attention) and kind.value_size and tokens % MIN_KERNEL_TOKENS:
+            yield f"page={tokens}: attention over heads needs a multiple of {MIN_KERNEL_TOKENS} tokens"

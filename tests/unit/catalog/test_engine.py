@@ -171,6 +171,9 @@ def test_what_cannot_be_described_is_one_clear_error(model: str, engine: str, me
         ("jamba-1.5-mini", "tp=3", "tp=3 and the 8192 channels"),
         ("qwen3.5", "tp=5", "the 48 value heads"),
         ("llama-3.1-8b", "tp=1,pp=33", "a pipeline stage has none"),
+        ("llama-3.1-8b", "tp=1,page=7", "page=7: attention over heads needs a multiple of 16 tokens"),
+        ("llama-3.1-8b", "tp=1,page=16,kernel=5", "kernel=5 does not divide the 16 tokens of a page of 'full'"),
+        ("deepseek-v3", "tp=1,page=16,kernel=32", "kernel=32 does not divide the 16 tokens of a page of 'latent'"),
         ("kimi-k2.5-eagle3", "tp=1,dtype=fp8_ds_mla", "keep the model's dtype"),
     ],
 )
@@ -182,6 +185,7 @@ def test_what_vllm_would_not_run_is_a_warning(model: str, engine: str, message: 
 @pytest.mark.parametrize("model", MODELS)
 def test_an_engine_that_vllm_runs_has_no_warnings(model: str) -> None:
     assert warnings(load(model), parse_engine("tp=1")) == []
+    assert warnings(load(model), parse_engine("tp=2,kernel=16")) == []
     assert warnings(load(model), parse_engine("tp=2,pp=2,spec=1")) == []
 
 

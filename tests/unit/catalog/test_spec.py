@@ -17,8 +17,7 @@ def test_everything_at_once() -> None:
     )  # fmt: skip
 
 
-def test_nothing_is_the_default() -> None:
-    assert parse_engine("") == EngineSpec() == parse_engine(" , ")
+def test_spaces_and_cases_of_values_do_not_matter() -> None:
     assert parse_engine(" tp = 2 , order=hnd") == EngineSpec(tp=2, order="HND")
 
 
@@ -64,6 +63,15 @@ def test_text_reads_back(text: str) -> None:
         ("page.full=0", "'page.full': 0; must be at least 1"),
         ("spec=-1", "'spec': -1; must be at least 0"),
         ("tp=1,tp=1", "'tp': is given twice"),
+        ("", r"^engine '': says nothing; write tp=1 for one rank, and see whether a variable of the shell is unset$"),
+        (" , ", "^engine ' , ': says nothing"),
+        ("tp=1_0", "'tp': '1_0' is not a whole number"),
+        ("tp=+2", r"'tp': '\+2' is not a whole number"),
+        ("tp=\u0664", "'tp': '\u0664' is not a whole number"),
+        ("page=" + "9" * 5000, "'page': a number of 5000 digits; a size must be at most 4294967296"),
+        ("TP=2", r"'TP' \(value '2'\) is not known; .*; did you mean 'tp'\?"),
+        ("tp=2,\x1b[31mfoo=\x1b3", r"option '\?\[31mfoo' \(value '\?3'\) is not known"),
+        ("tp=1," + "x" * 300 + "=1", r"option 'x{60}\.\.\. \(300 characters\)'"),
         ("tp=4,dcp=3", "'dcp': 3 does not divide tp=4"),
         ("tp=2,dcp=4", "'dcp': 4 does not divide tp=2"),
     ],
