@@ -16,7 +16,7 @@ import typer
 
 from kvreshard.cli.terminal import write_json
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.constants import default_path, host_facts, load_constants, save_constants
+from kvreshard.session.constants import default_path, host_facts, load_constants, require_constants, save_constants
 from kvreshard.testing.calibrate import MEMORY_BYTES, calibrate
 from kvreshard.testing.ranks import ProcessRanks
 
@@ -33,7 +33,9 @@ def bench(
     """Measure or show what copies cost on this machine."""
     path = constants or default_path(os.environ)
     host = host_facts()
-    model, source = load_constants(path, host), "measured"
+    # A file that somebody names is meant; only the one in the cache may have nothing of this host yet.
+    read = load_constants if constants is None or calibrate_now else require_constants
+    model, source = read(path, host), "measured"
     if calibrate_now:
         with ProcessRanks(2, MEMORY_BYTES) as ranks:
             ranks.connect_all()

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvreshard.cli.inputs import describe_engine, write_whole
+from kvreshard.cli.inputs import describe_engine, warn, write_whole
 from kvreshard.cli.terminal import bytes_text, write_json
 from kvreshard.model import wire
 
@@ -26,7 +26,9 @@ def describe(
     as_json: Annotated[bool, typer.Option("--json", help="The default; with --output, a summary as JSON.")] = False,
 ) -> None:
     """Write an engine's layout as JSON: every address follows from it and from a block table."""
-    layout = describe_engine(model, engine, name, pages, draft)
+    described = describe_engine(model, engine, name, pages, draft)
+    layout = described.layout
+    warn(described.warnings)
     content = wire.encode(layout, "json") + b"\n"
     if output is None:
         sys.stdout.write(content.decode())
@@ -34,7 +36,15 @@ def describe(
     write_whole(output, content)
     sizes = {"ranks": len(layout.ranks), "fields": len(layout.fields), "groups": len(layout.groups)}
     if as_json:
-        write_json({"output": str(output), "bytes": len(content), "engine": layout.engine, **sizes})
+        write_json(
+            {
+                "output": str(output),
+                "bytes": len(content),
+                "engine": layout.engine,
+                **sizes,
+                "warnings": described.warnings,
+            }
+        )
     else:
         counts = ", ".join(f"{count} {what}" for what, count in sizes.items())
         sys.stdout.write(f"{output}: engine '{layout.engine}', {counts}, {bytes_text(len(content))}\n")

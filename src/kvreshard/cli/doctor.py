@@ -101,7 +101,7 @@ def read_side(
         return read_layout(layout)
     if model is None:
         return None
-    return describe_engine(model, str(decode or prefill), "decode" if decode else "prefill", None, None)
+    return describe_engine(model, str(decode or prefill), "decode" if decode else "prefill", None, None).layout
 
 
 def check_host(port: int | None, loopback: bool) -> Iterator[Line]:

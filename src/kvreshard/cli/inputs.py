@@ -16,9 +16,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.catalog import EngineSpec, Model, describe, load, parse_engine, warnings
+from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.parts import MAX_MESSAGE_BYTES
+from kvreshard.model.text import MAX_NAME, is_name, plain
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, require_constants
 
@@ -34,12 +36,21 @@ class InputError(KvReshardError):
 
 
 @dataclass(frozen=True, slots=True)
+class Described:
+    """An engine's layout. `warnings`: why vLLM would not run it as it was written, empty for one that came from a file."""
+
+    layout: EngineLayout
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
-    """Two engines, and a line about each for people."""
+    """Two engines, a line about each for people, and why vLLM would not run them."""
 
     prefill: EngineLayout
     decode: EngineLayout
     title: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +109,54 @@ def write_whole(path: Path, content: bytes) -> None:
         raise InputError(f"output file '{path}' cannot be written: {error.strerror}; nothing was written") from None
 
 
-def describe_engine(model: str, engine: str, name: str, pages: int | None, draft: str | None) -> EngineLayout:
-    """The layout of an engine as a person writes it, of a model of the catalog or a path."""
-    return describe(load(model, draft), parse_engine(engine), name, pages)
+def describe_engine(model: str, engine: str, name: str, pages: int | None, draft: str | None) -> Described:
+    """An engine as a person writes it, of a model of the catalog or a path."""
+    if not is_name(name):
+        raise InputError(
+            f"engine name '{plain(name, 60)}': may have {MAX_NAME} characters, all of them visible; choose another"
+        )
+    found, spec = load(model, draft), parse_engine(engine)
+    return Described(describe(found, spec, name, pages), judge(found, spec, name))
+
+
+def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
+    """Why vLLM would not run an engine, each as a sentence."""
+    return tuple(f"vLLM 0.32 would not run engine '{name}': {found}" for found in warnings(model, spec))
+
+
+def warn(found: tuple[str, ...]) -> None:
+    """On stderr: the result stays what it is."""
+    for warning in found:
+        tell(f"warning: {warning}")
 
 
 def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | None, draft: str | None) -> Pair:
     """Both engines, each from a model and an engine or from a layout file."""
+    for option, value in (("model", model), ("draft", draft), ("pages", pages)):
+        if value is not None and prefill.layout_file and decode.layout_file:
+            raise InputError(
+                f"--{option} {value}: both engines are layout files, which say all there is; drop --{option}"
+            )
     layouts: list[EngineLayout] = []
     words: list[str] = []
+    found: list[str] = []
     for asked in (prefill, decode):
-        layout = _read_side(model, asked, pages, draft)
+        described = _read_side(model, asked, pages, draft)
+        layout = described.layout
         layouts.append(layout)
+        found += described.warnings
         ranks = f"{len(layout.ranks)} rank{'s' if len(layout.ranks) > 1 else ''}"
         words.append(f"{layout.engine} ({asked.engine or asked.layout_file}, {ranks})")
     title = " -> ".join(words)
-    return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title)
+    return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title, tuple(found))
 
 
-def _read_side(model: str | None, asked: Asked, pages: int | None, draft: str | None) -> EngineLayout:
+def _read_side(model: str | None, asked: Asked, pages: int | None, draft: str | None) -> Described:
     side = asked.side
     if asked.layout_file is not None and asked.engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
     if asked.layout_file is not None:
-        return read_layout(asked.layout_file)
+        return Described(read_layout(asked.layout_file))
     if asked.engine is None:
         raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
     if model is None:

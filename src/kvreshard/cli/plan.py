@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvreshard.cli.inputs import Asked, CostModelFile, InputError, Pair, read_cost_model, read_pair
+from kvreshard.cli.inputs import Asked, CostModelFile, InputError, Pair, read_cost_model, read_pair, warn
 from kvreshard.cli.plan_view import explanation_document, show_explanation
 from kvreshard.cli.tables_file import read_tables
 from kvreshard.cli.terminal import write_json
@@ -69,13 +69,14 @@ def plan(
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
     pair = read_pair(model, Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1]), pages, draft)
     routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model))
+    warn(pair.warnings)
     if tables is not None:
         request = read_tables(tables, pair.prefill, pair.decode)
         _print_request(pair, routes, request, copies, fills, as_json)
         return
     explanation = explain(routes)
     if as_json:
-        write_json(explanation_document(explanation))
+        write_json(explanation_document(explanation, pair.warnings))
     else:
         show_explanation(Console(), explanation, pair.title)
 
@@ -101,6 +102,7 @@ def _print_request(pair: Pair, routes: list[Route], request: Request, copies: bo
     bound = [bind(route, request) for route in routes]
     if as_json:
         document: dict[str, Any] = {"copies": []} if copies else {}
+        document["warnings"] = list(pair.warnings)
         if fills:
             document["fills"] = []
         for kind, line in _lines(pair, routes, bound, request, copies, fills):

@@ -119,8 +119,8 @@ def closing_lines(explanation: Explanation) -> list[str]:
     return [*lines, *(f"warning: {warning}" for warning in explanation.warnings)]
 
 
-def explanation_document(explanation: Explanation) -> dict[str, Any]:
-    """The same as plain data."""
+def explanation_document(explanation: Explanation, warnings: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The same as plain data. `warnings`: of the engines themselves."""
     return {
         "prefill_engine": explanation.src_engine,
         "decode_engine": explanation.dst_engine,
@@ -129,7 +129,7 @@ def explanation_document(explanation: Explanation) -> dict[str, Any]:
         "prefill_ranks": [_source_document(use) for use in explanation.sources],
         "bytes_per_token": number(explanation.bytes_per_token),
         "state_bytes_per_request": number(explanation.state_bytes),
-        "warnings": list(explanation.warnings),
+        "warnings": [*warnings, *explanation.warnings],
     }
 
 

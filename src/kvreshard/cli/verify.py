@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from kvreshard.catalog import load, parse_engine
-from kvreshard.cli.inputs import CostModelFile, InputError, read_cost_model
+from kvreshard.cli.inputs import CostModelFile, InputError, judge, read_cost_model, warn
 from kvreshard.cli.plan import WayOption
 from kvreshard.cli.scale import check_room, fit
 from kvreshard.cli.terminal import write_json
@@ -78,10 +78,12 @@ def verify(
     if push and way is WayOption.STAGED:
         raise InputError("--push writes directly and cannot be staged; drop --way staged or --push")
     cost = read_cost_model(cost_model)
-    found = load(model, draft)
-    fitted = fit(found, parse_engine(prefill), parse_engine(decode), requests, tokens, layers)
+    found, specs = load(model, draft), (parse_engine(prefill), parse_engine(decode))
+    fitted = fit(found, *specs, requests, tokens, layers)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
     check_room(fitted, num_ranks if transport is TransportOption.NIXL else 0)
+    warnings = (*judge(found, specs[0], "prefill"), *judge(found, specs[1], "decode"))
+    warn(warnings)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()
     with Stages(num_ranks) as stages:
@@ -97,7 +99,7 @@ def verify(
             raise VerifyError(f"the verification could not be finished: {error}") from None
     run = Run(
         model, f"{prefill} -> {decode}", transport.value, push, tokens, seed, found.num_layers,
-        fitted, made, result, time.monotonic() - started_s,
+        fitted, made, result, time.monotonic() - started_s, warnings,
     )  # fmt: skip
     if as_json:
         write_json(run_document(run))

@@ -33,6 +33,7 @@ class Run:
     requests: Sequence[Request]
     result: TrialResult
     total_s: float
+    warnings: tuple[str, ...] = ()
 
 
 def show_run(console: Console, run: Run) -> None:
@@ -115,4 +116,5 @@ def run_document(run: Run) -> dict[str, Any]:
         "share_of_plain_copy": _share_of_plain_copy(result),
         "total_seconds": run.total_s,
         "findings": findings(run),
+        "warnings": run.warnings,
     }

@@ -25,6 +25,11 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=rf"^[^{_UNSEEN}]
 Reference = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
 
+def is_name(text: str) -> bool:
+    """Whether a peer would take it for a `Name`."""
+    return len(text) <= MAX_NAME and not _unseen.search(text)
+
+
 def check_references(references: Collection[str], names: Collection[str]) -> None:
     """Raises ValueError for a reference that is none of the names and could not be one; whether it is missing is not asked."""
     for reference in set(references).difference(names):

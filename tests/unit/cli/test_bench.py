@@ -9,13 +9,13 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, save_constants
 
 
-def test_without_a_file_the_defaults_are_shown(run, tmp_path: Path) -> None:
-    path = tmp_path / "constants.json"
-    assert "default; not measured here" in run("bench", "--constants", path).stdout
-    found = json.loads(run("bench", "--constants", path, "--json").stdout)
+def test_without_a_file_the_defaults_are_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "default; not measured here" in run("bench").stdout
+    found = json.loads(run("bench", "--json").stdout)
     assert found["source"] == "default"
     assert CostModel(**found["constants"]) == CostModel()
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_kept_constants_are_shown(run, tmp_path: Path) -> None:
@@ -70,14 +70,18 @@ def test_a_verification_moves_by_the_constants_that_it_is_given(run, tmp_path: P
     assert shares == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("command", ["plan", "verify"])
-def test_constants_that_are_asked_for_and_not_there_are_refused(run, tmp_path: Path, command: str) -> None:
-    engines = ("--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2")
-    missing = run(command, *engines, "--cost-model", tmp_path / "none.json")
+ENGINES = ("--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2", "--cost-model")
+
+
+@pytest.mark.parametrize(
+    "words", [("plan", *ENGINES), ("verify", *ENGINES), ("bench", "--constants")], ids=["plan", "verify", "bench"]
+)
+def test_constants_that_are_asked_for_and_not_there_are_refused(run, tmp_path: Path, words: tuple[str, ...]) -> None:
+    missing = run(*words, tmp_path / "none.json")
     assert missing.exit_code == 2
     assert "there is no constants file" in missing.stderr
     save_constants(tmp_path / "theirs.json", "another machine", CostModel())
-    foreign = run(command, *engines, "--cost-model", tmp_path / "theirs.json")
+    foreign = run(*words, tmp_path / "theirs.json")
     assert foreign.exit_code == 2
     assert f"none of this host ({host_facts()}) but of (another machine)" in foreign.stderr
     assert "kvreshard bench --calibrate --constants" in foreign.stderr

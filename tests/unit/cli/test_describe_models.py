@@ -72,3 +72,11 @@ def test_models_lists_all_with_their_doubts(run) -> None:
     for name, entry in MODELS.items():
         line = next(line for line in table.splitlines() if line.startswith(f"{name} "))
         assert ("unsure" in line) == bool(entry.unconfirmed)
+
+
+@pytest.mark.parametrize("name", ["left\n", "\x1b[31mleft", "x" * 257], ids=["line break", "colour", "long"])
+def test_a_name_that_plan_would_refuse_is_not_written(run, tmp_path: Path, name: str) -> None:
+    result = run("describe", "--model", "llama-3.1-8b", "--name", name, "--output", tmp_path / "left.json")
+    assert (result.exit_code, result.stderr.count("\n"), "\x1b" in result.stderr) == (2, 1, False)
+    assert "may have 256 characters, all of them visible" in result.stderr
+    assert list(tmp_path.iterdir()) == []

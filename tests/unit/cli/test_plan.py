@@ -188,3 +188,11 @@ def test_a_directory_is_no_layout(run, tmp_path: Path) -> None:
 def test_fills_alone(run) -> None:
     lines = run("plan", *PAIR, "--fills", "--tables", GOLDEN / "tables.json").stdout.splitlines()
     assert [sorted(json.loads(line)) for line in lines] == [["dst_address", "dst_rank", "length"]] * 2
+
+
+@pytest.mark.parametrize("option", [("--model", "llama-3.1-8b"), ("--draft", "llama-3.1-8b"), ("--pages", "9")])
+def test_an_option_that_two_layout_files_leave_nothing_to_say_to_is_refused(run, option: tuple[str, str]) -> None:
+    for files in (PAIR, ["--prefill-layout", PAIR[0], "--decode-layout", PAIR[1]]):
+        result = run("plan", *files, *option)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{' '.join(option)}: both engines are layout files, which say all there is" in result.stderr

@@ -1,0 +1,43 @@
+"""Is a person told of an engine that can be described, and that vLLM would not run?"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvreshard.catalog import MODELS
+
+LLAMA = ("--model", "llama-3.1-8b")
+ODD = ("--prefill", "tp=3", "--decode", "tp=8,page=7")
+TOLD = [
+    "vLLM 0.32 would not run engine 'prefill': tp=3 does not divide the 32 query heads; use a divisor",
+    "vLLM 0.32 would not run engine 'prefill': tp=3 and the 8 KV heads of 'full' layers do not divide one another",
+    "vLLM 0.32 would not run engine 'decode': page=7: attention over heads needs a multiple of 16 tokens",
+]
+QUICK = ("--transport", "memory", "--tokens", "40", "--requests", "1", "--layers", "1")
+COMMANDS = [("plan", *LLAMA, *ODD), ("verify", *LLAMA, *ODD, *QUICK)]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=["plan", "verify"])
+def test_each_is_told_once_and_changes_nothing_else(run, words: tuple[str, ...]) -> None:
+    result = run(*words)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [f"warning: {told}" for told in TOLD]
+    assert "would not run" not in result.stdout
+    assert json.loads(run(*words, "--json").stdout)["warnings"] == TOLD
+
+
+def test_a_description_is_told_of_too(run, tmp_path: Path) -> None:
+    words = ("describe", *LLAMA, "--engine", "tp=3", "--name", "prefill")
+    result = run(*words)
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [f"warning: {told}" for told in TOLD[:2]]
+    assert "warnings" not in json.loads(result.stdout)
+    summary = json.loads(run(*words, "--output", tmp_path / "a.json", "--json").stdout)
+    assert summary["warnings"] == TOLD[:2]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_usual_pairs_are_told_nothing(run, model: str) -> None:
+    result = run("plan", "--model", model, "--prefill", "tp=1", "--decode", "tp=2")
+    assert (result.exit_code, result.stderr) == (0, "")
