@@ -3,7 +3,7 @@
 `configs/<id>.json` holds the fields of a model's config.json that shape its caches, `configs/<id>.draft.json` those of a draft
 that comes with it, `configs/SOURCES.json` where they were found and what could not be confirmed.
 
-`load` takes an id, the path of a config.json, or a directory that holds one. Refused: a name that is none of these (the nearest id
+`load` takes an id, the path of a config.json (a pipe too, which is read once), or a directory that holds one. Refused: a name that is none of these (the nearest id
 is named), a file that is no JSON object.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
-from kvreshard.catalog.spec import unknown
+from kvreshard.catalog.spec import MAX_SHOWN, unknown
 from kvreshard.kinds import (
     Attention,
     GatedDelta,
@@ -32,6 +32,7 @@ from kvreshard.kinds import (
     Style,
 )
 from kvreshard.model import LayoutError
+from kvreshard.model.text import plain
 
 CONFIGS = resources.files("kvreshard.catalog") / "configs"
 # A config.json has some kilobytes; whatever is far larger is another file.
@@ -110,13 +111,16 @@ def _from_path(model: str) -> Model:
     path = Path(model)
     try:
         path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
-            raise unknown("model", model, MODELS, f" (nor is there a file '{path}')")
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise LayoutError(f"config '{path}': {path.stat().st_size} bytes is no config.json; give another path")
-        return read_model(
-            path.parent.name if path.name == "config.json" else path.stem, _parse(str(path), path.read_bytes())
-        )
+        if not path.exists():
+            raise unknown("model", model, MODELS, f" (nor is there a file '{plain(path, MAX_SHOWN)}')")
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise LayoutError(
+                f"config '{path}': more than {MAX_CONFIG_BYTES} bytes are no config.json; give another path"
+            )
+        name = path.parent.name if path.name == "config.json" else path.stem
+        return read_model(name if path.is_file() else str(path), _parse(str(path), content))
     except OSError as error:
         raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
 

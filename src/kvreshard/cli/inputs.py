@@ -10,7 +10,9 @@ import contextlib
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -115,8 +117,12 @@ def describe_engine(model: str, engine: str, name: str, pages: int | None, draft
         raise InputError(
             f"engine name '{plain(name, 60)}': may have {MAX_NAME} characters, all of them visible; choose another"
         )
-    found, spec = load(model, draft), parse_engine(engine)
-    return Described(describe(found, spec, name, pages), judge(found, spec, name))
+    return _describe(load(model, draft), engine, name, pages)
+
+
+def _describe(model: Model, engine: str, name: str, pages: int | None) -> Described:
+    spec = parse_engine(engine)
+    return Described(describe(model, spec, name, pages), judge(model, spec, name))
 
 
 def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
@@ -137,11 +143,13 @@ def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | Non
             raise InputError(
                 f"--{option} {value}: both engines are layout files, which say all there is; drop --{option}"
             )
+    # Once for both: it may be a pipe.
+    read_model = cache(lambda: load(model, draft)) if model is not None else None
     layouts: list[EngineLayout] = []
     words: list[str] = []
     found: list[str] = []
     for asked in (prefill, decode):
-        described = _read_side(model, asked, pages, draft)
+        described = _read_side(read_model, asked, pages)
         layout = described.layout
         layouts.append(layout)
         found += described.warnings
@@ -151,7 +159,7 @@ def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | Non
     return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title, tuple(found))
 
 
-def _read_side(model: str | None, asked: Asked, pages: int | None, draft: str | None) -> Described:
+def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int | None) -> Described:
     side = asked.side
     if asked.layout_file is not None and asked.engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
@@ -159,6 +167,6 @@ def _read_side(model: str | None, asked: Asked, pages: int | None, draft: str | 
         return Described(read_layout(asked.layout_file))
     if asked.engine is None:
         raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
-    if model is None:
+    if read_model is None:
         raise InputError(f"--{side} {asked.engine} needs a model; give --model ID or --model config.json")
-    return describe_engine(model, asked.engine, side, pages, draft)
+    return _describe(read_model(), asked.engine, side, pages)

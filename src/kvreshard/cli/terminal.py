@@ -4,7 +4,7 @@
 - To a pipe or a file: the same rows as plain lines, columns padded with spaces, never wrapped, whatever the width.
 - With `--json`: one JSON document on stdout and nothing else.
 
-Progress goes to stderr, and only if that is a terminal.
+Progress goes to stderr: bars on a terminal, one line at the start elsewhere.
 """
 
 from __future__ import annotations

@@ -23,11 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from kvreshard.catalog import load, parse_engine
 from kvreshard.cli.inputs import CostModelFile, InputError, judge, read_cost_model, warn
+from kvreshard.cli.output import tell
 from kvreshard.cli.plan import WayOption
 from kvreshard.cli.scale import check_room, fit
-from kvreshard.cli.terminal import write_json
+from kvreshard.cli.terminal import bytes_text, write_json
 from kvreshard.cli.verify_view import Run, run_document, show_run
 from kvreshard.model import KvReshardError
+from kvreshard.model.text import plain
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
 from kvreshard.testing.scenario import make_requests
 from kvreshard.testing.trial import memory_needed, run_trial
@@ -86,7 +88,8 @@ def verify(
     warn(warnings)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()
-    with Stages(num_ranks) as stages:
+    what = f"verifying {model}: {prefill} -> {decode}, {num_ranks} ranks with {bytes_text(fitted.pool_bytes)} of pages together"
+    with Stages(what, num_ranks) as stages:
         try:
             with make_ranks(transport, num_ranks, memory_needed(fitted.prefill, fitted.decode)) as ranks:
                 ranks.connect_all()
@@ -121,9 +124,9 @@ def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int) ->
 
 
 class Stages:
-    """A bar for each stage on stderr, if that is a terminal. Called with a stage, steps done and steps in all."""
+    """A bar for each stage on stderr, or one line if that is no terminal. Called with a stage, steps done and steps in all."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, what: str, num_ranks: int) -> None:
         console = Console(stderr=True)
         columns = (
             SpinnerColumn(finished_text="[green]+[/]"),
@@ -133,6 +136,8 @@ class Stages:
             TimeElapsedColumn(),
         )
         self._progress = Progress(*columns, console=console) if console.is_terminal else None
+        if self._progress is None:
+            tell(plain(what))
         self._tasks: dict[str, TaskID] = {}
         self._last = ""
         self("start", 0, num_ranks)

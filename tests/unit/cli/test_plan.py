@@ -1,6 +1,8 @@
 """`kvreshard plan`: is the table right and stable, and is every bad file refused before anything is printed?"""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,19 @@ def test_an_option_that_two_layout_files_leave_nothing_to_say_to_is_refused(run,
         result = run("plan", *files, *option)
         assert (result.exit_code, result.stdout) == (2, "")
         assert f"{' '.join(option)}: both engines are layout files, which say all there is" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["<(cat config.json)", "/dev/stdin < config.json"], ids=["substitution", "stdin"])
+def test_a_model_that_comes_through_a_pipe_is_read_once_for_both_engines(tmp_path: Path, place: str) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = f"{sys.executable} -m kvreshard plan --prefill tp=1 --decode tp=2 --model {place}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "moved: 512 B per token" in done.stdout

@@ -22,7 +22,9 @@ COMMANDS = [("plan", *LLAMA, *ODD), ("verify", *LLAMA, *ODD, *QUICK)]
 def test_each_is_told_once_and_changes_nothing_else(run, words: tuple[str, ...]) -> None:
     result = run(*words)
     assert result.exit_code == 0
-    assert result.stderr.splitlines() == [f"warning: {told}" for told in TOLD]
+    assert [line for line in result.stderr.splitlines() if not line.startswith("verifying ")] == [
+        f"warning: {told}" for told in TOLD
+    ]
     assert "would not run" not in result.stdout
     assert json.loads(run(*words, "--json").stdout)["warnings"] == TOLD
 
