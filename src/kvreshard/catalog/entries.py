@@ -9,6 +9,7 @@ is named), a file that is no JSON object.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
-from kvreshard.catalog.spec import MAX_SHOWN, unknown
+from kvreshard.catalog.spec import MAX_SHOWN
 from kvreshard.kinds import (
     Attention,
     GatedDelta,
@@ -32,11 +33,14 @@ from kvreshard.kinds import (
     Style,
 )
 from kvreshard.model import LayoutError
-from kvreshard.model.text import plain
+from kvreshard.model.text import escaped
 
 CONFIGS = resources.files("kvreshard.catalog") / "configs"
 # A config.json has some kilobytes; whatever is far larger is another file.
 MAX_CONFIG_BYTES = 16 << 20
+JSON_NAMES: Mapping[type, str] = {
+    list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def _from_path(model: str) -> Model:
     try:
         path = path / "config.json" if path.is_dir() else path
         if not path.exists():
-            raise unknown("model", model, MODELS, f" (nor is there a file '{plain(path, MAX_SHOWN)}')")
+            raise _unknown(model, path)
         with path.open("rb") as file:
             content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
@@ -123,6 +127,16 @@ def _from_path(model: str) -> Model:
         return read_model(name if path.is_file() else str(path), _parse(str(path), content))
     except OSError as error:
         raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
+
+
+def _unknown(model: str, path: Path) -> LayoutError:
+    """The error for a model that is nowhere. Of `organisation/name`, as hubs write it, the name is compared."""
+    name = model.rstrip("/").rpartition("/")[2].casefold()
+    near = difflib.get_close_matches(name, MODELS, 1, 0.5)
+    what = f"model '{escaped(model, MAX_SHOWN)}' is not known, nor is there a file '{escaped(path, MAX_SHOWN)}'"
+    if near:
+        return LayoutError(f"{what}; did you mean '{near[0]}'? `kvreshard models` lists all")
+    return LayoutError(f"{what}; give the path of a config.json, or one of {', '.join(MODELS)}")
 
 
 def _packaged(name: str) -> dict[str, Any]:
@@ -136,7 +150,7 @@ def _parse(name: str, text: bytes) -> dict[str, Any]:
         raise LayoutError(f"config '{name}': is not JSON ({error}); give a model's config.json") from error
     if not isinstance(found, dict):
         raise LayoutError(
-            f"config '{name}': holds a {type(found).__name__}; it must be a JSON object with named fields"
+            f"config '{name}': holds {JSON_NAMES[type(found)]}; it must be a JSON object with named fields"
         )
     return found
 

@@ -33,7 +33,7 @@ from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED, PACKED_FP4, P
 from kvreshard.kinds.assemble import ALIASES, ORDERS
 from kvreshard.kinds.attention import INTERIORS
 from kvreshard.model import LayoutError
-from kvreshard.model.text import plain
+from kvreshard.model.text import escaped
 
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
 MAX_SIZE = 1 << 32
@@ -136,16 +136,16 @@ def parse_engine(text: str) -> EngineSpec:
     words = [word for part in text.split(",") if (word := part.strip())]
     if not words:
         raise LayoutError(
-            f"engine '{plain(text, MAX_SHOWN)}': says nothing; write tp=1 for one rank, and see whether a variable of the shell is unset"
+            f"engine '{escaped(text, MAX_SHOWN)}': says nothing; write tp=1 for one rank, and see whether a variable of the shell is unset"
         )
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value:
             raise LayoutError(
-                f"engine option '{plain(word, MAX_SHOWN)}': needs a value, as in tp=4; known keys: {', '.join(_keys())}"
+                f"engine option '{escaped(word, MAX_SHOWN)}': needs a value, as in tp=4; known keys: {', '.join(_keys())}"
             )
         if key in seen:
-            raise LayoutError(f"engine option '{plain(key, MAX_SHOWN)}': is given twice; give it once")
+            raise LayoutError(f"engine option '{escaped(key, MAX_SHOWN)}': is given twice; give it once")
         seen.add(key)
         if key.startswith("page.") and len(key) > len("page."):
             page_of[key.removeprefix("page.")] = _count(key, value)
@@ -156,7 +156,7 @@ def parse_engine(text: str) -> EngineSpec:
             name, read = _READERS[key]
             given[name] = read(key, value)
         else:
-            raise unknown("engine option", key, _keys(), f" (value '{plain(value, MAX_SHOWN)}')")
+            raise unknown("engine option", key, _keys(), f" (value '{escaped(value, MAX_SHOWN)}')")
     return EngineSpec(**given, page_of=tuple(page_of.items()))
 
 
@@ -166,7 +166,7 @@ def _keys() -> list[str]:
 
 def _count(key: str, value: str, at_least: int = 1) -> int:
     if not re.fullmatch(r"-?[0-9]+", value):  # int() takes 1_0, +2 and digits of other scripts too
-        raise LayoutError(f"engine option '{key}': '{plain(value, MAX_SHOWN)}' is not a whole number")
+        raise LayoutError(f"engine option '{key}': '{escaped(value, MAX_SHOWN)}' is not a whole number")
     if len(value) > MAX_DIGITS:
         raise LayoutError(f"engine option '{key}': a number of {len(value)} digits; a size must be at most {MAX_SIZE}")
     number = int(value)
@@ -190,7 +190,7 @@ def unknown(what: str, value: str, known: Iterable[str], more: str = "") -> Layo
     names = list(known)
     near = difflib.get_close_matches(value.casefold(), [name.casefold() for name in names], 1, 0.5)
     hint = next((f"; did you mean '{name}'?" for name in names if near and name.casefold() == near[0]), "")
-    return LayoutError(f"{what} '{plain(value, MAX_SHOWN)}'{more} is not known; use one of {', '.join(names)}{hint}")
+    return LayoutError(f"{what} '{escaped(value, MAX_SHOWN)}'{more} is not known; use one of {', '.join(names)}{hint}")
 
 
 _READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {

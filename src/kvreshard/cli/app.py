@@ -26,6 +26,7 @@ from kvreshard.cli.replay import replay_file
 from kvreshard.cli.terminal import write_json
 from kvreshard.cli.verify import verify
 from kvreshard.model import KvReshardError
+from kvreshard.model.text import escaped
 from kvreshard.transport.base import TransportError
 
 EXIT_REFUSED = 2
@@ -88,6 +89,7 @@ def _run(command: Any, as_json: bool) -> int:
 
 
 def _fail(kind: str, message: str, as_json: bool) -> int:
+    message = escaped(message)  # it may quote what was typed, and a terminal obeys control characters
     if as_json:
         with writing():
             write_json({"error": {"type": kind, "message": message}})

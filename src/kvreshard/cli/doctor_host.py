@@ -23,6 +23,7 @@ PYTHONS = ((3, 11), (3, 13))
 # A connection, a listener and some pipes per peer rank: a fleet of a hundred ranks takes about a thousand.
 WANTED_FILES = 4096
 NEEDED_FILES = 256
+GOOD_FILES = 65536
 WANTED_SHM_BYTES = 1 << 30
 # 1 January 2024: a machine without a clock battery starts in 1970.
 SANE_WALL_S = 1_704_067_200
@@ -103,8 +104,14 @@ def check_files() -> Iterator[Line]:
         yield Line("file descriptors", "ok", text)
     else:
         status: Status = "error" if soft < NEEDED_FILES else "warning"
-        most = "" if hard == resource.RLIM_INFINITY else f"; the hard limit is {hard}"
-        yield Line("file descriptors", status, text, f"ulimit -n 65536{most}")
+        if hard == resource.RLIM_INFINITY or hard >= WANTED_FILES:
+            remedy = f"ulimit -n {GOOD_FILES if hard == resource.RLIM_INFINITY else min(GOOD_FILES, hard)}"
+        else:
+            remedy = (
+                f"the hard limit is {hard}, and an administrator must raise it: nofile in /etc/security/limits.conf, "
+                f"LimitNOFILE={GOOD_FILES} of a systemd unit, or docker --ulimit nofile={GOOD_FILES}"
+            )
+        yield Line("file descriptors", status, text, remedy)
 
 
 def check_ptrace(setting: Path = PTRACE) -> Iterator[Line]:
@@ -144,6 +151,14 @@ def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+    except socket.gaierror as error:
+        yield Line(
+            "port",
+            "error",
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST is '{host}', which does not resolve: {error.strerror}",
+            "give a name that this machine can resolve, or one of its addresses",
+        )
+        return
     except OSError as error:
         yield Line(
             "port",

@@ -17,7 +17,7 @@ from kvreshard.cli.doctor_host import find_version
 from kvreshard.cli.doctor_line import Line
 from kvreshard.cli.inputs import InputError
 from kvreshard.cli.terminal import bytes_text
-from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.model import EngineLayout, KvReshardError, WireError
 from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.transport.base import TransportError
@@ -72,13 +72,25 @@ def check_peer(peer: Peer) -> Iterator[Line]:
             "is the engine running, is this its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and does a firewall lie between?",
         )
         return
+    from kvreshard.session.greeting import read_mechanism
     from kvreshard.session.handshake import Address, fetch_card
 
+    if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, CARD_S)) is None:
+        yield Line(
+            peer.name,
+            "error",
+            "something listens there that does not speak ZeroMQ: it is no kvreshard engine, or one that is stopped",
+            f"compare the port with the engine's VLLM_NIXL_SIDE_CHANNEL_PORT; on its host, `ss -ltnp 'sport = :{peer.port}'` names who listens",
+        )
+        return
     try:
         peer.card = fetch_card(Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, CARD_S, peer.keys)
         peer.layout = peer.card.decode_layout()
     except KvReshardError as error:
-        yield Line(peer.name, "error", str(error), "both sides need versions of kvreshard that know each other")
+        # What was answered is no card that this version reads; whatever else went wrong says itself what to do.
+        answered = isinstance(error, WireError) or isinstance(error.__cause__, WireError)
+        remedy = "both sides need versions of kvreshard that know each other" if answered else "see what was found"
+        yield Line(peer.name, "error", str(error), remedy)
         return
     yield _identity(peer, peer.card, peer.layout)
     yield _versions(peer, peer.card)

@@ -22,7 +22,7 @@ from kvreshard.catalog import EngineSpec, Model, describe, load, parse_engine, w
 from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.parts import MAX_MESSAGE_BYTES
-from kvreshard.model.text import MAX_NAME, is_name, plain
+from kvreshard.model.text import MAX_NAME, escaped, is_name
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, require_constants
 
@@ -115,7 +115,7 @@ def describe_engine(model: str, engine: str, name: str, pages: int | None, draft
     """An engine as a person writes it, of a model of the catalog or a path."""
     if not is_name(name):
         raise InputError(
-            f"engine name '{plain(name, 60)}': may have {MAX_NAME} characters, all of them visible; choose another"
+            f"engine name '{escaped(name, 60)}': may have {MAX_NAME} characters, all of them visible; choose another"
         )
     return _describe(load(model, draft), engine, name, pages)
 

@@ -29,7 +29,7 @@ from kvreshard.cli.scale import check_room, fit
 from kvreshard.cli.terminal import bytes_text, write_json
 from kvreshard.cli.verify_view import Run, run_document, show_run
 from kvreshard.model import KvReshardError
-from kvreshard.model.text import plain
+from kvreshard.model.text import escaped
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
 from kvreshard.testing.scenario import make_requests
 from kvreshard.testing.trial import memory_needed, run_trial
@@ -137,7 +137,7 @@ class Stages:
         )
         self._progress = Progress(*columns, console=console) if console.is_terminal else None
         if self._progress is None:
-            tell(plain(what))
+            tell(escaped(what))
         self._tasks: dict[str, TaskID] = {}
         self._last = ""
         self("start", 0, num_ranks)

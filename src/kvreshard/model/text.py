@@ -37,6 +37,17 @@ def check_references(references: Collection[str], names: Collection[str]) -> Non
             raise ValueError(f"'{plain(reference)}' is no name: it has characters that cannot be seen")
 
 
+def escaped(text: object, limit: int | None = None) -> str:
+    """What a person typed, in one line of at most `limit` characters and a mark; what cannot be seen is written as in Python.
+
+    >>> escaped("tp=2,\\x1b[31m"), escaped("x" * 70, 3)
+    ('tp=2,\\\\x1b[31m', 'xxx... (70 characters)')
+    """
+    whole = str(text)
+    shown = _unseen.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), whole[:limit])
+    return shown if limit is None or len(whole) <= limit else f"{shown}... ({len(whole)} characters)"
+
+
 def plain(text: object, limit: int = MAX_SHOWN) -> str:
     """The text in one line of at most `limit` characters and a mark; what cannot be seen becomes `?`."""
     whole = str(text)

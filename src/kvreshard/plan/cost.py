@@ -15,7 +15,7 @@ one host of two cores, by the clock. A request is looked at once more when its t
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from kvreshard.plan.pattern import Pattern
@@ -35,9 +35,9 @@ class CostModel:
     stage_bytes_per_s: float = 9e9
 
     def __post_init__(self) -> None:
-        numbers = astuple(self)
-        if not all(math.isfinite(number) and number > 0 for number in numbers):
-            raise ValueError(f"a cost model of {numbers}: constants must be positive")
+        for name, number in asdict(self).items():
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} is {number}; the constants of a cost model must be positive")
 
     def direct_s(self, num_copies: int, num_bytes: int) -> float:
         """Seconds to post so many copies of so many bytes together."""

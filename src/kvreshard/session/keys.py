@@ -38,14 +38,18 @@ class Keys:
 
 def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
     """The keys of an engine. `public_dir`: all its `.key` files are trusted too. Raises KvReshardError."""
-    if secret_file.exists() and stat.S_IMODE(secret_file.stat().st_mode) & 0o077:
+    if not secret_file.exists():
         raise KvReshardError(
-            f"key file {secret_file} may be read by others; make it yours alone: chmod 600 {secret_file}"
+            f"there is no key file {secret_file}; check the path, or make a pair with `kvreshard keys`"
         )
     public, secret = _read_file(secret_file)
     if secret is None:
         raise KvReshardError(
             f"key file {secret_file} has no secret key; `kvreshard keys` writes one that ends in .key_secret"
+        )
+    if stat.S_IMODE(secret_file.stat().st_mode) & 0o077:
+        raise KvReshardError(
+            f"key file {secret_file} may be read by others; make it yours alone: chmod 600 {secret_file}"
         )
     others: list[bytes] = []
     if public_dir is not None:
@@ -62,6 +66,8 @@ def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
 
 def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Make a key pair: (`NAME.key`, `NAME.key_secret`), the latter for its owner only. Raises KvReshardError if one exists."""
+    if directory.exists() and not directory.is_dir():
+        raise KvReshardError(f"{directory} is a file; name the directory that the keys are to be written to")
     public_file, secret_file = directory / f"{name}.key", directory / f"{name}.key_secret"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvreshard.model import KvReshardError
+from kvreshard.model import KvReshardError, LayoutMismatch
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
 from kvreshard.transport.base import (
     Copies,
@@ -164,10 +164,11 @@ class Report(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct):
     """The reply to every request; which fields are set depends on the request.
 
-    `refused` is the text of a `TransportError`; `crashed` the traceback of anything else.
+    `refused` is the text of a `TransportError`, or of a `LayoutMismatch` if `is_mismatch`; `crashed` the traceback of anything else.
     """
 
     refused: str | None = None
+    is_mismatch: bool = False
     crashed: str | None = None
     address: int = 0
     start_s: float = 0.0
@@ -197,7 +198,7 @@ class RankWorker:
         try:
             return self._serve(request)
         except (TransportError, KvReshardError) as error:
-            return Answer(refused=str(error))
+            return Answer(refused=str(error), is_mismatch=isinstance(error, LayoutMismatch))
         except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
             return Answer(crashed=traceback.format_exc())
 

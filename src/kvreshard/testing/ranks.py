@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvreshard
+from kvreshard.model import LayoutMismatch
 from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
 from kvreshard.transport.base import Copies, Direction, Transport, TransportError
@@ -169,10 +170,10 @@ class Ranks(abc.ABC):
                 self.memory(rank)[:] = fill_byte
 
     def served(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """`ask`, with refusals raised as `TransportError` and anything unforeseen as `RuntimeError`."""
+        """`ask`, with refusals raised as `TransportError` or `LayoutMismatch`, and anything unforeseen as `RuntimeError`."""
         answer = self.ask(rank, request, timeout_s)
         if answer.refused is not None:
-            raise TransportError(answer.refused)
+            raise (LayoutMismatch if answer.is_mismatch else TransportError)(answer.refused)
         if answer.crashed is not None:
             raise RuntimeError(f"rank {rank} could not serve {type(request).__name__}:\n{answer.crashed}")
         return answer

@@ -70,7 +70,7 @@ def test_text_reads_back(text: str) -> None:
         ("tp=\u0664", "'tp': '\u0664' is not a whole number"),
         ("page=" + "9" * 5000, "'page': a number of 5000 digits; a size must be at most 4294967296"),
         ("TP=2", r"'TP' \(value '2'\) is not known; .*; did you mean 'tp'\?"),
-        ("tp=2,\x1b[31mfoo=\x1b3", r"option '\?\[31mfoo' \(value '\?3'\) is not known"),
+        ("tp=2,\x1b[31mfoo=\x1b3", r"option '\\x1b\[31mfoo' \(value '\\x1b3'\) is not known"),
         ("tp=1," + "x" * 300 + "=1", r"option 'x{60}\.\.\. \(300 characters\)'"),
         ("tp=4,dcp=3", "'dcp': 3 does not divide tp=4"),
         ("tp=2,dcp=4", "'dcp': 4 does not divide tp=2"),

@@ -33,6 +33,15 @@ def test_a_file_that_is_none_is_refused(run, tmp_path: Path) -> None:
     assert "cannot be read" in result.stderr
 
 
+def test_a_constant_that_is_none_is_named(run, tmp_path: Path) -> None:
+    save_constants(tmp_path / "odd.json", host_facts(), CostModel())
+    text = (tmp_path / "odd.json").read_text()
+    (tmp_path / "odd.json").write_text(text.replace('"move_run_s": 8e-9', '"move_run_s": 0.0'))
+    result = run("bench", "--constants", tmp_path / "odd.json")
+    assert result.exit_code == 2
+    assert "move_run_s is 0.0; the constants of a cost model must be positive" in result.stderr
+
+
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_calibration_measures_and_keeps(run, tmp_path: Path) -> None:

@@ -123,11 +123,25 @@ def test_locked_memory_matters_where_there_is_rdma(
 
 
 @pytest.mark.parametrize(
-    ("limit", "status"), [(resource.RLIM_INFINITY, "ok"), (65536, "ok"), (1024, "warning"), (64, "error")]
+    ("limit", "hard", "status", "remedy"),
+    [
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ""),
+        (65536, 1 << 20, "ok", ""),
+        (1024, 1 << 20, "warning", "ulimit -n 65536"),
+        (1024, resource.RLIM_INFINITY, "warning", "ulimit -n 65536"),
+        (64, 8192, "error", "ulimit -n 8192"),
+        (
+            64,
+            64,
+            "error",
+            "the hard limit is 64, and an administrator must raise it: nofile in /etc/security/limits.conf",
+        ),
+    ],
 )
-def test_file_descriptors(monkeypatch: pytest.MonkeyPatch, limit: int, status: str) -> None:
-    monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda which: (limit, 1 << 20))
-    assert only(doctor_host.check_files()).status == status
+def test_file_descriptors(monkeypatch: pytest.MonkeyPatch, limit: int, hard: int, status: str, remedy: str) -> None:
+    monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda which: (limit, hard))
+    line = only(doctor_host.check_files())
+    assert (line.status, line.remedy.startswith(remedy), bool(line.remedy)) == (status, True, bool(remedy))
 
 
 def test_shared_memory(tmp_path: Path) -> None:
@@ -153,6 +167,9 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         line = only(doctor_host.check_port(taken.getsockname()[1]))
         assert (line.status, "cannot be bound" in line.text) == ("warning", True)
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "no such host")
+    line = only(doctor_host.check_port(5600))
+    assert (line.status, "'no such host', which does not resolve" in line.text) == ("error", True)
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "many")
     assert only(doctor_host.check_port()).status == "error"
 
@@ -344,7 +361,9 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         assert "not both engines were met" in result.stdout
         silent.listen()
         result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", "--decode", "tp=1")
-        assert (result.exit_code, "does not speak ZeroMQ" in result.stdout) == (1, True)
+        assert (result.exit_code, "does not speak ZeroMQ: it is no kvreshard engine" in result.stdout) == (1, True)
+        assert f"`ss -ltnp 'sport = :{silent.getsockname()[1]}'` names who listens" in result.stdout
+        assert "versions of kvreshard" not in result.stdout
         assert "the peer's layout is not known" in result.stdout
     monkeypatch.setattr(doctor_peer, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
     assert "pyzmq is not installed" in only(doctor_peer.check_peer(doctor_peer.parse_peer("127.0.0.1:1"))).text

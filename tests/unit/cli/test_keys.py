@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvreshard.cli.app import app
-from kvreshard.session.keys import read_keys
+from kvreshard.session.keys import read_keys, write_keys
 
 
 def test_the_files_are_named_and_are_keys(tmp_path: Path) -> None:
@@ -18,6 +18,17 @@ def test_the_files_are_named_and_are_keys(tmp_path: Path) -> None:
 def test_json_names_the_files(tmp_path: Path) -> None:
     document = json.loads(CliRunner().invoke(app, ["keys", str(tmp_path), "--json"]).stdout)
     assert document["secret_key_file"] == str(tmp_path / "kvreshard.key_secret")
+
+
+def test_files_that_are_not_what_they_should_be_are_called_what_they_are(run, tmp_path: Path) -> None:
+    public = write_keys(tmp_path, "room")[0]
+    for words, told in (
+        (["keys", tmp_path / "room.key"], "is a file; name the directory"),
+        (["doctor", "--peer", "a:1", "--key", public], "has no secret key"),
+        (["doctor", "--peer", "a:1", "--key", tmp_path / "none"], "there is no key file"),
+    ):
+        result = run(*words)
+        assert (result.exit_code, told in result.stderr) == (2, True), result.stderr
 
 
 def test_a_name_that_is_a_path_and_a_second_pair_are_refused(tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def test_without_nixl_the_remedy_is_told(run, monkeypatch) -> None:
     assert "NIXL is not installed" in result.stderr
 
 
+def test_a_mismatch_is_of_the_kind_that_plan_says(run) -> None:
+    pair = ("--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=1,dtype=fp8", "--json")
+    verified, planned = run(*QUICK, *pair), run("plan", *pair)
+    errors = [json.loads(result.stdout)["error"] for result in (verified, planned)]
+    assert [error["type"] for error in errors] == ["LayoutMismatch", "LayoutMismatch"]
+    assert all("encoding is 'bfloat16' in engine 'prefill'" in error["message"] for error in errors)
+
+
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_over_nixl_between_processes(run) -> None:

@@ -205,7 +205,7 @@ def test_keys_are_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, "cannot read a key from"),
+        (None, "there is no key file"),
         ("", "No public key found"),
         ('public-key = "short"', "not 40 characters of Z85"),
         (f'public-key = "{"x" * 40}"', "has no secret key; `kvreshard keys` writes one"),

@@ -61,7 +61,7 @@ def test_keys_are_read_where_they_are_needed_and_a_missing_file_is_named(tmp_pat
     assert options.keys.secret.decode() not in repr(options.endpoint)
     public.unlink()
     secret.unlink()
-    with pytest.raises(KvReshardError, match=r"cannot read a key from .*room\.key_secret"):
+    with pytest.raises(KvReshardError, match=r"there is no key file .*room\.key_secret"):
         _ = options.endpoint
 
 
