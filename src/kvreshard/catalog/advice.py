@@ -16,6 +16,7 @@ from kvreshard.catalog.paging import MIN_KERNEL_TOKENS, unifies
 from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, LinearState, Mamba1, Mamba2, ScaledRows
 from kvreshard.kinds.assemble import ORDERS
+from kvreshard.model.text import counted
 
 BLOCK_COMPACT = ("LB", "BL")
 
@@ -38,7 +39,7 @@ def _tensor_parallel(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator
         for what, number, may_be_replicated in _sharded(layer.kind):
             divides = number % spec.tp == 0 or (may_be_replicated and spec.tp % number == 0)
             if not divides:
-                yield f"tp={spec.tp} and the {number} {what} of '{_family(layer)}' layers do not divide one another"
+                yield f"tp={spec.tp} and the {counted(number, what)} of '{_family(layer)}' layers do not divide one another"
         if isinstance(layer.kind, Mamba2) and layer.kind.num_groups % spec.tp and layer.kind.num_groups != 1:
             yield f"tp={spec.tp} does not divide the {layer.kind.num_groups} groups of Mamba-2 layers, and they are not one"
 
@@ -47,15 +48,15 @@ def _sharded(kind: Kind) -> tuple[tuple[str, int, bool], ...]:
     """What tensor parallelism splits: its name, its number, whether more ranks than that may share it."""
     match kind:
         case Attention():
-            return (("KV heads", kind.num_kv_heads, kind.value_size > 0),)  # inputs of convolutions are not copied
+            return (("KV head", kind.num_kv_heads, kind.value_size > 0),)  # inputs of convolutions are not copied
         case Mamba2():
-            return (("heads", kind.num_heads, False),)
+            return (("head", kind.num_heads, False),)
         case Mamba1():
-            return (("channels", kind.num_channels, False),)
+            return (("channel", kind.num_channels, False),)
         case GatedDelta():
-            return (("key heads", kind.num_key_heads, False), ("value heads", kind.num_value_heads, False))
+            return (("key head", kind.num_key_heads, False), ("value head", kind.num_value_heads, False))
         case LinearState():
-            return (("heads", kind.num_heads, False),)
+            return (("head", kind.num_heads, False),)
         case _:
             return ()
 
@@ -73,7 +74,7 @@ def _context_parallel(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
             yield f"dcp={spec.dcp}: sliding windows cannot be shared over ranks"
         if isinstance(kind, Attention) and spec.tp // spec.dcp < kind.num_kv_heads:
             yield (
-                f"dcp={spec.dcp}: ranks that share the sequence must hold the same of {kind.num_kv_heads} KV heads, so "
+                f"dcp={spec.dcp}: ranks that share the sequence must hold the same of {counted(kind.num_kv_heads, 'KV head')}, so "
                 f"dcp may be at most tp / KV heads (tp={spec.tp})"
             )
     for group in plan.groups:

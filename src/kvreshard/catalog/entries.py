@@ -33,7 +33,7 @@ from kvreshard.kinds import (
     Style,
 )
 from kvreshard.model import LayoutError
-from kvreshard.model.text import escaped
+from kvreshard.model.text import counted, escaped
 
 CONFIGS = resources.files("kvreshard.catalog") / "configs"
 # A config.json has some kilobytes; whatever is far larger is another file.
@@ -90,13 +90,13 @@ def _sizes(layer: ModelLayer) -> str:
     match kind:
         case Attention():
             values = "" if kind.value_size in (0, kind.head_size) else f" and {kind.value_size} of V"
-            return f"{window}, {kind.num_kv_heads} heads x {kind.head_size}{values}"
+            return f"{window}, {counted(kind.num_kv_heads, 'head')} x {kind.head_size}{values}"
         case Latent() | ScaledRows():
             size = kind.cell_bytes if isinstance(kind, Latent) else kind.row_bytes + kind.scale_bytes
             per = f" per {kind.tokens_per_state} tokens" if kind.tokens_per_state > 1 else " per token"
             return f"{window}, {size} bytes{per}"
         case Mamba2():
-            return f", Mamba-2 {kind.num_heads} heads x {kind.head_size} x {kind.state_size}, {kind.num_groups} groups"
+            return f", Mamba-2 {kind.num_heads} heads x {kind.head_size} x {kind.state_size}, {counted(kind.num_groups, 'group')}"
         case Mamba1():
             return f", Mamba-1 {kind.num_channels} channels x {kind.state_size}"
         case GatedDelta():

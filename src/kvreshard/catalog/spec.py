@@ -33,7 +33,7 @@ from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED, PACKED_FP4, P
 from kvreshard.kinds.assemble import ALIASES, ORDERS
 from kvreshard.kinds.attention import INTERIORS
 from kvreshard.model import LayoutError
-from kvreshard.model.text import escaped
+from kvreshard.model.text import counted, escaped
 
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
 MAX_SIZE = 1 << 32
@@ -91,7 +91,9 @@ class EngineSpec:
         if self.spec < 0:
             raise LayoutError(f"engine option 'spec': {self.spec}; must be 0 or more speculative tokens")
         if self.stages and len(self.stages) != self.pp:
-            raise LayoutError(f"engine option 'pp': {self.pp} stages, but the layers of {len(self.stages)} are given")
+            raise LayoutError(
+                f"engine option 'pp': {counted(self.pp, 'stage')}, but the layers of {len(self.stages)} are given"
+            )
         if self.dcp > self.tp or self.tp % self.dcp:
             raise LayoutError(f"engine option 'dcp': {self.dcp} does not divide tp={self.tp}; use a divisor of it")
         for key, value, known in (

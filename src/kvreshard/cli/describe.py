@@ -14,6 +14,7 @@ import typer
 from kvreshard.cli.inputs import describe_engine, warn, write_whole
 from kvreshard.cli.terminal import bytes_text, write_json
 from kvreshard.model import wire
+from kvreshard.model.text import counted
 
 
 def describe(
@@ -46,5 +47,5 @@ def describe(
             }
         )
     else:
-        counts = ", ".join(f"{count} {what}" for what, count in sizes.items())
+        counts = ", ".join(counted(count, what.removesuffix("s")) for what, count in sizes.items())
         sys.stdout.write(f"{output}: engine '{layout.engine}', {counts}, {bytes_text(len(content))}\n")

@@ -27,6 +27,7 @@ from kvreshard.cli.doctor_peer import Peer, check_pair, check_peer, check_route,
 from kvreshard.cli.inputs import InputError, describe_engine, read_layout
 from kvreshard.cli.terminal import Column, Sheet, show_line, show_sheet, write_json
 from kvreshard.model import EngineLayout
+from kvreshard.model.text import counted
 
 if TYPE_CHECKING:
     from kvreshard.session.keys import Keys
@@ -151,12 +152,11 @@ def show_lines(console: Console, lines: list[Line]) -> None:
     )
     show_sheet(console, Sheet("kvreshard doctor", columns, rows))
     counts = {status: sum(line.status == status for line in lines) for status in ("error", "warning")}
+    errors, warnings = counted(counts["error"], "error"), counted(counts["warning"], "warning")
     if counts["error"]:
-        show_line(
-            console, f"wrong: {counts['error']} of {len(lines)} checks found an error, {counts['warning']} a warning"
-        )
+        show_line(console, f"wrong: {errors} and {warnings} in {len(lines)} checks")
     else:
-        show_line(console, f"right: no errors in {len(lines)} checks, {counts['warning']} warnings")
+        show_line(console, f"right: no errors in {len(lines)} checks, {warnings}")
 
 
 def shorten(text: str) -> str:

@@ -18,6 +18,7 @@ from kvreshard.cli.doctor_line import Line
 from kvreshard.cli.inputs import InputError
 from kvreshard.cli.terminal import bytes_text
 from kvreshard.model import EngineLayout, KvReshardError, WireError
+from kvreshard.model.text import counted
 from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.transport.base import TransportError
@@ -133,8 +134,8 @@ def _identity(peer: Peer, card: EngineCard, layout: EngineLayout) -> Line:
     facts = ", ".join(f"{name} {value[:60]}" for name, value in sorted(card.facts.items())) or "no facts"
     pool = sum(region.size_bytes for rank in layout.ranks for region in rank.regions)
     text = (
-        f"engine '{card.engine}', incarnation {card.incarnation[:12]}: {len(layout.ranks)} ranks, {len(layout.fields)} fields in "
-        f"{len(layout.groups)} groups, {bytes_text(pool)} of caches; {facts}"
+        f"engine '{card.engine}', incarnation {card.incarnation[:12]}: {counted(len(layout.ranks), 'rank')}, "
+        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {facts}"
     )
     return Line(peer.name, "ok", text)
 
@@ -167,7 +168,7 @@ def _ranks(peer: Peer, card: EngineCard) -> Iterator[Line]:
     text = f"{len(card.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
     if silent:
         remedy = "upgrade it; digest_share is skipped until then"
-        yield Line(name, "warning", f"{text}; {len(silent)} answer no questions about digests", remedy)
+        yield Line(name, "warning", f"{text}; {counted(len(silent), 'rank')} cannot be asked about digests", remedy)
     else:
         yield Line(name, "ok", text)
     if peer.host not in ("127.0.0.1", "::1", "localhost") and os.environ.get("UCX_NET_DEVICES") == "lo":
@@ -186,4 +187,4 @@ def _sentence(routes: list[Route]) -> str:
         f"{route.dst_rank} from {'+'.join(map(str, route.src_ranks)) or 'none'}" for route in routes[:8]
     )
     more = f" and {len(routes) - 8} more" if len(routes) > 8 else ""
-    return f"proved; {len(lanes)} lanes, {staged} of them staged; rank {readers}{more}"
+    return f"proved; {counted(len(lanes), 'lane')}, {staged} of them staged; rank {readers}{more}"

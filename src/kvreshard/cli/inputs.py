@@ -22,7 +22,7 @@ from kvreshard.catalog import EngineSpec, Model, describe, load, parse_engine, w
 from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.parts import MAX_MESSAGE_BYTES
-from kvreshard.model.text import MAX_NAME, escaped, is_name
+from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, require_constants
 
@@ -153,8 +153,7 @@ def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | Non
         layout = described.layout
         layouts.append(layout)
         found += described.warnings
-        ranks = f"{len(layout.ranks)} rank{'s' if len(layout.ranks) > 1 else ''}"
-        words.append(f"{layout.engine} ({asked.engine or asked.layout_file}, {ranks})")
+        words.append(f"{layout.engine} ({asked.engine or asked.layout_file}, {counted(len(layout.ranks), 'rank')})")
     title = " -> ".join(words)
     return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title, tuple(found))
 

@@ -23,6 +23,7 @@ from kvreshard.cli.tables_file import read_tables
 from kvreshard.cli.terminal import write_json
 from kvreshard.model import LayoutMismatch
 from kvreshard.model.tables import Request
+from kvreshard.model.text import counted
 from kvreshard.plan import CopyList, Route, bind, compile_route, elect, find_unwritten, match_fields
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.explain import explain
@@ -65,7 +66,9 @@ def plan(
     if (copies or fills) != (tables is not None):
         raise InputError("--copies and --fills need the request's --tables FILE, and --tables needs one of them")
     if layouts and (len(layouts) != 2 or prefill_layout or decode_layout):
-        raise InputError(f"{len(layouts)} layout files are given as arguments; give two, prefill then decode, and no options for them")  # fmt: skip
+        raise InputError(
+            f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
+        )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
     pair = read_pair(model, Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1]), pages, draft)
     routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvreshard.cli.terminal import Column, Sheet, bytes_text, join_ranks, number, seconds_text, show_line, show_sheet
 from kvreshard.model.ownership import Cyclic, Ownership
+from kvreshard.model.text import counted
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.explain import Explanation, Part, Reading, SourceUse, Subject, name_fields
 
@@ -67,9 +68,9 @@ def _groups_text(subject: Subject) -> str:
     groups = f"group {src}" if src == dst else f"group {src} -> {dst}"
     if subject.is_state:
         return f"{groups}, one page per request"
-    if subject.src_tokens_per_page == subject.dst_tokens_per_page:
-        return f"{groups}, pages of {subject.src_tokens_per_page} tokens"
-    return f"{groups}, pages of {subject.src_tokens_per_page} -> {subject.dst_tokens_per_page} tokens"
+    sizes = dict.fromkeys((subject.src_tokens_per_page or 0, subject.dst_tokens_per_page or 0))
+    plural = "" if list(sizes) == [1] else "s"
+    return f"{groups}, pages of {' -> '.join(map(str, sizes))} token{plural}"
 
 
 def _reading_row(reading: Reading) -> tuple[str, ...]:
@@ -110,7 +111,9 @@ def closing_lines(explanation: Explanation) -> list[str]:
         moved.append(f"{bytes_text(explanation.bytes_per_token)} per token")
     if explanation.state_bytes:
         moved.append(f"{bytes_text(explanation.state_bytes)} of states per request")
-    lines = [f"moved: {' and '.join(moved) or 'nothing'}, to {len(explanation.dst_ranks)} decode ranks together"]
+    together = " together" if len(explanation.dst_ranks) > 1 else ""
+    whom = f"{counted(len(explanation.dst_ranks), 'decode rank')}{together}"
+    lines = [f"moved: {' and '.join(moved) or 'nothing'}, to {whom}"]
     for use in explanation.unread:
         lines.append(
             f"prefill rank {use.src_rank} is read by nobody; decode rank {join_ranks(use.reporters)} tells it when its pages "

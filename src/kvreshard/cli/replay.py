@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvreshard.cli.inputs import read_bytes
+from kvreshard.cli.inputs import InputError, read_bytes
 from kvreshard.cli.replay_view import replay_document, show_replay
 from kvreshard.cli.terminal import write_json
 from kvreshard.model import KvReshardError, WireError
@@ -49,6 +49,8 @@ def replay_file(
 def read_flight(path: Path) -> Flight:
     """The record in a file. Raises InputError or WireError naming the file."""
     content = read_bytes(path, MAX_FLIGHT_BYTES, "flight record")
+    if content.lstrip()[:1] in (b"{", b"["):  # no message of MessagePack that holds a record begins so
+        raise InputError(f"flight record '{path}': holds JSON; give what an engine with flight_recorder_dir has left")
     try:
         return decode_flight(content)
     except WireError as error:

@@ -11,6 +11,7 @@ from rich.console import Console
 from kvreshard.cli.terminal import Column, Sheet, bytes_text, show_line, show_sheet
 from kvreshard.model import EngineLayout
 from kvreshard.model.request_form import TableForm
+from kvreshard.model.text import counted
 from kvreshard.plan.explain import number_ranges
 from kvreshard.session.flight import Flight
 from kvreshard.testing.replay import Replayed
@@ -56,7 +57,8 @@ def _load_sheet(name: str, flight: Flight, replayed: Replayed) -> Sheet:
 def _size(layout: EngineLayout | None) -> str:
     if layout is None:
         return ""
-    return f", {len(layout.ranks)} ranks, {len(layout.fields)} fields in {len(layout.groups)} groups"
+    fields, groups = counted(len(layout.fields), "field"), counted(len(layout.groups), "group")
+    return f", {counted(len(layout.ranks), 'rank')}, {fields} in {groups}"
 
 
 def _request_sheet(flight: Flight) -> Sheet:
@@ -104,7 +106,7 @@ def _copies_sheet(replayed: Replayed) -> Sheet:
 def _events_sheet(flight: Flight) -> Sheet:
     rows = tuple((f"{event.at_s:.6f}", event.name, event.text) for event in flight.events)
     forgotten = flight.num_events_forgotten
-    notes = (f"{forgotten} earlier events were forgotten",) if forgotten else ()
+    notes = (f"{forgotten} earlier {'event was' if forgotten == 1 else 'events were'} forgotten",) if forgotten else ()
     return Sheet("events", (Column("seconds", right=True), Column("event"), Column("what")), rows, notes)
 
 

@@ -19,6 +19,7 @@ from kvreshard.catalog.engine import stage_of_layers
 from kvreshard.cli.inputs import InputError
 from kvreshard.cli.terminal import bytes_text
 from kvreshard.model import EngineLayout
+from kvreshard.model.text import counted
 from kvreshard.testing.room import available_bytes
 from kvreshard.testing.scenario import pages_needed
 from kvreshard.testing.trial import trial_bytes
@@ -66,7 +67,7 @@ def fit(
             return fitted
         if wanted <= num_stages or fitted.num_layers > wanted:
             raise InputError(
-                f"{num_requests} requests of {num_tokens} tokens need {bytes_text(fitted.pool_bytes)} even with "
+                f"{counted(num_requests, 'request')} of {counted(num_tokens, 'token')} need {bytes_text(fitted.pool_bytes)} even with "
                 f"{fitted.num_layers} of {model.num_layers} layers, and {bytes_text(BUDGET_BYTES)} are taken by default: give "
                 "fewer --requests or --tokens, or say how many --layers"
             )
@@ -85,7 +86,7 @@ def check_room(fitted: Fitted, num_processes: int = 0) -> None:
     processes_bytes = num_processes * PROCESS_BYTES
     if available is not None and needed + processes_bytes > available:
         raise InputError(
-            f"{num_processes} ranks, each a process of its own, take {bytes_text(processes_bytes)} of memory beside "
+            f"{counted(num_processes, 'rank')}, each a process of its own, take {bytes_text(processes_bytes)} of memory beside "
             f"{bytes_text(needed)} for the pools, and {bytes_text(available)} are available here: give fewer ranks, or "
             "--transport memory"
         )

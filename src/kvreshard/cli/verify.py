@@ -29,7 +29,7 @@ from kvreshard.cli.scale import check_room, fit
 from kvreshard.cli.terminal import bytes_text, write_json
 from kvreshard.cli.verify_view import Run, run_document, show_run
 from kvreshard.model import KvReshardError
-from kvreshard.model.text import escaped
+from kvreshard.model.text import counted, escaped
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
 from kvreshard.testing.scenario import make_requests
 from kvreshard.testing.trial import memory_needed, run_trial
@@ -88,7 +88,7 @@ def verify(
     warn(warnings)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()
-    what = f"verifying {model}: {prefill} -> {decode}, {num_ranks} ranks with {bytes_text(fitted.pool_bytes)} of pages together"
+    what = f"verifying {model}: {prefill} -> {decode}, {counted(num_ranks, 'rank')} with {bytes_text(fitted.pool_bytes)} of pages together"
     with Stages(what, num_ranks) as stages:
         try:
             with make_ranks(transport, num_ranks, memory_needed(fitted.prefill, fitted.decode)) as ranks:

@@ -12,6 +12,7 @@ from kvreshard.cli.find_cell import find_cell
 from kvreshard.cli.scale import Fitted
 from kvreshard.cli.terminal import Column, Sheet, bytes_text, seconds_text, show_line, show_sheet
 from kvreshard.model.tables import Request
+from kvreshard.model.text import counted
 from kvreshard.testing.trial import TrialResult
 
 # Further wrong places say the same over again.
@@ -45,20 +46,20 @@ def show_run(console: Console, run: Run) -> None:
     if result.passed:
         show_line(
             console,
-            f"right: every byte of {len(run.fitted.decode.ranks)} decode ranks is as the oracle says; other pages and "
+            f"right: every byte of {counted(len(run.fitted.decode.ranks), 'decode rank')} is as the oracle says; other pages and "
             "prefix hits are untouched",
         )
 
 
 def _rows(run: Run) -> list[tuple[str, str]]:
     result = run.result
-    who = f"{len(run.fitted.prefill.ranks)} prefill and {len(run.fitted.decode.ranks)} decode ranks"
+    who = f"{len(run.fitted.prefill.ranks)} prefill and {counted(len(run.fitted.decode.ranks), 'decode rank')}"
     kind = "one process each, " if run.transport == "nixl" else "in one process, "
     rate = result.num_bytes / result.transfer_s if result.transfer_s else 0.0
     return [
         ("ranks", f"{who}, {kind}{run.transport} {'WRITE' if run.push else 'READ'}"),
         ("layers", f"{run.fitted.num_layers} of {run.model_layers}"),
-        ("requests", f"{result.num_requests} in flight, up to {run.num_tokens} tokens, seed {run.seed}"),
+        ("requests", f"{result.num_requests} in flight, up to {counted(run.num_tokens, 'token')}, seed {run.seed}"),
         ("moved", f"{bytes_text(result.num_bytes)} of cache, {bytes_text(result.num_staged_bytes)} of it staged"),
         ("descriptors", f"{result.num_copies:,}, for {bytes_text(result.num_read_bytes)} on the wire"),
         ("transfer", f"{seconds_text(result.transfer_s)}, {bytes_text(int(rate))} per second"),
@@ -86,7 +87,7 @@ def findings(run: Run) -> list[str]:
         first = wrong.ranges[0][0]
         where = find_cell(run.fitted.decode, run.requests, wrong.rank, wrong.region, first)
         found.append(
-            f"decode rank {wrong.rank}: {num_bytes} bytes; the first is {where} (byte {first} of region '{wrong.region}')"
+            f"decode rank {wrong.rank}: {counted(num_bytes, 'byte')}; the first is {where} (byte {first} of region '{wrong.region}')"
         )
     return [*found, *(f"reports: {missing}" for missing in result.missing_reports)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvreshard.model import Cyclic, Interval, LayoutError, Ownership, split_evenly
+from kvreshard.model.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Place:
             return Interval(0, None)
         if self.interleave % tokens_per_state:
             raise LayoutError(
-                f"context parallelism gives {self.interleave} tokens at a time, which is no multiple of "
+                f"context parallelism gives {counted(self.interleave, 'token')} at a time, which is no multiple of "
                 f"{tokens_per_state} tokens per state; set interleave to a multiple of {tokens_per_state}"
             )
         run = self.interleave // tokens_per_state

@@ -37,6 +37,15 @@ def check_references(references: Collection[str], names: Collection[str]) -> Non
             raise ValueError(f"'{plain(reference)}' is no name: it has characters that cannot be seen")
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "rank"), counted(0, "rank"), counted(2, "KV head")
+    ('1 rank', '0 ranks', '2 KV heads')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def escaped(text: object, limit: int | None = None) -> str:
     """What a person typed, in one line of at most `limit` characters and a mark; what cannot be seen is written as in Python.
 

@@ -33,7 +33,7 @@ BAD = [
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--rank", "1"], "has no rank 1; its ranks are [0]"),
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--copies"], "--tables FILE"),
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--way", "fast"], "'fast' is not one of"),
-    (["plan", "a.json"], "give two, prefill then decode"),
+    (["plan", "a.json"], "arguments: 1 layout file; give two, prefill then decode"),
     (["plan", "a.json", "b.json"], "layout file 'a.json' cannot be read: No such file"),
     (["describe"], "Missing option '--model'"),
     (["describe", "--model", "lama-3.1-8b"], "did you mean 'llama-3.1-8b'"),

@@ -88,7 +88,7 @@ def test_an_error_is_exit_code_one(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(command, "check_nixl", lambda: [Line("nixl", "error", "gone", "install it")])
     result = run("doctor", "--no-loopback")
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1].startswith("wrong: 1 of ")
+    assert result.stdout.splitlines()[-1].startswith("wrong: 1 error and ")
     assert not json.loads(run("doctor", "--no-loopback", "--json").stdout)["healthy"]
 
 
@@ -300,7 +300,7 @@ def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> N
     path.write_bytes(wire.encode(engine("decode", page=6), "json"))
     result = run("doctor", "--no-loopback", "--peer", where, "--layout", path)
     assert result.exit_code == 0, result.output
-    assert "engine 'prefill', incarnation life: 2 ranks, 2 fields in 1 groups" in result.stdout
+    assert "engine 'prefill', incarnation life: 2 ranks, 2 fields in 1 group," in result.stdout
     assert "route prefill -> decode" in result.stdout
     assert "proved; 2 lanes" in result.stdout
     assert "the handshake does not tell it" in result.stdout
@@ -345,7 +345,7 @@ def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.M
     monkeypatch.setattr(doctor_peer, "find_version", lambda *names: "0.32.0")
     early = run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), board=0, vllm_version="0.31.0+cpu"))
     assert early.exit_code == 0
-    assert "1 answer no questions about digests" in early.stdout
+    assert "1 rank cannot be asked about digests" in early.stdout
     assert "vLLM 0.31.0+cpu there, 0.32.0 here" in early.stdout
     assert "nothing is known of this side" in early.stdout
     assert run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), metadata=b"noise")).exit_code == 1

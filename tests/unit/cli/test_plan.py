@@ -72,7 +72,7 @@ def test_only_some_ranks_and_a_forced_way(run) -> None:
     options = ("--model", "deepseek-v2-lite", "--prefill", "tp=4", "--decode", "tp=2", "--rank", "1", "--way", "staged")
     out = run("plan", *options).stdout
     assert "staged: forced; " in out
-    assert "to 1 decode ranks together" in out
+    assert "to 1 decode rank\n" in out
     document = json.loads(run("plan", *options, "--json").stdout)
     assert {reading["way"] for subject in document["subjects"] for reading in subject["readings"]} == {"staged"}
 

@@ -210,3 +210,10 @@ def test_no_single_flipped_byte_ends_in_a_traceback(run: Run, save: Save) -> Non
         bad[place] ^= int(rng.integers(1, 256))
         path.write_bytes(bytes(bad))
         assert run("replay", path).exit_code in (0, 1, 2)
+
+
+def test_a_json_file_is_told_from_a_record(run, tmp_path: Path) -> None:
+    (tmp_path / "layout.json").write_text('{"form": "kvreshard.layout"}')
+    result = run("replay", tmp_path / "layout.json")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "holds JSON; give what an engine with flight_recorder_dir has left" in result.stderr

@@ -60,7 +60,7 @@ def test_a_flipped_byte_is_found_and_named(run, monkeypatch) -> None:
     result = run(*SMALL, "--way", "direct")
     assert result.exit_code == 1
     wrong = re.search(
-        r"^wrong: decode rank 1: 1 bytes; the first is field 'layers\.\d+\.attn\.[kv]', token \d+, head \d, channel \d+ of "
+        r"^wrong: decode rank 1: 1 byte; the first is field 'layers\.\d+\.attn\.[kv]', token \d+, head \d, channel \d+ of "
         r"request \d \(byte \d+ of region 'kv'\)$",
         result.stdout,
         re.MULTILINE,
@@ -69,7 +69,7 @@ def test_a_flipped_byte_is_found_and_named(run, monkeypatch) -> None:
     assert "right:" not in result.stdout
     document = json.loads(run(*SMALL, "--way", "direct", "--json").stdout)
     assert not document["passed"]
-    assert document["findings"][0].startswith("decode rank 1: 1 bytes; the first is field 'layers.")
+    assert document["findings"][0].startswith("decode rank 1: 1 byte; the first is field 'layers.")
 
 
 def test_a_transfer_that_fails_is_told(run, monkeypatch) -> None:
