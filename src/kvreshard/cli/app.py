@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kvreshard import __version__
 from kvreshard.cli.bench import bench
@@ -39,8 +39,26 @@ _PARSER_ERROR = next(
 )
 
 
+def _without_bool(params: list[Any]) -> list[Any]:
+    """Options of the help; Typer writes the type of each, and that of a flag says nothing."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command whose flags have no type in its help."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_bool(super().get_params(ctx))
+
+
 class Commands(TyperGroup):
     """A group whose failures are told as the module says, however it is started."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _without_bool(super().get_params(ctx))
 
     def make_context(self, *words: Any, **more: Any) -> Any:
         with writing():  # the help
@@ -114,5 +132,5 @@ def _options(
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(_options)
 for command in (verify, plan, describe, models, doctor, keys, bench):
-    app.command()(command)
-app.command("replay")(replay_file)
+    app.command(cls=Command)(command)
+app.command("replay", cls=Command)(replay_file)

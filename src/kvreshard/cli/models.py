@@ -20,7 +20,7 @@ from kvreshard.catalog import describe as describe_engine
 from kvreshard.catalog.entries import geometry
 from kvreshard.cli.terminal import Column, Sheet, bytes_text, number, show_line, show_sheet, write_json
 
-# The longest line of the catalog without its caches takes 80 columns.
+# Below, the shapes of the caches, which count the layers too, take the place of their number alone.
 WIDE = 140
 
 
@@ -43,7 +43,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         write_json([_document(row) for row in rows])
         return
     console = Console()
-    show_sheet(console, models_sheet(rows, with_caches=not console.is_terminal or console.width >= WIDE))
+    show_sheet(console, models_sheet(rows, with_layers=not console.is_terminal or console.width >= WIDE))
     show_line(
         console,
         "unsure: fields of the config.json that could not be confirmed; reasons and sources: kvreshard models --json",
@@ -63,26 +63,22 @@ def read_row(entry: Entry) -> ModelRow:
     return ModelRow(entry, model.model_type, _layers(model), geometry(model), per_token, per_request)
 
 
-def models_sheet(rows: list[ModelRow], with_caches: bool = True) -> Sheet:
-    """The catalog as a table; `with_caches`: with the shape of each cache, which takes a wide terminal."""
-    columns = [
-        Column("id", whole=True), Column("layers"), Column("per token", right=True), Column("states", right=True),
-        Column("sources", whole=True),
-    ]  # fmt: skip
-    cells = [
-        [
-            row.entry.id,
-            row.layers,
-            bytes_text(row.bytes_per_token),
-            bytes_text(row.state_bytes) if row.state_bytes else "-",
-            f"{len(row.entry.sources)}{f', {len(row.entry.unconfirmed)} unsure' if row.entry.unconfirmed else ''}",
-        ]
-        for row in rows
-    ]
-    if with_caches:
-        columns.append(Column("caches"))
-        cells = [[*line, row.geometry] for line, row in zip(cells, rows, strict=True)]
-    return Sheet(f"{len(rows)} models", tuple(columns), tuple(map(tuple, cells)))
+def models_sheet(rows: list[ModelRow], with_layers: bool = True) -> Sheet:
+    """The catalog as a table; `with_layers`: with how many layers of what family there are, apart from the shapes of their caches."""
+    columns = {
+        Column("id", whole=True): [row.entry.id for row in rows],
+        Column("layers"): [row.layers for row in rows],
+        Column("per token", right=True): [bytes_text(row.bytes_per_token) for row in rows],
+        Column("states", right=True): [bytes_text(row.state_bytes) if row.state_bytes else "-" for row in rows],
+        Column("sources"): [_sources(row.entry) for row in rows],
+        Column("caches"): [row.geometry for row in rows],
+    }
+    shown = {column: cells for column, cells in columns.items() if with_layers or column.name != "layers"}
+    return Sheet(f"{len(rows)} models", tuple(shown), tuple(zip(*shown.values(), strict=True)))
+
+
+def _sources(entry: Entry) -> str:
+    return f"{len(entry.sources)}{f', {len(entry.unconfirmed)} unsure' if entry.unconfirmed else ''}"
 
 
 def _layers(model: Model) -> str:

@@ -1,6 +1,6 @@
 """How does a result reach a person, a pipe or a program?
 
-- To a real terminal: tables with colours, fitted to its width.
+- To a real terminal: tables with colours, fitted to its width; where not even that is enough, a line per cell. Nothing is left out.
 - To a pipe or a file: the same rows as plain lines, columns padded with spaces, never wrapped, whatever the width.
 - With `--json`: one JSON document on stdout and nothing else.
 
@@ -14,13 +14,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from operator import lt
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+# Between two columns.
+GAP = 2
+# A longer word is a path or a list without spaces, and may be broken.
+LONGEST_WORD = 24
 STYLES = {
     "direct": "green",
     "staged": "yellow",
@@ -67,6 +72,44 @@ def show_sheet(console: Console, sheet: Sheet) -> None:
             write_line(console, line)
         write_line(console, "")
         return
+    widths = column_widths(sheet, console.width)
+    if widths is None:
+        _show_lines(console, sheet)
+    else:
+        _show_table(console, sheet, widths)
+    for note in sheet.notes:
+        show_line(console, note)
+    console.print()
+
+
+def column_widths(sheet: Sheet, width: int) -> list[int] | None:
+    """How wide each column is in a terminal; None if it is too narrow for words, numbers and cells that are not to be broken.
+
+    >>> sheet = Sheet("", (Column("bytes read", right=True), Column("why")), (("80 KiB", "because it is so"),))
+    >>> [column_widths(sheet, width) for width in (80, 20, 12)]
+    [[10, 16], [6, 12], None]
+    """
+    cells = [(column.name, *(row[index] for row in sheet.rows)) for index, column in enumerate(sheet.columns)]
+    widths = []
+    for column, (name, *texts) in zip(sheet.columns, cells, strict=True):
+        whole = max(map(len, texts), default=0) if column.right or column.whole else 0
+        words = [name, *texts] if not whole else [name]
+        longest = max((len(word) for text in words for word in text.split()), default=0)
+        widths.append(max(whole, min(longest, LONGEST_WORD)))
+    spare = width - sum(widths) - GAP * (len(widths) - 1)
+    if spare < 0:
+        return None
+    for first in (1, 0):  # cells before names, which have a line or two more only once
+        wanted = [max(map(len, column[first:]), default=0) for column in cells]
+        while spare > 0 and any(map(lt, widths, wanted)):
+            for index, most in enumerate(wanted):
+                if widths[index] < most and spare > 0:
+                    widths[index] += 1
+                    spare -= 1
+    return widths
+
+
+def _show_table(console: Console, sheet: Sheet, widths: list[int]) -> None:
     table = Table(
         title=Text(sheet.title, style="bold"),
         title_justify="left",
@@ -75,19 +118,25 @@ def show_sheet(console: Console, sheet: Sheet) -> None:
         show_edge=False,
         collapse_padding=True,
     )
-    for column in sheet.columns:
-        table.add_column(
-            Text(column.name),
-            justify="right" if column.right else "left",
-            overflow="fold",
-            no_wrap=column.right or column.whole,
-        )
+    for column, width in zip(sheet.columns, widths, strict=True):
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        table.add_column(Text(column.name), justify=justify, overflow="fold", width=width)
     for row in sheet.rows:
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     console.print(table)
-    for note in sheet.notes:
-        show_line(console, note)
-    console.print()
+
+
+def _show_lines(console: Console, sheet: Sheet) -> None:
+    """A line per cell, an empty one between rows."""
+    console.print(Text(sheet.title, style="bold"))
+    grid = Table.grid(padding=(0, GAP, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in sheet.rows:
+        grid.add_row("", "")
+        for column, cell in zip(sheet.columns, row, strict=True):
+            grid.add_row(Text(column.name, style="dim"), Text(cell, style=STYLES.get(cell, "")))
+    console.print(grid)
 
 
 def show_line(console: Console, text: str) -> None:
