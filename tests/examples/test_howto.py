@@ -1,4 +1,4 @@
-"""Does the kind that docs/howto/add-a-kind.md shows work as it stands there?"""
+"""Does the kind that docs/howto/add-a-kind.md shows work as it stands there, and does each engine of docs/howto/engines.md?"""
 
 import importlib
 import re
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvreshard.catalog import describe, load, parse_engine, warnings
+from kvreshard.catalog.spec import engine_keys
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
@@ -53,3 +55,16 @@ def test_the_example_is_described_routed_and_moved(tmp_path: Path) -> None:
             ]
     assert np.array_equal(got, expected)
     assert np.count_nonzero(got)
+
+
+def test_every_key_of_an_engine_has_its_row_and_an_example_that_vllm_runs() -> None:
+    page = HOWTO.with_name("engines.md").read_text(encoding="utf-8")
+    rows = {row[0]: row[2] for row in re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|", page, flags=re.MULTILINE)}
+    assert set(rows) == set(engine_keys())
+    model = load("llama-3.1-8b")
+    for key, examples in rows.items():
+        for example in re.findall(r"`(.+?)`", examples):
+            spec = parse_engine(example)
+            assert key.partition(".")[0] in example
+            assert describe(model, spec, "engine")
+            assert (warnings(model, spec) == []) == (key != "page.<group>"), example

@@ -144,7 +144,7 @@ def parse_engine(text: str) -> EngineSpec:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value:
             raise LayoutError(
-                f"engine option '{escaped(word, MAX_SHOWN)}': needs a value, as in tp=4; known keys: {', '.join(_keys())}"
+                f"engine option '{escaped(word, MAX_SHOWN)}': needs a value, as in tp=4; known keys: {', '.join(engine_keys())}"
             )
         if key in seen:
             raise LayoutError(f"engine option '{escaped(key, MAX_SHOWN)}': is given twice; give it once")
@@ -158,11 +158,12 @@ def parse_engine(text: str) -> EngineSpec:
             name, read = _READERS[key]
             given[name] = read(key, value)
         else:
-            raise unknown("engine option", key, _keys(), f" (value '{escaped(value, MAX_SHOWN)}')")
+            raise unknown("engine option", key, engine_keys(), f" (value '{escaped(value, MAX_SHOWN)}')")
     return EngineSpec(**given, page_of=tuple(page_of.items()))
 
 
-def _keys() -> list[str]:
+def engine_keys() -> list[str]:
+    """Every key that an engine may be written with."""
     return [*_READERS, "page.<group>"]
 
 

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvreshard import __version__
+from kvreshard.catalog.spec import engine_keys
 from kvreshard.cli.bench import bench
 from kvreshard.cli.describe import describe
 from kvreshard.cli.doctor import doctor
@@ -32,6 +33,10 @@ from kvreshard.transport.base import TransportError
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
+
+ENGINES = (
+    f"An engine is written key=value,key=value with the keys {', '.join(engine_keys())}: see docs/howto/engines.md."
+)
 
 # What the parser raises has moved between packages over Typer's releases; its base class is found from a public one.
 _PARSER_ERROR = next(
@@ -132,5 +137,5 @@ def _options(
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(_options)
 for command in (verify, plan, describe, models, doctor, keys, bench):
-    app.command(cls=Command)(command)
+    app.command(cls=Command, epilog=ENGINES if command in (verify, plan, describe) else None)(command)
 app.command("replay", cls=Command)(replay_file)

@@ -96,6 +96,7 @@ def test_version_and_help(run) -> None:
     for command in ("verify", "plan", "describe", "models", "doctor", "replay", "keys", "bench"):
         told = run(command, "--help")
         assert (told.exit_code, "<bool>" in told.stdout) == (0, False)
+        assert ("docs/howto/engines.md" in told.stdout) == (command in ("verify", "plan", "describe"))
 
 
 def test_a_bug_is_not_dressed_up_as_bad_input() -> None:
