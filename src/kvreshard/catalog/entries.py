@@ -125,6 +125,8 @@ def _from_path(model: str) -> Model:
             )
         name = path.parent.name if path.name == "config.json" else path.stem
         return read_model(name if path.is_file() else str(path), _parse(str(path), content))
+    except RecursionError:
+        raise LayoutError(f"config '{path}': is nested too deep for a config.json; give another file") from None
     except OSError as error:
         raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
 
@@ -146,7 +148,7 @@ def _packaged(name: str) -> dict[str, Any]:
 def _parse(name: str, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise LayoutError(f"config '{name}': is not JSON ({error}); give a model's config.json") from error
     if not isinstance(found, dict):
         raise LayoutError(
