@@ -1,8 +1,9 @@
 """The command line: which commands there are, and how every failure is told.
 
 Exit codes: 0 done, 1 a verification found something wrong or a replay differs, or the doctor an error, 2 bad input, a refusal or a
-stdout that cannot be written, 130 interrupted, 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr, never a traceback; with `--json`, stdout has
-`{"error": {"type": ..., "message": ...}}` as its one document. A bug in kvreshard itself still shows its traceback.
+stdout that cannot be written, 130 interrupted, 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr,
+never a traceback; with `--json`, stdout has `{"error": {"type": ..., "message": ...}}` as its one document. What vLLM would not run
+is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself still shows its traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvreshard import __version__
-from kvreshard.catalog.spec import engine_keys
+from kvreshard.catalog.spec import MAX_SHOWN, engine_keys
 from kvreshard.cli.bench import bench
 from kvreshard.cli.describe import describe
 from kvreshard.cli.doctor import doctor
@@ -94,8 +95,7 @@ def _run(command: Any, as_json: bool) -> int:
         except Exception as error:
             if not isinstance(error, _PARSER_ERROR):
                 raise
-            # Chosen above for having this method; the class has no name that a type checker could know.
-            return _fail("UsageError", str(cast(Any, error).format_message()), as_json)
+            return _fail("UsageError", _usage_text(error), as_json)
     except OutputError as error:
         if sys.stdout is not None:
             forget(sys.stdout)
@@ -109,6 +109,17 @@ def _run(command: Any, as_json: bool) -> int:
     if code == EXIT_INTERRUPTED:  # newer releases of Typer catch the interrupt and return this
         tell("interrupted")
     return code if isinstance(code, int) else 0
+
+
+def _usage_text(error: Exception) -> str:
+    """What the parser says, with the value that it refused; newer releases of Typer leave that to a cause of Pydantic's."""
+    # Chosen above for having this method; the class has no name that a type checker could know.
+    text = str(cast(Any, error).format_message())
+    cause: Any = error.__cause__
+    for found in cause.errors()[:1] if hasattr(cause, "errors") else ():
+        value = f"'{escaped(found['input'], MAX_SHOWN)}'"
+        text = text if value in text else f"{text.rstrip('.')}, not {value}"
+    return text
 
 
 def _fail(kind: str, message: str, as_json: bool) -> int:
