@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "a run is one page long",
         "transport/frames.py",
-        "lengths = self.frame.length_bytes[:, None] * runs",
-        "lengths = self.frame.length_bytes[:, None] * np.ones_like(runs)",
+        "lengths = copies.frame.length_bytes[:, None] * runs",
+        "lengths = copies.frame.length_bytes[:, None] * np.ones_like(runs)",
     ),
     Mutant(
         "a run that must be cut is listed",

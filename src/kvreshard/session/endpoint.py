@@ -330,17 +330,10 @@ class Endpoint:
         card = peer.card if peer is not None else self._me.refused.get(job.load.remote)
         self._recorder.record(
             Crash(
-                job.load,
-                self._rank,
-                failure,
-                self._me.card,
-                card,
-                None if peer is None else peer.route,
-                job.events,
-                0 if self._staging is None else self._staging.size_bytes,
-                self._options.allow_mismatch,
+                job.load, self._rank, failure, self._me.card, card, None if peer is None else peer.route, job.events,
+                0 if self._staging is None else self._staging.size_bytes, self._options.allow_mismatch,
             )
-        )
+        )  # fmt: skip
 
     def _free_scratch(self, job: Job) -> None:
         if job.scratch_address is not None:

@@ -142,11 +142,6 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name="kvreshard-listener", daemon=True)
         self._thread.start()
 
-    @property
-    def num_visitors(self) -> int:
-        """Connections at this moment."""
-        return len(self._visitors)
-
     def close(self) -> None:
         """Stop listening. A second call does nothing."""
         self._stopping.set()

@@ -36,6 +36,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kvreshard.transport.agent import Cursor
 from kvreshard.transport.base import (
     Copies,
     Direction,
@@ -48,7 +49,7 @@ from kvreshard.transport.base import (
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, PlacedFrame, place_frame
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
-from kvreshard.transport.owner import Cursor, Job, Owner
+from kvreshard.transport.owner import Job, Owner
 from kvreshard.transport.placed import Placed
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata

@@ -111,7 +111,7 @@ def _as_transport_error(fact: str, error: Exception, remedy: str = REMEDY) -> Tr
 
 
 class NixlAgent:
-    """`owner.Agent` over `nixl_agent`, for one thread only. A handle is NIXL's transfer request."""
+    """`agent.Agent` over `nixl_agent`, for one thread only. A handle is NIXL's transfer request."""
 
     def __init__(self, name: str, options: NixlOptions) -> None:
         api = load_nixl()

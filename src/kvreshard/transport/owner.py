@@ -14,7 +14,7 @@ A slice that failed may have pieces that still move: NIXL shares them over sever
 fails. So its peer is disconnected, when the other slices with it have settled, and only then have its jobs settled: a failed transfer moves
 no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its job and its peer's window; only `stop` gives it up.
 
-The agent is a narrow protocol, so that this loop runs in tests without NIXL.
+The agent is a narrow protocol (`agent`), so that this loop runs in tests without NIXL.
 """
 
 from __future__ import annotations
@@ -25,51 +25,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransportError
-from kvreshard.transport.frames import FrameSlice
+from kvreshard.transport.agent import Agent, Cursor
+from kvreshard.transport.base import Transfer, TransportError
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending, torn_peer
-from kvreshard.transport.slices import Slice, SliceBudget
+from kvreshard.transport.slices import SliceBudget
 from kvreshard.transport.window import Windows
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Agent(Protocol):
-    """What the owner needs of NIXL. Every call is made on the owner's thread; every failure is a `TransportError`."""
-
-    def register(self, regions: Sequence[MemoryRegion]) -> None: ...
-    def deregister(self, regions: Sequence[MemoryRegion]) -> None: ...
-    def metadata(self) -> bytes: ...
-    def add_peer(self, name: str, native: bytes) -> None: ...
-    def remove_peer(self, name: str) -> None: ...
-    def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
-        """Post a slice. None: it has settled already. Raises when it could not be posted as a whole."""
-
-    def is_done(self, handle: object) -> bool:
-        """Whether a slice has arrived. Raises when it failed."""
-
-    def release(self, handle: object) -> None: ...
-    def send(self, peer: str, payload: bytes) -> None: ...
-    def receive(self) -> list[tuple[str, bytes]]: ...
-    def close(self) -> None: ...
-
-
-class Cursor(Protocol):
-    """What is left to post of a transfer, handed out slice by slice."""
-
-    @property
-    def exhausted(self) -> bool: ...
-    def drop(self) -> None: ...
-    def take(self, budget_bytes: int) -> Slice | FrameSlice:
-        """The next pieces, at least one, whose cost together stays within the budget. Not when exhausted."""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
-from kvreshard.transport.owner import Agent, Job, Owner
+from kvreshard.transport.owner import Job, Owner
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Slice, SliceCursor
