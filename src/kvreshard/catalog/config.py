@@ -8,9 +8,9 @@ that an error can name the field as a person finds it in the file.
 3. transformers 5.19 may save what differs in some layers as `per_layer_config`: `of_layer` gives one layer's fields.
 4. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
 
-Refused: a field that is missing, of a wrong type or not positive, a list of layer types of another length than
+Refused: a field that is missing, of a wrong type or not positive, KV heads that do not divide the query heads, a list of layer types of another length than
 `num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default is given by the caller, who
-says where it is documented.
+says where it is documented, or by `defaults`, which has those of transformers' classes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvreshard.catalog.defaults import DERIVED_HEAD_SIZE, HEAD_SIZES, KV_HEADS, PER_QUERY_HEAD
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.model import LayoutError
 
 # Where multimodal models keep the language model: transformers, and two families of older repositories.
 NESTED = ("text_config", "language_config", "llm_config")
 SHOWN_CHARACTERS = 60
-# In transformers 5.19 the head size of these has a default that is not hidden_size / num_attention_heads, but for some of a like name.
-OWN_HEAD_SIZE = ("gemma", "glm4", "gpt_oss", "nemotron_h", "qwen3")
-DERIVED_HEAD_SIZE = ("glm4_moe", "glm4v", "qwen3_moe", "qwen3_vl_moe")
 PER_LAYER = "per_layer_config"
 # Far above every model there is: beyond, a description would take memory and time without end.
 MAX_LAYERS, MAX_COUNT = 10_000, 1 << 32
@@ -87,7 +85,9 @@ class Config:
         if value is None and default is not None:
             return default
         if value is None:
-            raise self.error(name, "is missing", "it shapes the cache, so take the model's own config.json")
+            raise self.error(
+                name, "is missing", "it shapes the cache; add it to a copy of the file, as the model was made"
+            )
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(name, f"is {_shown(value)}", "give a whole number")
         at_most = MAX_LAYERS if name.endswith(("layers", "modules")) else MAX_COUNT
@@ -193,11 +193,10 @@ class Config:
         return value
 
     def head_size(self) -> int:
-        """`head_dim`, else `hidden_size / num_attention_heads` where that is transformers' default."""
-        if self.has("head_dim") or (
-            self.model_type.startswith(OWN_HEAD_SIZE) and not self.model_type.startswith(DERIVED_HEAD_SIZE)
-        ):
-            return self.count("head_dim")
+        """`head_dim`, else what the family has without it (`defaults`)."""
+        known = self._default("head_dim", HEAD_SIZES)
+        if known is not None or self.model_type not in DERIVED_HEAD_SIZE:
+            return self.count("head_dim", known)
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:
             raise self.error(
@@ -206,10 +205,32 @@ class Config:
         return hidden // heads
 
     def num_kv_heads(self) -> int:
-        """`num_key_value_heads`, else one per query head (transformers' default for the families read here)."""
-        if self.has("num_key_value_heads"):
-            return self.count("num_key_value_heads")
-        return self.count("num_attention_heads")
+        """`num_key_value_heads`, else what the family has without it (`defaults`)."""
+        name = "num_key_value_heads"
+        known, num_heads = self._default(name, KV_HEADS), self.count("num_attention_heads")
+        if known is None and self.model_type in PER_QUERY_HEAD:
+            known = num_heads
+        num_kv_heads = self.count(name, known)
+        if num_heads % num_kv_heads:
+            raise self.error(
+                name,
+                f"is {num_kv_heads}{'' if self.has(name) else ' by default'}, which does not divide num_attention_heads {num_heads}",
+                "every KV head serves as many query heads",
+            )
+        return num_kv_heads
+
+    def _default(self, name: str, numbers: Mapping[str, int]) -> int | None:
+        """What the field says, or is known to be where it is absent. A null is not known where a number is."""
+        if self.has(name):
+            return self.count(name)
+        known = numbers.get(self.model_type)
+        if known is not None and name in self.fields:
+            raise self.error(
+                name,
+                f"is null, which is not the {known} of a '{self.model_type}' file without it",
+                "give the number, or leave the field out",
+            )
+        return known
 
 
 def language_part(model: str, raw: Mapping[str, Any]) -> Config:

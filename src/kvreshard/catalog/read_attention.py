@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvreshard.catalog.config import PER_LAYER, Config
+from kvreshard.catalog.defaults import DERIVED_HEAD_SIZE, HEAD_SIZES, WINDOW_TOKENS
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
 
 PLAIN_TYPES = (
@@ -50,7 +51,7 @@ PLAIN_TYPES = (
     "laguna",
 )
 PREDICTING_TYPES = ("glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3")
-GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "sliding_window": 4096}
 LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
 # Words of a field name that tell of a cache other than K and V per head: another model type may mean anything by them.
 SHAPING = re.compile(
@@ -72,6 +73,8 @@ def read_plain(config: Config) -> Model:
 def _plain_windows(config: Config, num_layers: int) -> list[int | None]:
     """Window of each layer: by type, or one for all layers that `use_sliding_window` (in Qwen false by default) allows."""
     is_qwen = config.model_type.startswith("qwen")
+    if "sliding_window" not in config.fields and config.model_type in WINDOW_TOKENS:
+        config = config.with_fields(sliding_window=WINDOW_TOKENS[config.model_type])
     switched = config.flag("use_sliding_window", config.has("sliding_window") and not is_qwen)
     if config.has("layer_types"):
         return _windows_by_type(config, config.entries("layer_types", num_layers, LAYER_TYPES))
@@ -282,13 +285,20 @@ def read_unknown(config: Config) -> Model:
             f"is set, and model type '{config.model_type}' is not known",
             "the field may shape the cache, so this is not read as plain attention; use a model of a known type",
         )
-    if not config.has("num_key_value_heads"):
-        raise config.error(
-            "num_key_value_heads",
-            f"is missing, and model type '{config.model_type}' is not known",
-            "give it, or use a model of a known type",
-        )
+    _check_unknown(config, "num_key_value_heads")
+    if config.model_type not in HEAD_SIZES and config.model_type not in DERIVED_HEAD_SIZE:
+        _check_unknown(config, "head_dim")
     return read_plain(config)
+
+
+def _check_unknown(config: Config, name: str) -> None:
+    """Families differ in what they have where these fields are absent; of one that nobody here knows the file must say it."""
+    if not config.has(name):
+        raise config.error(
+            name,
+            f"is missing, and model type '{config.model_type}' is not known",
+            "it shapes the cache; add it to a copy of the file, as the model was made",
+        )
 
 
 def _model(config: Config, num_layers: int, windows: Sequence[int | None], num_shared: int = 0) -> Model:

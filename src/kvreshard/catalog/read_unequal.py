@@ -89,7 +89,7 @@ def read_step3p5(config: Config) -> Model:
     window = config.count("sliding_window") if "window" in types else None
 
     def layer(index: int) -> ModelLayer:
-        own = other if types[index] == special else config
+        own = config.with_fields(**other.fields) if types[index] == special else config
         return attention_layer(
             f"layers.{index}.attn",
             index,

@@ -98,11 +98,56 @@ def test_plain_attention() -> None:
         ({"model_type": "gemma2", "head_dim": 64, "sliding_window": 64, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
          [None, None, None, 64]),
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}, [64, None, 64, None]),
-        ({"model_type": "another", "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}, [64] * 4),
+        ({"model_type": "another", "head_dim": 128, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4}, [64] * 4),
     ],
 )  # fmt: skip
 def test_windows(fields: dict[str, Any], expected: list[int | None]) -> None:
     assert windows(read_model("m", changed(PLAIN, **fields))) == expected
+
+
+# What transformers' class of the family has where the file says nothing; `tests/vllm/test_defaults.py` asks all of them.
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("mistral", Attention(8, 128, "bfloat16", window_tokens=4096)),
+        ("mixtral", Attention(8, 128, "bfloat16")),
+        ("starcoder2", Attention(2, 128, "bfloat16")),
+        ("glm4", Attention(2, 128, "bfloat16")),
+        ("qwen3_moe", Attention(4, 128, "bfloat16")),
+        ("gemma", Attention(16, 256, "bfloat16")),
+        ("afmoe", Attention(32, 128, "bfloat16")),
+    ],
+)  # fmt: skip
+def test_a_file_without_kv_heads_and_width_has_those_of_its_family(model_type: str, expected: Attention) -> None:
+    raw = changed(
+        PLAIN,
+        model_type=model_type,
+        num_key_value_heads=None,
+        layer_types=["full_attention"] * 4 if model_type == "afmoe" else None,
+    )
+    assert set(kinds(read_model("m", raw)).values()) == {expected}
+
+
+@pytest.mark.parametrize("width", [None, 64])
+def test_the_width_of_a_family_without_a_reader(width: int | None) -> None:
+    raw = changed(PLAIN, model_type="ernie4_5", head_dim=width)
+    assert read_model("m", raw).layers[0].kind == Attention(8, width or 128, "bfloat16")
+    assert read_model("m", changed(PLAIN, model_type="olmoe")).layers[0].kind == Attention(8, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "known"),
+    [("mistral", "num_key_value_heads", 8), ("qwen3", "head_dim", 128), ("helium", "head_dim", 128)],
+)
+def test_null_is_not_absent_where_the_family_has_a_number(model_type: str, name: str, known: int) -> None:
+    with pytest.raises(
+        LayoutError, match=f"'{name}': is null, which is not the {known} of a '{model_type}' file without it"
+    ):
+        read_model("m", {**PLAIN, "model_type": model_type, name: None})
+
+
+def test_no_window_is_said_with_a_null() -> None:
+    assert windows(read_model("m", {**PLAIN, "model_type": "mistral", "sliding_window": None})) == [None] * 4
 
 
 def test_gemma_3_fills_in_what_its_files_leave_out() -> None:
@@ -238,12 +283,15 @@ def test_states_only() -> None:
         (PLAIN, {"num_key_value_heads": -8}, "field 'num_key_value_heads': is -8"),
         (PLAIN, {"num_key_value_heads": "8"}, "field 'num_key_value_heads': is '8'; give a whole number"),
         (PLAIN, {"num_key_value_heads": True}, "field 'num_key_value_heads': is True; give a whole number"),
+        (PLAIN, {"num_key_value_heads": 64}, "'num_key_value_heads': is 64, which does not divide num_attention_heads 32; every KV"),
+        (PLAIN, {"num_key_value_heads": 7}, "'num_key_value_heads': is 7, which does not divide"),
+        (PLAIN, {"model_type": "mistral", "num_key_value_heads": None, "num_attention_heads": 20}, "is 8 by default, which does not divide"),
         (PLAIN, {"num_hidden_layers": 4.0}, "field 'num_hidden_layers': is 4.0; give a whole number"),
         (PLAIN, {"num_hidden_layers": None}, "field 'num_hidden_layers': is missing"),
         (PLAIN, {"torch_dtype": None}, "field 'dtype': is missing"),
         (PLAIN, {"torch_dtype": "bf17"}, "field 'torch_dtype': is 'bf17'; use one of"),
         (PLAIN, {"hidden_size": 4095}, "hidden_size 4095 is no multiple of 32 heads; give head_dim"),
-        (PLAIN, {"model_type": "qwen3"}, "field 'head_dim': is missing"),
+        (PLAIN, {"model_type": "nobody_knows"}, "field 'head_dim': is missing, and model type 'nobody_knows' is not known; it shapes"),
         (LATENT, {"model_type": "glm_moe_dsa", "index_head_dim": 128, "indexer_types": ["full"] * 3 + ["shared"]},
          r"'indexer_types\[3\]': is 'shared'"),
         (PLAIN, {"model_type": None}, "field 'model_type': is missing"),
@@ -283,7 +331,9 @@ def test_the_path_of_a_nested_field_is_named() -> None:
 
 
 def test_an_unknown_type_without_shaping_fields_is_plain_attention() -> None:
-    raw = changed(PLAIN, model_type="brandnew", rope_scaling={"factor": 2}, sliding_window=None, n_experts=8)
+    raw = changed(
+        PLAIN, model_type="brandnew", head_dim=128, rope_scaling={"factor": 2}, sliding_window=None, n_experts=8
+    )
     assert kinds(read_model("m", raw)) == kinds(read_model("m", PLAIN))
     off = changed(raw, use_sliding_window=False, sliding_window=64, max_window_layers=2)
     assert kinds(read_model("m", off)) == kinds(read_model("m", PLAIN))

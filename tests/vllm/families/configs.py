@@ -1,7 +1,7 @@
 """Configs of the families that the catalog reads, as transformers has them by default, with what only files on the hub have.
 
 `PLAIN` need nothing else. A field of `CHANGED` is one that vLLM's class asks for and transformers' default lacks, or one that is the
-case: its first word is the model type. `HUB` are families that transformers has no class for; vLLM has its own.
+case: its first word is the model type; one that is `ABSENT` is taken out of the file. `HUB` are families that transformers has no class for; vLLM has its own.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ INDEXER = {
 }
 QWEN4 = {"architectures": ["Qwen4ExpForCausalLM"], "num_experts": 16, "ngram_vocab_size_base": 1000, "output_gate_type": "silu",
          "eos_token_id": 1, **INDEXER}  # fmt: skip
+ABSENT = "absent"
+BARE = {"num_key_value_heads": ABSENT, "head_dim": ABSENT, "sliding_window": ABSENT}
 CHANGED: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "cohere2_moe dense": {"first_k_dense_replace": 3, "num_hidden_layers": 11, "layer_types": None, "mlp_layer_types": None,
@@ -88,6 +90,13 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 2, "moe_intermediate_size": 1536},
     "falcon newer": {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 128, "hidden_size": 8192},
     "falcon heads": {"multi_query": False},
+    "ernie4_5 bare": {**BARE, "num_key_value_heads": 2},
+    "gemma2 bare": {**BARE, "sliding_window": 4096},
+    "glm4 bare": BARE,
+    "gpt_oss bare": {**BARE, "sliding_window": 128, "intermediate_size": 4096},
+    "mistral bare": BARE,
+    "mixtral bare": BARE,
+    "qwen3_moe bare": BARE,
     "gemma3_text pattern": {"layer_types": ["full_attention", "sliding_attention"] * 13, "head_dim": 128},
     "gemma4_text unequal": {"per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 2}, "29": {"head_dim": 64}}},
     "glm4_moe": {"head_dim": 128},
@@ -207,5 +216,5 @@ def read_config(case: str, *, num_predicting: int = 0) -> dict[str, Any]:
     config = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
     names = [architecture] if isinstance(architecture, str) else list(architecture)
-    changes = CHANGED.get(case, {})
-    return {**config, "architectures": names, "dtype": "bfloat16", "model_type": model_type, **changes}
+    changed = {**config, "architectures": names, "dtype": "bfloat16", "model_type": model_type, **CHANGED.get(case, {})}
+    return {name: value for name, value in changed.items() if value != ABSENT}
