@@ -317,6 +317,11 @@ def test_states_only() -> None:
         (PLAIN, {"model_type": "odd", "sliding_window": 128}, "'sliding_window': is set"),
         (PLAIN, {"model_type": "odd", "is_encoder_decoder": True}, "'is_encoder_decoder': is set"),
         (PLAIN, {"model_type": "odd", "use_sliding_window": True, "sliding_window": 8}, "'use_sliding_window': is set"),
+        *((PLAIN, {"model_type": "odd", "head_dim": 128, name: value}, f"'{name}': is set, and model type 'odd' is not known") for name, value in (
+            ("use_cla", True), ("cla_share_factor", 2), ("attention_head_dim", 64), ("num_kv_groups", 4), ("kv_heads", 2), ("head_size", 96),
+            ("d_kv", 64), ("qk_head_dim", 192), ("yoco", True), ("share_kv", True), ("num_shared_kv_layers", 8), ("use_mla", True),
+            ("num_query_groups", 4), ("swa_layers", [1]), ("indexer_types", ["full"]), ("kv_cache_reuse_layers", [2]),
+        )),
         (PLAIN, {"model_type": "odd", "num_key_value_heads": None}, "'num_key_value_heads': is missing"),
     ],
 )  # fmt: skip
@@ -335,5 +340,9 @@ def test_an_unknown_type_without_shaping_fields_is_plain_attention() -> None:
         PLAIN, model_type="brandnew", head_dim=128, rope_scaling={"factor": 2}, sliding_window=None, n_experts=8
     )
     assert kinds(read_model("m", raw)) == kinds(read_model("m", PLAIN))
+    alike = changed(
+        raw, attention_head_dim=128, qk_head_dim=128, use_cla=False, cla_share_factor=2, classifier_dropout=0.1
+    )
+    assert kinds(read_model("m", alike)) == kinds(read_model("m", PLAIN))
     off = changed(raw, use_sliding_window=False, sliding_window=64, max_window_layers=2)
     assert kinds(read_model("m", off)) == kinds(read_model("m", PLAIN))
