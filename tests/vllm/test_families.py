@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from tests.vllm.families.caches import ORDERS, caches_of, expected_fields, tables_of
-from tests.vllm.families.configs import CASES, PREDICTING, read_config
+from tests.vllm.families.configs import CASES, DECLARING, PREDICTING, read_config
 
 from kvreshard.catalog import read_model
 from kvreshard.catalog.spec import EngineSpec
@@ -100,9 +100,9 @@ def test_families_are_read_as_their_classes_cache(answers: Answers, engine: Engi
 
 @pytest.mark.timeout(SECONDS)
 def test_the_connector_describes_families_as_the_catalog_does(answers: Answers, engine: Engine) -> None:
-    """Also where a rank shows fewer heads or groups than it can tell the model's from."""
+    """Also where a rank shows fewer heads or groups than it can tell the model's from. Of fp8 caches the connector also knows the scales."""
     for case, (said, _) in answers.items():
-        if said is not None:
+        if said is not None and case not in DECLARING:
             model = read_model(case, engine.configs[case])
             fields = expected_fields(model, engine.spec, engine.rank, orders_of(said)[0])
             assert as_json(fields) == said["fields"], case
@@ -120,7 +120,11 @@ def test_the_oracle_tells_models_apart(answers: Answers, engine: Engine) -> None
     if engine.spec.spec:
         assert said["glm4_moe"]["fields"][-1] != said["glm4_moe"]["fields"][0]  # an engine may lack what predicts
         return
-    for case, other in (("gemma4_text", "gemma4_text unequal"), ("glm_moe_dsa", "glm_moe_dsa pattern")):
+    for case, other in (
+        ("gemma4_text", "gemma4_text unequal"),
+        ("glm_moe_dsa", "glm_moe_dsa pattern"),
+        ("qwen3_next", "qwen3_next modelopt"),
+    ):
         assert said[case]["caches"] != said[other]["caches"]
     first, second = (said["gemma4_text unequal"]["tables"][order] for order in ORDERS)
     assert first != second

@@ -27,6 +27,7 @@ from kvreshard.model import LayoutError
 # Where multimodal models keep the language model: transformers, and two families of older repositories.
 NESTED = ("text_config", "language_config", "llm_config")
 SHOWN_CHARACTERS = 60
+DTYPE_NAMES = ("dtype", "torch_dtype")
 PER_LAYER = "per_layer_config"
 # Far above every model there is: beyond, a description would take memory and time without end.
 MAX_LAYERS, MAX_COUNT = 10_000, 1 << 32
@@ -167,13 +168,19 @@ class Config:
         if value is not None and value not in allowed:
             raise self.error(name, f"is {_shown(value)}", "caches of that shape are not described")
 
-    def dtype(self) -> str:
-        """The model's dtype: `dtype`, or `torch_dtype` in older files, here or around the language model.
+    @property
+    def says_dtype(self) -> bool:
+        """Whether the file has a dtype, good or bad."""
+        return any(fields.get(name) is not None for fields in self._around for name in DTYPE_NAMES)
 
-        Absent means float32 to transformers, but engines then read the weights; so it is refused.
-        """
-        for fields in (self.fields, self.outer or {}):
-            for name in ("dtype", "torch_dtype"):
+    @property
+    def _around(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        return self.fields, self.outer or {}
+
+    def dtype(self) -> str:
+        """The model's dtype: `dtype`, or `torch_dtype` in older files, here or around the language model."""
+        for fields in self._around:
+            for name in DTYPE_NAMES:
                 value = fields.get(name)
                 if value is None:
                     continue
@@ -181,7 +188,11 @@ class Config:
                 if not isinstance(short, str) or short not in DTYPE_BYTES:
                     raise self.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
                 return short
-        raise self.error("dtype", "is missing", 'add the dtype of the model, for example "bfloat16"')
+        raise self.missing_dtype("add it to a copy of the file, as the model was made")
+
+    def missing_dtype(self, remedy: str) -> LayoutError:
+        """Absent means float32 to transformers, but vLLM then reads the weights (`model_arch_config_convertor.py`)."""
+        return self.error("dtype", "is missing, and the weights that would say it are not read here", remedy)
 
     def state_dtype(self, name: str, default: str) -> str:
         """The dtype of a recurrent state; `auto` is the default."""

@@ -3,6 +3,7 @@
 1. Take the language model's part of the file (`config.language_part`).
 2. Its `model_type` names the reader; a multimodal model has the type of its text part.
 3. A type that is in no list is read as plain attention only if nothing in it can shape the cache otherwise.
+4. The dtype of its caches is the model's, unless the file declares another (`declared`).
 
 Raises LayoutError naming the field, its value and the remedy.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from kvreshard.catalog import read_attention, read_hybrid, read_indexed, read_latent, read_renamed, read_unequal
 from kvreshard.catalog.config import PER_LAYER, Config, language_part
+from kvreshard.catalog.declared import read_with_dtype
 from kvreshard.catalog.layers import Model
 
 Reader = Callable[[Config], Model]
@@ -95,7 +97,7 @@ def read_model(name: str, raw: Mapping[str, Any]) -> Model:
     config = language_part(name, raw)
     if config.model_type not in READ_PER_LAYER:
         _check_per_layer(config)
-    return READERS.get(config.model_type, read_attention.read_unknown)(config)
+    return read_with_dtype(READERS.get(config.model_type, read_attention.read_unknown), config)
 
 
 def _check_per_layer(config: Config) -> None:

@@ -14,8 +14,8 @@ follow it. A `ModelLayer` is one cache: a decoder layer may have several (attent
 | `ring` | the same, in one page per request (DeepSeek-V4.1, GLM-5-Next, Qwen4-Exp) |
 | `state` | one state |
 
-The dtype of a cache is the engine's choice, so a layer has a kind of its own (`auto`) and one for each dtype that it can be
-asked for. Refused: a dtype that no layer of the model can store.
+The dtype of a cache is the engine's choice, so a layer has a kind of its own (`auto`: the model's, or what its file declares) and one for
+each dtype that it can be asked for. Refused: a dtype that no layer of the model can store.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ModelLayer:
 
     `predicts`: an own prediction layer of the model (MTP), which exists only while the engine speculates `min_drafts` tokens or more.
     `page_tokens`: tokens of a page, where the model and not the engine sets them.
+    `undecided`: why the file alone does not give `kind`, an error to raise where the engine does not say a dtype.
     """
 
     name: str
@@ -53,15 +54,25 @@ class ModelLayer:
     predicts: bool = False
     min_drafts: int = 1
     page_tokens: int | None = None
+    undecided: str = ""
 
     def kind_for(self, dtype: str) -> Kind:
-        """The kind in a cache of `dtype`; a layer that cannot store it keeps its own."""
+        """The kind in a cache of `dtype`; a layer that cannot store it keeps its own. Raises LayoutError if that is not known."""
+        if dtype not in self.kinds and self.undecided:
+            raise LayoutError(self.undecided)
         return self.kinds.get(dtype, self.kind)
+
+    def in_dtype(self, dtype: str) -> ModelLayer:
+        """The same with a cache of `dtype` by default, if it can store that."""
+        return replace(self, kind=self.kinds[dtype], undecided="") if dtype in self.kinds else self
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them."""
+    """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them.
+
+    `dtype`: of the weights, `auto` if the file does not say it; `declared`: of the caches, where the file says another.
+    """
 
     name: str
     model_type: str
@@ -72,6 +83,7 @@ class Model:
     default_order: str = "LBNHC"
     num_query_heads: int | None = None
     notes: tuple[str, ...] = ()
+    declared: str = NATIVE
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -136,10 +148,15 @@ def predicting(layer: ModelLayer) -> ModelLayer:
 def as_draft(model: Model, draft: Model) -> Model:
     """`model` with the layers of `draft` behind its own: `draft.<i>.<cache>`, optional, on the last stage.
 
-    A draft's own drafts are left out.
+    A draft's own drafts are left out. What the model's file declares of caches holds for the draft's (vLLM has one cache dtype).
     """
     added = tuple(
-        replace(layer, name=layer.name.replace("layers.", "draft.", 1), index=model.num_layers, optional=True)
+        replace(
+            layer.in_dtype(model.declared),
+            name=layer.name.replace("layers.", "draft.", 1),
+            index=model.num_layers,
+            optional=True,
+        )
         for layer in draft.layers
         if not layer.optional
     )

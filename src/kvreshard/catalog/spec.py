@@ -11,7 +11,7 @@
 | `page.<group>` | the same for one group, or one family of groups (`page.window`), after they are |
 | `order` | `NHD`, `HND`, or an order of dimensions, block-outermost ones too |
 | `conv` | convolution states `dim-first` or `dim-last` |
-| `dtype` | of the cache; `auto` is the model's |
+| `dtype` | of the cache; `auto` is what the model's file declares (`declared`), else the model's |
 | `spec` | speculative tokens; above 0, a model's own prediction layers cache too |
 | `draft` | `on` or `off`: whether a separate draft model's layers are there |
 | `interior`, `kernel` | the inside of an attention page; tokens of a kernel block |

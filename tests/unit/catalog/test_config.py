@@ -288,7 +288,7 @@ def test_states_only() -> None:
         (PLAIN, {"model_type": "mistral", "num_key_value_heads": None, "num_attention_heads": 20}, "is 8 by default, which does not divide"),
         (PLAIN, {"num_hidden_layers": 4.0}, "field 'num_hidden_layers': is 4.0; give a whole number"),
         (PLAIN, {"num_hidden_layers": None}, "field 'num_hidden_layers': is missing"),
-        (PLAIN, {"torch_dtype": None}, "field 'dtype': is missing"),
+        (DELTA, {"torch_dtype": None}, "field 'dtype': is missing, and the weights .*; layers with a state have it; add it to a copy"),
         (PLAIN, {"torch_dtype": "bf17"}, "field 'torch_dtype': is 'bf17'; use one of"),
         (PLAIN, {"hidden_size": 4095}, "hidden_size 4095 is no multiple of 32 heads; give head_dim"),
         (PLAIN, {"model_type": "nobody_knows"}, "field 'head_dim': is missing, and model type 'nobody_knows' is not known; it shapes"),

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm.v1.kv_cache_interface import KVQuantMode
+
 from kvreshard.catalog.engine import describe, engine_layers, plan_pages
 from kvreshard.catalog.layers import Model
 from kvreshard.catalog.spec import EngineSpec
@@ -86,13 +88,21 @@ def _of_kind(kind: Kind, place: Place, style: Style) -> Cache:
     return "state", page_bytes
 
 
+def _dtype(spec: Any) -> str:
+    """Of values: torch has those in fp8, with a scale per tensor, as bytes. Packed rows have several."""
+    is_fp8 = getattr(spec, "kv_quant_mode", None) == KVQuantMode.FP8_PER_TENSOR
+    if is_fp8 and getattr(spec, "cache_dtype_str", None) in (None, "fp8", "fp8_e4m3"):
+        return "fp8_e4m3"
+    return str(spec.dtype).removeprefix("torch.")
+
+
 def of_spec(spec: Any) -> Cache:
     """The same of one of vLLM's specifications."""
     name = type(spec).__name__
     if name == "MambaSpec":
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
         return "state", sum(sizes)
-    dtype = str(spec.dtype).removeprefix("torch.")
+    dtype = _dtype(spec)
     if name in ("MLAAttentionSpec", "SlidingWindowMLASpec"):
         window = spec.sliding_window if name == "SlidingWindowMLASpec" else None
         if dtype == "uint8":

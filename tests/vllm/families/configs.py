@@ -82,6 +82,16 @@ INDEXER = {
 QWEN4 = {"architectures": ["Qwen4ExpForCausalLM"], "num_experts": 16, "ngram_vocab_size_base": 1000, "output_gate_type": "silu",
          "eos_token_id": 1, **INDEXER}  # fmt: skip
 ABSENT = "absent"
+FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+MODELOPT = {
+    "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FP8, "ignore": []}
+}
+COMPRESSED = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": [],
+        "kv_cache_scheme": {**FP8, "strategy": "tensor", "symmetric": True},
+    }
+}  # fmt: skip
 BARE = {"num_key_value_heads": ABSENT, "head_dim": ABSENT, "sliding_window": ABSENT}
 CHANGED: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
@@ -90,6 +100,13 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 2, "moe_intermediate_size": 1536},
     "falcon newer": {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 128, "hidden_size": 8192},
     "falcon heads": {"multi_query": False},
+    "deepseek_v3 modelopt": MODELOPT,
+    "deepseek_v3 compressed": COMPRESSED,
+    "gemma2 modelopt": MODELOPT,
+    "gemma2 compressed": COMPRESSED,
+    "llama modelopt": MODELOPT,
+    "qwen3_next modelopt": MODELOPT,
+    "qwen3_next compressed": COMPRESSED,
     "ernie4_5 bare": {**BARE, "num_key_value_heads": 2},
     "gemma2 bare": {**BARE, "sliding_window": 4096},
     "glm4 bare": BARE,
@@ -196,6 +213,8 @@ HUB: Mapping[str, Mapping[str, Any]] = {
                    "vocab_size": 128815, "max_position_embedding": 65536, "moe_layers_enum": "1,2"},
 }  # fmt: skip
 CASES = (*PLAIN, *CHANGED, *HUB)
+DECLARING = tuple(case for case, changes in CHANGED.items() if "quantization_config" in changes)
+"""Cases whose file declares the dtype of its caches."""
 PREDICTING = (
     "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa pattern", "hy_v3", "hy_v4",
     "longcat_flash", "mimo_v2_flash", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",

@@ -10,6 +10,7 @@
 | what a GPU can | constructors ask for recipes of kernels: SM100's |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
+| scales of fp8 caches | they are values, which nothing here has |
 | ranks meet one another | a rank's layers do not depend on what the others say |
 | each class is inspected in a process of its own | 10 s of imports per model |
 """
@@ -79,6 +80,7 @@ def take_out() -> None:
         return find(config, backend, layer, spec) if backend in CPU_BACKENDS else "cuda"
 
     layer_facts._platform = platform
+    layer_facts._scales = lambda name, layer: None
     # They want what has just been taken out, and one another: the model first.
     qwen4 = importlib.import_module("vllm.models.qwen4_exp.nvidia.model")
     sys.modules[qwen4.Qwen4ExpQSAAttention.__module__].is_flash_attn_varlen_func_available = lambda: True

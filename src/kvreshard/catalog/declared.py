@@ -1,0 +1,117 @@
+"""Which dtype has a cache that the engine leaves to the model (`dtype=auto`)?
+
+As vLLM 0.32 resolves it, from `quantization_config` alone (a file `hf_quant_config.json` beside it is not read):
+
+1. ModelOpt's says `kv_cache_scheme` or `kv_cache_quant_algo`: fp8 is `fp8_e4m3`, for every cache that can store it; what vLLM does not know it
+   ignores (`utils/torch_utils.py`, `get_kv_cache_quant_algo_string`; `transformers_utils/model_arch_config_convertor.py` for its older form).
+2. compressed-tensors' `kv_cache_scheme` is fp8 for K and V per head (`layers/attention/attention.py`); latents keep the model's dtype.
+3. Else the dtype of the model; a family that has a form of its own (DeepSeek-V4) keeps it anyway.
+4. A file without a dtype: vLLM looks at the weights, which are not here, so the engine must say it. States have no other way to
+   know theirs.
+
+An engine's own dtype wins. Refused, where the engine says `auto`: schemes that are not described. vLLM also takes fp8 for GLM-5 on a GPU of
+SM100 where nobody says anything, and packs the fp8 latents of sparse attention where FlashMLA reads them; both are options of the engine here
+(`dtype=fp8`, `dtype=fp8_ds_mla`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvreshard.catalog.config import Config
+from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, Model, ModelLayer
+from kvreshard.kinds import Attention
+
+FP8 = "fp8_e4m3"
+# Two that a model may have: a cache that differs between them depends on what the file does not say.
+ASSUMED = ("bfloat16", "float32")
+SCHEMES: Mapping[str, str] = {"fp8": FP8, "nvfp4": "nvfp4"}
+
+
+def read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
+    """The model with the cache dtypes that its file declares. Raises LayoutError."""
+    model = read(config) if config.says_dtype else _read_without_dtype(read, config)
+    outer = Config(config.model, config.outer if config.outer is not None else config.fields)
+    dtype, for_latents = _declared(outer) or (_of_compressed_tensors(config, outer), False)
+    if dtype == NATIVE:
+        return model
+    layers = tuple(_in_dtype(config, layer, dtype, for_latents=for_latents) for layer in model.layers)
+    return replace(model, layers=layers, declared=dtype)
+
+
+def _read_without_dtype(read: Callable[[Config], Model], config: Config) -> Model:
+    """What does not depend on the dtype is known; what does depend on it is the engine's to say."""
+    model, other = (read(config.with_fields(dtype=dtype)) for dtype in ASSUMED)
+    layers = []
+    for layer, twin in zip(model.layers, other.layers, strict=True):
+        if layer.kind != twin.kind and not layer.kinds:
+            raise config.missing_dtype(
+                "layers with a state have it; add it to a copy of the file, as the model was made"
+            )
+        why = str(
+            config.missing_dtype(
+                "give the engine dtype=bfloat16 (or what the weights have), or add it to a copy of the file"
+            )
+        )
+        layers.append(layer if layer.kind == twin.kind else replace(layer, undecided=why))
+    return replace(model, layers=tuple(layers), dtype=NATIVE)
+
+
+def _in_dtype(config: Config, layer: ModelLayer, dtype: str, *, for_latents: bool) -> ModelLayer:
+    if not layer.kinds or not (for_latents or isinstance(layer.kind, Attention)):
+        return layer
+    if dtype not in CACHE_DTYPES:
+        error = config.error(
+            "quantization_config",
+            f"declares a cache in {dtype}, which is not described",
+            "give the engine a dtype, as in dtype=fp8, if it runs with that (--kv-cache-dtype)",
+        )
+        return replace(layer, undecided=str(error))
+    return layer.in_dtype(dtype)
+
+
+def _declared(outer: Config) -> tuple[str, bool] | None:
+    """What ModelOpt declares, and that it is for latents too; None if the file is not ModelOpt's."""
+    quantised = outer.part("quantization_config")
+    inner = quantised.part("quantization") if isinstance(quantised.fields.get("quantization"), Mapping) else quantised
+    method = str(quantised.fields.get("quant_method") or "").lower()
+    if inner is not quantised and inner.has("quant_algo") and _is_older(quantised, inner):
+        method = "modelopt"
+    if not method.startswith("modelopt"):
+        return None
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    scheme = next((part.fields[name] for name in names for part in (inner, quantised) if part.fields.get(name)), None)
+    if isinstance(scheme, Mapping):
+        scheme = _scheme_name(scheme)
+    return SCHEMES.get(scheme.lower(), NATIVE) if isinstance(scheme, str) else NATIVE, True
+
+
+def _is_older(quantised: Config, inner: Config) -> bool:
+    producer = quantised.fields.get("producer")
+    return (
+        isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    ) or "modelopt_quant_config" in inner.fields
+
+
+def _scheme_name(scheme: Mapping[str, Any]) -> str:
+    if scheme.get("type") != "float":
+        return ""
+    if scheme.get("num_bits") == 8 and scheme.get("dynamic") is False:
+        return "fp8"
+    return "nvfp4" if scheme.get("num_bits") == 4 else ""
+
+
+def _of_compressed_tensors(config: Config, outer: Config) -> str:
+    """vLLM takes one scale per tensor, or per head; the scales lie outside of the cache, but those of heads have another meaning."""
+    for name in ("quantization_config", "compression_config"):
+        for part in (outer.part(name), config.part(name)):
+            method = str(part.fields.get("quant_method") or "").lower().replace("_", "-")
+            if method != "compressed-tensors" or not part.has("kv_cache_scheme"):
+                continue
+            scheme = part.part("kv_cache_scheme").fields
+            if (scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy")) == ("float", 8, "tensor"):
+                return FP8
+            return f"{scheme.get('num_bits')} bits ({scheme.get('type')}, per {scheme.get('strategy')})"[:80]
+    return NATIVE
