@@ -10,7 +10,7 @@
 | `deepseek_v41` | by `compress_ratios` and `kv_source_layer_ids`, see `read_deepseek_v41` | `models/deepseek_v41/attention.py`, `compressor.py` |
 
 `num_nextn_predict_layers` more layers predict tokens; they cache only while the engine speculates. Refused: shared indexers in a
-field that vLLM does not read for the family, compression ratios that are not 0, 1, 4 or 128, in V4.1 not 0, 1 or 2.
+field that vLLM does not read for the family, where what it reads says otherwise, compression ratios that are not 0, 1, 4 or 128, in V4.1 not 0, 1 or 2.
 """
 
 from __future__ import annotations
@@ -70,11 +70,7 @@ def read_longcat(config: Config) -> Model:
 def read_sparse(config: Config) -> Model:
     """A latent and an indexer key per token and layer; the indexer is registered first. Its kernel blocks are of 64."""
     num_layers = config.count("num_hidden_layers")
-    if config.has("indexer_types"):
-        known = {"full": "full", "shared": "shared"} if config.model_type == "hy_v4" else {"full": "full"}
-        is_shared = [entry == "shared" for entry in config.entries("indexer_types", num_layers, known)]
-    else:
-        is_shared = _shared_indexers(config, num_layers)
+    is_shared = _shared_indexers(config, num_layers)
     layers = []
     for index in range(num_layers):
         layers += _sparse(config, f"layers.{index}", index)[is_shared[index] :]
@@ -84,7 +80,29 @@ def read_sparse(config: Config) -> Model:
 
 
 def _shared_indexers(config: Config, num_layers: int) -> list[bool]:
-    """Which layers use what an earlier one has chosen: `S` in a pattern of letters, or all but every `index_topk_freq`th."""
+    """Which layers use what an earlier one has chosen. vLLM asks `indexer_types` of `hy_v4` only; what it asks otherwise must agree with them."""
+    if not config.has("indexer_types"):
+        return _scheduled(config, num_layers)
+    known = {"full": "full", "shared": "shared"}
+    listed = [entry == "shared" for entry in config.entries("indexer_types", num_layers, known)]
+    if config.model_type == "hy_v4":
+        return listed
+    scheduled = _scheduled(config, num_layers)
+    for index, (one, other) in enumerate(zip(listed, scheduled, strict=True)):
+        if one != other:
+            has_pattern = config.has("index_topk_pattern")
+            by = "index_topk_pattern" if has_pattern else "index_topk_freq and index_skip_topk_offset"
+            word, opposite = ("shared", "full") if one else ("full", "shared")
+            raise config.error(
+                f"indexer_types[{index}]",
+                f"is '{word}', but by {by}, which vLLM goes by, the layer is '{opposite}'",
+                "make them agree in a copy of the file",
+            )
+    return listed
+
+
+def _scheduled(config: Config, num_layers: int) -> list[bool]:
+    """`S` in a pattern of letters, or all but every `index_topk_freq`th (`deepseek_v32/attention.py:166`)."""
     if config.has("index_topk_pattern"):
         pattern = config.text("index_topk_pattern")
         return [pattern[index : index + 1] == "S" for index in range(num_layers)]

@@ -293,7 +293,7 @@ def test_states_only() -> None:
         (PLAIN, {"hidden_size": 4095}, "hidden_size 4095 is no multiple of 32 heads; give head_dim"),
         (PLAIN, {"model_type": "nobody_knows"}, "field 'head_dim': is missing, and model type 'nobody_knows' is not known; it shapes"),
         (LATENT, {"model_type": "glm_moe_dsa", "index_head_dim": 128, "indexer_types": ["full"] * 3 + ["shared"]},
-         r"'indexer_types\[3\]': is 'shared'"),
+         r"'indexer_types\[3\]': is 'shared', but by index_topk_freq and index_skip_topk_offset, .* is 'full'; make them agree"),
         (PLAIN, {"model_type": None}, "field 'model_type': is missing"),
         (PLAIN, {"model_type": 3}, "field 'model_type': is 3"),
         (PLAIN, {"sliding_window": 64, "use_sliding_window": "yes"}, "'use_sliding_window': is 'yes'; give true or"),

@@ -103,6 +103,16 @@ def test_the_first_layers_of_a_model_have_a_period_of_their_own() -> None:
         ({"index_topk_freq": 2, "index_skip_topk_offset": 0}, "SFSFSFS"),
         ({"index_topk_pattern": "FSS"}, "FSSFFFF"),
         ({}, "FFFFFFF"),
+        (
+            {
+                "index_topk_freq": 4,
+                "index_skip_topk_offset": 3,
+                "index_topk_pattern": None,
+                "indexer_types": ["full"] * 3 + ["shared"] * 3 + ["full"],
+            },
+            "FFFSSSF",
+        ),
+        ({"index_topk_pattern": "FSS", "indexer_types": ["full", "shared", "shared"] + ["full"] * 4}, "FSSFFFF"),
     ],
 )
 def test_layers_that_share_an_indexer_have_none(fields: dict[str, Any], expected: str) -> None:

@@ -119,6 +119,8 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm_moe_dsa every fourth": {"index_topk_freq": 4, "index_skip_topk_offset": 3, "indexer_types": None},
+    "glm_moe_dsa both": {"index_topk_freq": 4, "index_skip_topk_offset": 3,
+                         "indexer_types": ["shared" if max(index - 2, 0) % 4 else "full" for index in range(78)]},
     "glm_moe_dsa pattern": {"index_topk_pattern": "FSSFS" * 15, "indexer_types": None},
     "glm5_next_text": {"architectures": ["Glm5NextForCausalLM"], "num_hidden_layers": 8, "layer_types": None, "mlp_layer_types": None,
                        "indexer_types": None, "n_routed_experts": 8, **GLM5},
