@@ -37,7 +37,7 @@ KV_HEADS: Mapping[str, int] = {
     **dict.fromkeys(("llama4", "llama4_text"), 8),
     "mimo_v2_flash": 4,
     "minimax_m2": 8,
-    "minimax_m3_vl_text": 4,
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), 4),
     **dict.fromkeys(("mistral", "mixtral"), 8),
     "nemotron_h": 8,
     **dict.fromkeys(("qwen2", "qwen3"), 32),
@@ -46,7 +46,7 @@ KV_HEADS: Mapping[str, int] = {
     "qwen3_next": 2,
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), 4),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), 2),
-    "qwen4_exp_text": 2,
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), 2),
     "smollm3": 4,
     "starcoder2": 2,
 }
@@ -57,10 +57,10 @@ PER_QUERY_HEAD = (
 )  # fmt: skip
 HEAD_SIZES: Mapping[str, int] = {
     **dict.fromkeys(("afmoe", "cohere2_moe", "glm4", "hy_v3", "laguna", "llama4", "llama4_text", "minimax_m2", "qwen3"), 128),
-    **dict.fromkeys(("minimax_m3_vl_text", "nemotron_h"), 128),
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text", "nemotron_h"), 128),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"), 256),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), 256),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp_text"), 256),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), 256),
     "gpt_oss": 64,
     "mimo_v2_flash": 192,
     "step3_text": 256,

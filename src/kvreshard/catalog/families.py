@@ -1,7 +1,7 @@
 """Which reader knows a model type?
 
 1. Take the language model's part of the file (`config.language_part`).
-2. Its `model_type` names the reader; a multimodal model has the type of its text part.
+2. Its `model_type` names the reader; a multimodal model has the type of its text part, or its own where that says none.
 3. A type that is in no list is read as plain attention only if nothing in it can shape the cache otherwise.
 4. The dtype of its caches is the model's, unless the file declares another (`declared`).
 
@@ -52,9 +52,9 @@ READERS: Mapping[str, Reader] = {
     "inkling_model": read_unequal.read_inkling,
     "mimo_v2_flash": read_unequal.read_mimo_v2,
     "step3p5": read_unequal.read_step3p5,
-    **dict.fromkeys(("minimax_m3_text", "minimax_m3_vl_text"), read_indexed.read_minimax_m3),
-    "glm5_next_text": read_indexed.read_glm5_next,
-    "qwen4_exp_text": read_indexed.read_qwen4_exp,
+    **dict.fromkeys(("minimax_m3_text", "minimax_m3_vl", "minimax_m3_vl_text"), read_indexed.read_minimax_m3),
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), read_indexed.read_glm5_next),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), read_indexed.read_qwen4_exp),
     "axk1": read_latent.read_latent,
     "deepseek_v2": read_latent.read_latent,
     "deepseek_v3": read_latent.read_latent,
@@ -71,7 +71,7 @@ READERS: Mapping[str, Reader] = {
     "granitemoehybrid": read_hybrid.read_granite,
     "falcon_h1": read_hybrid.read_falcon_h1,
     "jamba": read_hybrid.read_jamba,
-    "kimi_linear": read_hybrid.read_kimi_linear,
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), read_hybrid.read_kimi_linear),
     "bailing_hybrid": read_hybrid.read_bailing_hybrid,
     "lfm2": read_hybrid.read_lfm2,
     "lfm2_moe": read_hybrid.read_lfm2,

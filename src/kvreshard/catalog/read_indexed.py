@@ -2,9 +2,9 @@
 
 | model types | caches of a layer that has an indexer, in order | source (vLLM 0.32) |
 |---|---|---|
-| `minimax_m3_text`, `minimax_m3_vl_text` | one key per token; K and V | `models/minimax_m3/nvidia/model.py`, `common/indexer.py` |
-| `glm5_next_text` | one quantised key per pool of `index_kpool` tokens; the ring of the open pool; the latent | `models/glm5next/common/attention.py` |
-| `qwen4_exp_text` | the ring of the open group; one key per `indexer_compress_ratio` tokens; K and V | `models/qwen4_exp/common/qsa_cache.py` |
+| `minimax_m3_vl`, `minimax_m3_text`, `minimax_m3_vl_text` | one key per token; K and V | `models/minimax_m3/nvidia/model.py`, `common/indexer.py` |
+| `glm5_next`, `glm5_next_text` | one quantised key per pool of `index_kpool` tokens; the ring of the open pool; the latent | `models/glm5next/common/attention.py` |
+| `qwen4_exp`, `qwen4_exp_text` | the ring of the open group; one key per `indexer_compress_ratio` tokens; K and V | `models/qwen4_exp/common/qsa_cache.py` |
 
 Layers without: K and V in MiniMax-M3, delta states in the others. Qwen4-Exp's `ple_layer_ids` also have the state of a convolution, whole on
 every rank, registered first. Keys have the dtype of the model, whatever that of the cache. A ring has whole pools or groups.

@@ -82,6 +82,8 @@ def test_minimax_m3_in_both_forms_of_its_file() -> None:
     assert [layer.name for layer in model.layers if layer.family == "latent"] == [
         "layers.1.indexer", "layers.2.indexer", "layers.3.indexer", "mtp.0.indexer",
     ]  # fmt: skip
+    untyped = {"model_type": "minimax_m3_vl", "text_config": changed(M3, model_type=None)}
+    assert read_model("m", untyped).layers == read_model("m", M3).layers
     types = ["full_attention", *["minimax_m3_sparse"] * 3]
     other = changed(
         M3, model_type="minimax_m3_vl_text", sparse_attention_config=None, layer_types=types, index_head_dim=128

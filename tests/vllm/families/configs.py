@@ -143,6 +143,8 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"num_hidden_layers": 6, "layers_block_type": None, "hybrid_override_pattern": "M-M*-M", "mamba_num_heads": 96},
+    "nemotron_h listed": {"num_hidden_layers": ABSENT, "head_dim": ABSENT, "attention_head_dim": 128, "num_key_value_heads": ABSENT,
+                          "mamba_num_heads": 96, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]},
     "olmo_hybrid few": {"num_key_value_heads": 6, "linear_num_key_heads": 12, "linear_num_value_heads": 24},
     "qwen4_exp_text": {**QWEN4, "num_hidden_layers": 8, "layer_types": None, "ple_layer_ids": [1, 2]},
     "qwen4_exp_text axes": {**QWEN4, "num_hidden_layers": 6, "indexer_compress_ratio": 8,
@@ -210,6 +212,8 @@ HUB: Mapping[str, Mapping[str, Any]] = {
                            "swa_num_key_value_heads": 16},
     "minimax_m3_vl": {"architectures": ["MiniMaxM3SparseForCausalLM"], "text_config": {**M3, "dtype": "bfloat16"},
                       "vision_config": {"hidden_size": 1280}},
+    "minimax_m3_vl untyped": {"architectures": ["MiniMaxM3SparseForCausalLM"], "vision_config": {"hidden_size": 1280},
+                              "text_config": {**M3, "model_type": ABSENT, "dtype": "bfloat16"}},
     "step3_text": {"architectures": ["Step3TextForCausalLM"], "hidden_size": 7168, "num_attention_heads": 64,
                    "num_attention_groups": 1, "num_hidden_layers": 3, "head_dim": 256, "share_q_dim": 2048,
                    "vocab_size": 128815, "max_position_embedding": 65536, "moe_layers_enum": "1,2"},
@@ -230,7 +234,7 @@ def read_config(case: str, *, num_predicting: int = 0) -> dict[str, Any]:
         return {**read_config(case), "num_nextn_predict_layers": num_predicting}
     model_type = case.split()[0]
     if case in HUB:
-        return {"model_type": model_type, "dtype": "bfloat16", **HUB[case]}
+        return _present({"model_type": model_type, "dtype": "bfloat16", **HUB[case]})
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -238,4 +242,11 @@ def read_config(case: str, *, num_predicting: int = 0) -> dict[str, Any]:
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
     names = [architecture] if isinstance(architecture, str) else list(architecture)
     changed = {**config, "architectures": names, "dtype": "bfloat16", "model_type": model_type, **CHANGED.get(case, {})}
-    return {name: value for name, value in changed.items() if value != ABSENT}
+    return _present(changed)
+
+
+def _present(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is absent, here and one level below."""
+    return {
+        name: _present(value) if name == "text_config" else value for name, value in config.items() if value != ABSENT
+    }
