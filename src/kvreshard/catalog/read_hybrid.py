@@ -2,7 +2,7 @@
 
 | model types | which layer is what | state | source |
 |---|---|---|---|
-| `nemotron_h` | `layers_block_type` or `hybrid_override_pattern` (M state, * attention, others none) | Mamba-2 | `NemotronHConfig` |
+| `nemotron_h` | `layers_block_type` or `hybrid_override_pattern` (M state, * attention, others none), whose length is the number of layers | Mamba-2 | `NemotronHConfig` |
 | `granitemoehybrid` | `layer_types` | Mamba-2 | `GraniteMoeHybridConfig` |
 | `falcon_h1` | each layer is both | Mamba-2 | `FalconH1Config` |
 | `jamba` | attention at `attn_layer_offset` of every `attn_layer_period` | Mamba-1 | `JambaConfig` |
@@ -39,10 +39,16 @@ PATTERN: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "
 
 
 def read_nemotron_h(config: Config) -> Model:
-    """Layers of one block each. The inner size is heads x head size, not `expand` x hidden size."""
-    num_layers = config.count("num_hidden_layers")
+    """Layers of one block each, as many as are listed. The inner size is heads x head size, not `expand` x hidden size.
+
+    Older files have the width as `attention_head_dim` too, which transformers does not read.
+    """
     filled = _with_pattern(config, "hybrid_override_pattern", "layers_block_type")
+    listed = filled.fields.get("layers_block_type")
+    is_listed = isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) > 0
+    num_layers = config.count("num_hidden_layers", len(listed) if is_listed else None)
     types = filled.entries("layers_block_type", num_layers, BLOCKS)
+    config.must_be("attention_head_dim", config.head_size())
     state = Mamba2(
         config.count("mamba_num_heads"),
         config.count("mamba_head_dim"),

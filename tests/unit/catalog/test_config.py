@@ -236,6 +236,14 @@ def test_nemotron_by_pattern_or_list() -> None:
     assert stated.state_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    "form", [{}, {"hybrid_override_pattern": None, "layers_block_type": ["mamba", "mlp", "attention", "moe"]}]
+)
+def test_nemotron_has_as_many_layers_as_it_lists(form: dict[str, Any]) -> None:
+    raw = changed(NEMOTRON, num_hidden_layers=None, head_dim=None, attention_head_dim=128, **form)
+    assert read_model("m", raw) == read_model("m", NEMOTRON)
+
+
 def test_granite_and_falcon() -> None:
     model = read_model("m", GRANITE)
     assert list(kinds(model)) == ["layers.0.mamba", "layers.1.attn", "layers.2.mamba", "layers.3.mamba"]
@@ -306,6 +314,9 @@ def test_states_only() -> None:
         (LATENT, {"model_type": "deepseek_v32", "index_head_dim": 100}, "'index_head_dim': is 100"),
         (LATENT, {"model_type": "deepseek_v32", "index_head_dim": 128, "index_topk_freq": 0}, "'index_topk_freq': is 0"),
         (NEMOTRON, {"hybrid_override_pattern": "M-*X"}, r"'hybrid_override_pattern\[3\]': is 'X'"),
+        (NEMOTRON, {"num_hidden_layers": None, "hybrid_override_pattern": None}, "'num_hidden_layers': is missing; it shapes the cache"),
+        (NEMOTRON, {"num_hidden_layers": None, "hybrid_override_pattern": None, "layers_block_type": []}, "'num_hidden_layers': is missing"),
+        (NEMOTRON, {"attention_head_dim": 64}, "'attention_head_dim': is 64; caches of that shape"),
         (NEMOTRON, {"hybrid_override_pattern": "M-*"}, "has 3 entries for 4 decoder layers"),
         (GRANITE, {"layer_types": None}, "field 'layer_types': is missing"),
         (GEMMA_4, {"global_head_dim": None}, "field 'global_head_dim': is missing"),
