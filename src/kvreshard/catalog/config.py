@@ -3,7 +3,7 @@
 A `Config` is the dictionary of the language model with the path at which it lies (`text_config` of a multimodal model), so
 that an error can name the field as a person finds it in the file.
 
-1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`.
+1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`, in Qwen-Omni inside of `thinker_config`.
 2. Older families call the same fields otherwise: `renamed` says how, and errors speak of the file's own names.
 3. transformers 5.19 may save what differs in some layers as `per_layer_config`: `of_layer` gives one layer's fields.
 4. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
@@ -26,6 +26,8 @@ from kvreshard.model import LayoutError
 
 # Where multimodal models keep the language model: transformers, and two families of older repositories.
 NESTED = ("text_config", "language_config", "llm_config")
+# Where models that hear and speak keep what has it (`Qwen3OmniMoeConfig.get_text_config`).
+SPEAKING = "thinker_config"
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
 PER_LAYER = "per_layer_config"
@@ -248,11 +250,14 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
     """The fields of the language model of a file. Raises LayoutError if the file holds no object."""
     if not isinstance(raw, Mapping):
         raise LayoutError(f"config of '{model}': holds {_shown(raw)}; it must be a JSON object with named fields")
+    path, around = "", raw
+    if isinstance(raw.get(SPEAKING), Mapping):
+        path, around = f"{SPEAKING}.", {**raw, **raw[SPEAKING]}
     for name in NESTED:
-        inner = raw.get(name)
+        inner = around.get(name)
         if isinstance(inner, Mapping):
-            fields = inner if inner.get("model_type") else {**inner, "model_type": raw.get("model_type")}
-            return Config(model, fields, f"{name}.", raw)
+            fields = inner if inner.get("model_type") else {**inner, "model_type": around.get("model_type")}
+            return Config(model, fields, f"{path}{name}.", around)
     return Config(model, raw)
 
 

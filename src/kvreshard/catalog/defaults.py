@@ -80,8 +80,8 @@ DERIVED_HEAD_SIZE = frozenset({
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "ministral", "moshi", "nanochat", "olmo3", "olmoe", "phi",
     "phi4_multimodal", "phimoe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
     "stablelm", "voxtral_realtime_text",
-    # The same without a class in transformers (vLLM 0.32 `internlm2.py`, `minicpm.py`, `orion.py`).
-    "internlm2", "minicpm", "orion",
+    # The same without a class in transformers (vLLM 0.32 `deepseek_v2.py`, `internlm2.py`, `minicpm.py`, `orion.py`).
+    "deepseek", "internlm2", "minicpm", "orion",
 })  # fmt: skip
 # The window of a file that says nothing; null says that there is none.
 WINDOW_TOKENS: Mapping[str, int] = {"mistral": 4096}

@@ -2,7 +2,7 @@
 
 | model types | caches of a layer | source |
 |---|---|---|
-| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite`, `axk1` | a latent of `kv_lora_rank + qk_rope_head_dim` | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py`, `AXK1.py` |
+| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite`, `axk1` | a latent of `kv_lora_rank + qk_rope_head_dim`; in DeepSeek's own K and V if `qk_nope_head_dim` and `qk_rope_head_dim` are 0 | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py`, `AXK1.py` |
 | `longcat_flash` | two such latents | vLLM 0.32 `longcat_flash.py` |
 | `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent; a layer that uses another's choice has no indexer | vLLM 0.32 `deepseek_v32/attention.py` |
 | `hy_v4` | the same | vLLM 0.32 `hy_v4/nvidia/attention.py` |
@@ -15,10 +15,20 @@ field that vLLM does not read for the family, where what it reads says otherwise
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layers import PACKED, PACKED_FP4, PACKED_V4, Model, ModelLayer, latent_layer, predicting
+from kvreshard.catalog.layers import (
+    PACKED,
+    PACKED_FP4,
+    PACKED_V4,
+    Model,
+    ModelLayer,
+    attention_layer,
+    latent_layer,
+    predicting,
+)
 from kvreshard.kinds import Kind, Latent, Ring, ScaledRows, indexer
 
 # vLLM 0.32 `mla/indexer.py`: fp8 keys, one float32 scale for each 128 of them.
@@ -49,11 +59,28 @@ V41_DRAFTING = 3
 
 def read_latent(config: Config) -> Model:
     """One latent per token and layer."""
+    return _alike(config, latent)
+
+
+def read_deepseek(config: Config) -> Model:
+    """The same, but K and V where no part of a head is for latents (DeepSeek-OCR)."""
+    is_plain = all(config.fields.get(name) == 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    return _alike(config, _plain if is_plain else latent)
+
+
+def _alike(config: Config, layer: Callable[[Config, str, int], ModelLayer]) -> Model:
+    """Layers that are all the same, those that predict too."""
     num_layers = config.count("num_hidden_layers")
-    layers = [latent(config, f"layers.{index}.attn", index) for index in range(num_layers)]
+    layers = [layer(config, f"layers.{index}.attn", index) for index in range(num_layers)]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
-        layers.append(predicting(latent(config, f"mtp.{index}.attn", num_layers)))
+        layers.append(predicting(layer(config, f"mtp.{index}.attn", num_layers)))
     return finish(config, num_layers, layers, 16)
+
+
+def _plain(config: Config, name: str, index: int) -> ModelLayer:
+    """K and V as wide as `DeepseekAttention` has them, which does not look at `head_dim`."""
+    width = config.count("hidden_size") // config.count("num_attention_heads")
+    return attention_layer(name, index, num_kv_heads=config.num_kv_heads(), head_size=width, dtype=config.dtype())
 
 
 def read_longcat(config: Config) -> Model:

@@ -162,6 +162,37 @@ def test_the_language_model_of_a_multimodal_file() -> None:
     assert model.layers[0].kind == Attention(8, 128, "float16")
 
 
+def test_the_language_model_of_one_that_speaks() -> None:
+    inner = changed(PLAIN, torch_dtype=None)
+    spoken = {
+        "model_type": "omni",
+        "thinker_config": {"model_type": "t", "dtype": "float16", "text_config": inner},
+        "talker_config": {},
+    }
+    assert read_model("m", spoken).layers[0].kind == Attention(8, 128, "float16")
+    inner["num_key_value_heads"] = 0
+    with pytest.raises(LayoutError, match=r"field 'thinker_config\.text_config\.num_key_value_heads': is 0"):
+        read_model("m", spoken)
+
+
+def test_deepseek_without_latents_is_plain_attention() -> None:
+    raw = {
+        **LATENT,
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": None,
+        "qk_nope_head_dim": 0,
+        "qk_rope_head_dim": 0,
+        "use_mla": False,
+    }
+    model = read_model("m", {**raw, "num_nextn_predict_layers": 1})
+    assert {layer.kind for layer in model.layers} == {Attention(8, 128, "bfloat16")}
+    assert [layer.family for layer in model.layers] == ["full"] * 5
+    with pytest.raises(
+        LayoutError, match="'kv_lora_rank': is missing; it shapes the cache; add it to a copy of the file"
+    ):
+        read_model("m", {**raw, "qk_rope_head_dim": 64})
+
+
 def test_gemma_4_full_layers_have_their_own_heads_and_width() -> None:
     model = read_model("m", GEMMA_4)
     assert kinds(model)["layers.0.attn"] == Attention(8, 256, "bfloat16", window_tokens=1024)

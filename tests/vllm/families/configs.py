@@ -100,6 +100,8 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"n_shared_experts": 2, "moe_intermediate_size": 1536},
     "falcon newer": {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 128, "hidden_size": 8192},
     "falcon heads": {"multi_query": False},
+    "deepseek_v2 plain": { "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0, "use_mla": False,
+                          "num_key_value_heads": 8, "hidden_size": 4096, "n_shared_experts": 2, "moe_intermediate_size": 1536, "q_lora_rank": None},
     "deepseek_v3 modelopt": MODELOPT,
     "deepseek_v3 compressed": COMPRESSED,
     "gemma2 modelopt": MODELOPT,
