@@ -148,14 +148,16 @@ class Config:
             return frozenset()
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "list the layers")
+        found: set[int] = set()
         for index, entry in enumerate(value):
             if isinstance(entry, bool) or not isinstance(entry, int) or not first <= entry < first + length:
                 raise self.error(
                     f"{name}[{index}]", f"is {_shown(entry)}", f"give numbers from {first} to {first + length - 1}"
                 )
-            if entry in value[:index]:
+            if entry in found:
                 raise self.error(f"{name}[{index}]", f"is {entry} again", "list every layer once")
-        return frozenset(value)
+            found.add(entry)
+        return frozenset(found)
 
     def part(self, name: str) -> Config:
         """The fields of an object inside; an absent one has none."""

@@ -20,6 +20,7 @@ each dtype that it can be asked for. Refused: a dtype that no layer of the model
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -89,9 +90,9 @@ class Model:
         names = [layer.name for layer in self.layers]
         if not names:
             raise LayoutError(f"model '{self.name}': has no layer with a cache")
-        for name in names:
-            if names.count(name) > 1:
-                raise LayoutError(f"model '{self.name}': two caches are named '{name}'; names must be unique")
+        if len(set(names)) < len(names):
+            name = next(name for name, times in Counter(names).items() if times > 1)
+            raise LayoutError(f"model '{self.name}': two caches are named '{name}'; names must be unique")
         for layer in self.layers:
             if not layer.optional and not 0 <= layer.index < self.num_layers:
                 raise LayoutError(

@@ -209,7 +209,7 @@ def _pack(layers: Sequence[LayerPage]) -> tuple[TableGroup, ...]:
     """Groups whose layers lie side by side in one page, each with its own page size."""
     parts: list[list[LayerPage]] = []
     for layer in layers:
-        home = next((part for part in parts if _shareable([*part, layer])), None)
+        home = next((part for part in parts if _shareable([part[0], layer])), None)
         if home is None:
             parts.append([layer])
         else:

@@ -21,6 +21,7 @@ padded or unequal pages, a layer in no group or in two, tensors that end outside
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,13 +110,21 @@ def assemble(
         rank = _rank(number, by_name, groups, grid, order, num_pages, style, fields, address)
         address += -(-sum(rank.outline.region_bytes) // (1 << 30)) * (1 << 30)
         ranks.append(rank)
-    ordered = [name for layer in layers for name in fields if name.startswith(layer.name + ".")]
+    places = {layer.name: place for place, layer in enumerate(layers)}
     return EngineLayout(
         engine,
-        tuple(fields[name] for name in dict.fromkeys(ordered)),
+        tuple(fields[name] for name in sorted(fields, key=lambda name: _place_of(name, places))),
         tuple(_group(group, by_name, grid, num_pages, style, null_page) for group in groups),
         share_outlines(ranks),
     )
+
+
+def _place_of(field: str, places: Mapping[str, int]) -> int:
+    """The place of the layer that a field belongs to: `<layer>.<part>`."""
+    layer = field.rpartition(".")[0]
+    while layer not in places:
+        layer = layer.rpartition(".")[0]
+    return places[layer]
 
 
 def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], device: str = "cpu") -> EngineLayout:
@@ -141,9 +150,10 @@ def _check_groups(layers: Sequence[Layer], groups: Sequence[PagedGroup]) -> dict
     for name in grouped:
         if name not in by_name:
             raise LayoutError(f"layer '{name}' is in a group, but is not one of the engine's layers")
+    times = Counter(grouped)
     for name in by_name:
-        if grouped.count(name) != 1:
-            raise LayoutError(f"layer '{name}' is in {grouped.count(name)} groups; each layer is in exactly one")
+        if times[name] != 1:
+            raise LayoutError(f"layer '{name}' is in {times[name]} groups; each layer is in exactly one")
     return by_name
 
 
@@ -194,8 +204,10 @@ def _rank(
     _check_overlay(order, placed)
     for group in groups:
         tensors = placed[group.name]
-        for name in dict.fromkeys(tensor.layer for tensor in tensors):
-            own = {tensor.shape.name: tensor for tensor in tensors if tensor.layer == name}
+        by_layer: dict[str, dict[str, _Tensor]] = {}
+        for tensor in tensors:
+            by_layer.setdefault(tensor.layer, {})[tensor.shape.name] = tensor
+        for name, own in by_layer.items():
             views = {key: _view(tensor, style) for key, tensor in own.items()}
             for piece in by_name[name].kind.pieces(name, place, style, views):
                 shards.append(_shard(piece, own[piece.tensor], group.name))

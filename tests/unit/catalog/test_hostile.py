@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -67,3 +69,30 @@ def test_a_dtype_that_is_none_is_refused(name: str, junk: object) -> None:
     with pytest.raises(LayoutError, match=f"field '{name}': is ") as refused:
         read_model("m", {**NEMOTRON, name: junk})
     assert len(str(refused.value)) < 300
+
+
+def count_calls(raw: dict[str, Any], engine: EngineSpec) -> int:
+    """How many functions are called to describe a model, built-in ones too: a measure of work that is the same on every machine."""
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        describe(read_model("m", raw), engine, "engine")
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("engine", [EngineSpec(), EngineSpec(tp=2, order="BLHNC")])
+def test_four_times_the_layers_are_four_times_the_work(engine: EngineSpec) -> None:
+    def layers(number: int) -> dict[str, Any]:
+        return changed(
+            GEMMA_4, num_hidden_layers=number, layer_types=["sliding_attention", "full_attention"] * (number // 2)
+        )
+
+    assert count_calls(layers(800), engine) < 5 * count_calls(layers(200), engine)
