@@ -45,8 +45,8 @@ def read_nemotron_h(config: Config) -> Model:
     """
     filled = _with_pattern(config, "hybrid_override_pattern", "layers_block_type")
     listed = filled.fields.get("layers_block_type")
-    is_listed = isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) > 0
-    num_layers = config.count("num_hidden_layers", len(listed) if is_listed else None)
+    number = len(listed) if isinstance(listed, Sequence) and not isinstance(listed, str) else 0
+    num_layers = config.count("num_hidden_layers", number or None)
     types = filled.entries("layers_block_type", num_layers, BLOCKS)
     config.must_be("attention_head_dim", config.head_size())
     state = Mamba2(
