@@ -24,3 +24,5 @@ for subject in explanation.subjects:
             f"  decode ranks {reading.dst_ranks} read {parts} from prefill rank {reading.src_rank}, {reading.choice.way}"
         )
 print(f"{explanation.bytes_per_token} bytes per token in all")
+for tokens, num_bytes in explanation.window_bytes.items():
+    print(f"{num_bytes} bytes per token of the last {tokens}")

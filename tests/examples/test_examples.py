@@ -11,7 +11,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXPECTED = {
     "route_two_engines.py": [
         "decode ranks (0, 1) read head 0 of 2 from prefill rank 0",
-        "286720 bytes per token in all",
+        "81920 bytes per token in all",
+        "204800 bytes per token of the last 1024",
     ],
     "bind_a_request.py": ["from prefill rank 1: ", "1048576 bytes of page 9 hold no token and are zeroed"],
     "explain_a_mismatch.py": [

@@ -1,7 +1,7 @@
 """`kvreshard models`: which models the catalog knows, how large their caches are, and where the numbers come from.
 
 Sizes are those of the whole model in its own dtype, over all its caches, a draft's too: bytes of K, V, latents and the like per
-token, and bytes of states per request. A window's are counted like any token's: it has them for as long as it keeps the token.
+token, and bytes of states per request. Windows keep their last tokens only, so theirs are counted apart, full, per request.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class ModelRow:
     layers: str
     geometry: str
     bytes_per_token: Fraction
+    window_bytes: int
     state_bytes: int
 
 
@@ -53,14 +54,20 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 def read_row(entry: Entry) -> ModelRow:
     """An entry's model, measured on an engine of one rank."""
     model = entry.load()
-    per_token, per_request = Fraction(0), 0
-    for field in describe_engine(model, EngineSpec(), entry.id).fields:
+    per_token, in_windows, per_request = Fraction(0), Fraction(0), 0
+    layout = describe_engine(model, EngineSpec(), entry.id)
+    windows = {group.name: group.window_tokens for group in layout.groups}
+    group_of = {shard.field: shard.geometry.group for rank in layout.ranks for shard in rank.shards}
+    for field in layout.fields:
+        window = windows[group_of[field.name]]
         num_bytes = prod(axis.extent for axis in field.axes if axis.extent is not None) * field.element_bytes
         if field.sequence is None:
             per_request += num_bytes
-        else:
+        elif window is None:
             per_token += Fraction(num_bytes, field.sequence.tokens_per_index)
-    return ModelRow(entry, model.model_type, _layers(model), geometry(model), per_token, per_request)
+        else:
+            in_windows += Fraction(num_bytes * window, field.sequence.tokens_per_index)
+    return ModelRow(entry, model.model_type, _layers(model), geometry(model), per_token, round(in_windows), per_request)
 
 
 def models_sheet(rows: list[ModelRow], with_layers: bool = True) -> Sheet:
@@ -69,6 +76,7 @@ def models_sheet(rows: list[ModelRow], with_layers: bool = True) -> Sheet:
         Column("id", whole=True): [row.entry.id for row in rows],
         Column("layers"): [row.layers for row in rows],
         Column("per token", right=True): [bytes_text(row.bytes_per_token) for row in rows],
+        Column("windows", right=True): [bytes_text(row.window_bytes) if row.window_bytes else "-" for row in rows],
         Column("states", right=True): [bytes_text(row.state_bytes) if row.state_bytes else "-" for row in rows],
         Column("sources"): [_sources(row.entry) for row in rows],
         Column("caches"): [row.geometry for row in rows],
@@ -95,6 +103,7 @@ def _document(row: ModelRow) -> dict[str, Any]:
         "layers": row.layers,
         "caches": row.geometry,
         "bytes_per_token": number(row.bytes_per_token),
+        "window_bytes_per_request": row.window_bytes,
         "state_bytes_per_request": row.state_bytes,
         "sources": list(row.entry.sources),
         "unconfirmed": dict(row.entry.unconfirmed),

@@ -6,6 +6,7 @@ rounded for reading; the document has every number exact.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
@@ -66,6 +67,8 @@ def _why(choice: Choice, unit: str) -> str:
 def _groups_text(subject: Subject) -> str:
     src, dst = name_fields(subject.src_groups), name_fields(subject.dst_groups)
     groups = f"group {src}" if src == dst else f"group {src} -> {dst}"
+    if subject.window_tokens is not None:
+        groups += f", the last {subject.window_tokens:,} tokens"
     if subject.is_state:
         return f"{groups}, one page per request"
     sizes = dict.fromkeys((subject.src_tokens_per_page or 0, subject.dst_tokens_per_page or 0))
@@ -95,7 +98,7 @@ def source_sheet(explanation: Explanation) -> Sheet:
     sizes = (Column("per token", right=True), *((Column("per request", right=True),) if has_states else ()))
     rows = []
     for use in explanation.sources:
-        cells = [str(use.src_rank), join_ranks(use.readers), join_ranks(use.reporters), bytes_text(use.bytes_per_token)]
+        cells = [str(use.src_rank), join_ranks(use.readers), join_ranks(use.reporters), _per_token(use)]
         rows.append((*cells, *((bytes_text(use.state_bytes),) if has_states else ())))
     return Sheet(
         "prefill ranks",
@@ -104,16 +107,26 @@ def source_sheet(explanation: Explanation) -> Sheet:
     )
 
 
+def _per_token(use: SourceUse) -> str:
+    """What grows with a prompt, and what windows add while they keep the token."""
+    windows = sum((size for _, size in use.window_bytes), Fraction(0))
+    sizes = [bytes_text(use.bytes_per_token)] if use.bytes_per_token or not windows else []
+    return " + ".join([*sizes, *([f"{bytes_text(windows)} in windows"] if windows else [])])
+
+
 def closing_lines(explanation: Explanation) -> list[str]:
     """Totals, unread sources, warnings."""
     moved = []
     if explanation.bytes_per_token:
         moved.append(f"{bytes_text(explanation.bytes_per_token)} per token")
+    for tokens, size in explanation.window_bytes.items():
+        moved.append(f"{bytes_text(size)} per token of the last {tokens:,}")
     if explanation.state_bytes:
         moved.append(f"{bytes_text(explanation.state_bytes)} of states per request")
     together = " together" if len(explanation.dst_ranks) > 1 else ""
     whom = f"{counted(len(explanation.dst_ranks), 'decode rank')}{together}"
-    lines = [f"moved: {' and '.join(moved) or 'nothing'}, to {whom}"]
+    what = " and ".join(filter(None, (", ".join(moved[:-1]), *moved[-1:]))) or "nothing"
+    lines = [f"moved: {what}, to {whom}"]
     for use in explanation.unread:
         lines.append(
             f"prefill rank {use.src_rank} is read by nobody; decode rank {join_ranks(use.reporters)} tells it when its pages "
@@ -131,6 +144,7 @@ def explanation_document(explanation: Explanation, warnings: tuple[str, ...] = (
         "subjects": [_subject_document(subject) for subject in explanation.subjects],
         "prefill_ranks": [_source_document(use) for use in explanation.sources],
         "bytes_per_token": number(explanation.bytes_per_token),
+        "window_bytes_per_token": {str(tokens): number(size) for tokens, size in explanation.window_bytes.items()},
         "state_bytes_per_request": number(explanation.state_bytes),
         "warnings": [*warnings, *explanation.warnings],
     }
@@ -143,6 +157,7 @@ def _subject_document(subject: Subject) -> dict[str, Any]:
         "decode_groups": list(subject.dst_groups),
         "prefill_tokens_per_page": subject.src_tokens_per_page,
         "decode_tokens_per_page": subject.dst_tokens_per_page,
+        "window_tokens": subject.window_tokens,
         "is_state": subject.is_state,
         "readings": [
             {
@@ -175,5 +190,6 @@ def _source_document(use: SourceUse) -> dict[str, Any]:
         "readers": list(use.readers),
         "reporters": list(use.reporters),
         "bytes_per_token": number(use.bytes_per_token),
+        "window_bytes_per_token": {str(tokens): number(size) for tokens, size in use.window_bytes},
         "state_bytes_per_request": number(use.state_bytes),
     }

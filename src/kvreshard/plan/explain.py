@@ -8,12 +8,12 @@ Pure data, made from finished routes; whoever shows it adds words and colours.
 4. Every source rank gets a `SourceUse`: its readers, what leaves it, and who reports to it.
 
 Sizes are per token (a sequence) or per request (a state), exact as fractions: several tokens may share one stored index, and
-a rank may hold every n-th token. Refused: routes of different engines in one explanation (ValueError, a mistake in code).
+a rank may hold every n-th token. A group that keeps the last tokens only is counted apart: its bytes do not grow with a prompt. Refused: routes of different engines in one explanation (ValueError, a mistake in code).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
@@ -71,18 +71,23 @@ class Subject:
     dst_groups: tuple[str, ...]
     src_tokens_per_page: int | None
     dst_tokens_per_page: int | None
+    window_tokens: int | None
     is_state: bool
     readings: tuple[Reading, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceUse:
-    """One source rank: `readers` read from it, `reporters` tell it when they are done (without readers: an appointed one)."""
+    """One source rank: `readers` read from it, `reporters` tell it when they are done (without readers: an appointed one).
+
+    `window_bytes`: by number of the last tokens that are kept, what is read of each of these; the others count in `bytes_per_token`.
+    """
 
     src_rank: int
     readers: tuple[int, ...]
     reporters: tuple[int, ...]
     bytes_per_token: Fraction
+    window_bytes: tuple[tuple[int, Fraction], ...]
     state_bytes: Fraction
 
 
@@ -105,6 +110,15 @@ class Explanation:
     @property
     def bytes_per_token(self) -> Fraction:
         return sum((use.bytes_per_token for use in self.sources), Fraction(0))
+
+    @property
+    def window_bytes(self) -> dict[int, Fraction]:
+        """Bytes per token of the last so many tokens, by that number, which is all that a window keeps."""
+        found: dict[int, Fraction] = {}
+        for use in self.sources:
+            for tokens, num_bytes in use.window_bytes:
+                found[tokens] = found.get(tokens, Fraction(0)) + num_bytes
+        return dict(sorted(found.items()))
 
     @property
     def state_bytes(self) -> Fraction:
@@ -137,9 +151,16 @@ def _subject(lane: Lane, readings: list[Reading]) -> Subject:
         dst_groups=(lane.dst_group.name,),
         src_tokens_per_page=lane.src_group.tokens_per_page,
         dst_tokens_per_page=lane.dst_group.tokens_per_page,
+        window_tokens=_window(lane),
         is_state=lane.is_state,
         readings=_collapse(readings),
     )
+
+
+def _window(lane: Lane) -> int | None:
+    """Tokens that one side keeps at least, where a side does not keep all: no other is moved."""
+    windows = [group.window_tokens for group in (lane.src_group, lane.dst_group)]
+    return min((tokens for tokens in windows if tokens is not None), default=None)
 
 
 def _merge(subjects: Iterable[Subject]) -> tuple[Subject, ...]:
@@ -216,24 +237,37 @@ def _span(owned: Ownership) -> str:
 def _sources(routes: Sequence[Route]) -> tuple[SourceUse, ...]:
     reporters: dict[int, set[int]] = {}
     readers: dict[int, set[int]] = {}
-    per_token: dict[int, Fraction] = {}
+    # Per source rank, by the tokens that a window keeps; None: all of them.
+    per_token: dict[int, dict[int | None, Fraction]] = {}
     per_request: dict[int, Fraction] = {}
     for route in routes:
         for src_rank, ranks in route.reporters.items():
             reporters.setdefault(src_rank, set()).update(ranks)
         for lane in route.lanes:
-            readers.setdefault(lane.src_rank, set()).add(lane.dst_rank)
-            sizes = per_request if lane.is_state else per_token
-            sizes[lane.src_rank] = sizes.get(lane.src_rank, Fraction(0)) + lane_bytes(lane)
-    return tuple(
-        SourceUse(
-            rank,
-            tuple(sorted(readers.get(rank, ()))),
-            tuple(sorted(reporters[rank])),
-            per_token.get(rank, Fraction(0)),
-            per_request.get(rank, Fraction(0)),
-        )
-        for rank in sorted(reporters)
+            src_rank = lane.src_rank
+            readers.setdefault(src_rank, set()).add(lane.dst_rank)
+            if lane.is_state:
+                per_request[src_rank] = per_request.get(src_rank, Fraction(0)) + lane_bytes(lane)
+                continue
+            sizes, window = per_token.setdefault(src_rank, {}), _window(lane)
+            sizes[window] = sizes.get(window, Fraction(0)) + lane_bytes(lane)
+    return tuple(_use(rank, readers, reporters, per_token.get(rank, {}), per_request) for rank in sorted(reporters))
+
+
+def _use(
+    rank: int,
+    readers: Mapping[int, set[int]],
+    reporters: Mapping[int, set[int]],
+    per_token: Mapping[int | None, Fraction],
+    per_request: Mapping[int, Fraction],
+) -> SourceUse:
+    return SourceUse(
+        rank,
+        tuple(sorted(readers.get(rank, ()))),
+        tuple(sorted(reporters[rank])),
+        per_token.get(None, Fraction(0)),
+        tuple(sorted((tokens, size) for tokens, size in per_token.items() if tokens is not None)),
+        per_request.get(rank, Fraction(0)),
     )
 
 

@@ -66,6 +66,10 @@ def test_models_lists_all_with_their_doubts(run) -> None:
     document = {entry["id"]: entry for entry in json.loads(run("models", "--json").stdout)}
     assert list(document) == list(MODELS)
     assert document["llama-3.1-8b"]["bytes_per_token"] == 131_072
+    gemma = document["gemma-4-31b"]
+    assert gemma["bytes_per_token"] == 10 * 4 * 512 * 2 * 2
+    assert gemma["window_bytes_per_request"] == 50 * 16 * 256 * 2 * 2 * 1024
+    assert document["deepseek-v3"]["window_bytes_per_request"] == 0
     assert document["deepseek-v3"]["sources"]
     assert document["jamba-1.5-mini"]["state_bytes_per_request"] > 0
     table = run("models").stdout

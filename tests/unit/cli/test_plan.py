@@ -17,7 +17,7 @@ GEMMA = """\
 gemma-4-26b-a4b: prefill (tp=4, 4 ranks) -> decode (tp=8, 8 ranks)
 
 layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}
-group window.{0-4}, pages of 16 -> 32 tokens
+group window.{0-4}, the last 1,024 tokens, pages of 16 -> 32 tokens
 decode rank  reads from  what         per token  runs per page  way
 0            0           head 0 of 8     25 KiB     80 x 1 KiB  direct
 1            0           head 1 of 8     25 KiB     80 x 1 KiB  direct
@@ -30,13 +30,13 @@ decode rank  reads from  what         per token  runs per page  way
 """
 GEMMA_SOURCES = """\
 prefill ranks
-prefill rank  read by decode ranks  reported to by  per token
-0             0-1                   0-1                70 KiB
-1             2-3                   2-3                70 KiB
-2             4-5                   4-5                70 KiB
-3             6-7                   6-7                70 KiB
+prefill rank  read by decode ranks  reported to by                   per token
+0             0-1                   0-1             20 KiB + 50 KiB in windows
+1             2-3                   2-3             20 KiB + 50 KiB in windows
+2             4-5                   4-5             20 KiB + 50 KiB in windows
+3             6-7                   6-7             20 KiB + 50 KiB in windows
 
-moved: 280 KiB per token, to 8 decode ranks together
+moved: 80 KiB per token and 200 KiB per token of the last 1,024, to 8 decode ranks together
 """
 
 
@@ -51,8 +51,10 @@ def test_json_has_every_number_exact(run) -> None:
     out = run("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8", "--json").stdout
     document = json.loads(out)
     assert document["decode_ranks"] == list(range(8))
-    assert document["bytes_per_token"] == 8 * 25 * 1024 + 8 * 10 * 1024
+    assert document["bytes_per_token"] == 8 * 10 * 1024
+    assert document["window_bytes_per_token"] == {"1024": 8 * 25 * 1024}
     window, full = document["subjects"]
+    assert (window["window_tokens"], full["window_tokens"]) == (1024, None)
     assert len(window["fields"]) == 50
     assert window["readings"][2]["parts"] == {"token": [], "head": [{"start": 2, "stop": 3}], "channel": []}
     assert full["readings"][0]["dst_ranks"] == [0, 1]

@@ -41,6 +41,18 @@ def test_bytes_are_those_of_the_fields() -> None:
     assert explanation.state_bytes == 8 * 2 * 2 + 8 * 2 * 4
 
 
+def test_windows_are_counted_apart_and_the_smaller_one_counts() -> None:
+    def of(windows: tuple[int | None, int]) -> EngineLayout:
+        layers = [Layer(f"l.{n}", Attention(2, 4, "bfloat16", window_tokens=w)) for n, w in enumerate((*windows, None))]
+        groups = [PagedGroup(f"g{n}", (layer.name,), 16) for n, layer in enumerate(layers)]
+        return assemble("e", layers, groups, Grid(1), order="NHD", num_pages=8)
+
+    explanation = explained(of((None, 48)), of((32, 64)))
+    each = 2 * 2 * 4 * 2
+    assert (explanation.bytes_per_token, explanation.window_bytes) == (each, {32: each, 48: each})
+    assert [subject.window_tokens for subject in explanation.subjects] == [32, 48, None]
+
+
 @pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 2), (2, 1), (2, 3), (4, 2), (3, 4)])
 def test_every_destination_rank_reads_each_cell_once(src_tp: int, dst_tp: int) -> None:
     src, dst = engine(src_tp), engine(dst_tp)
@@ -121,7 +133,8 @@ def test_a_real_pair_adds_up() -> None:
     src, dst = (describe(model, parse_engine(f"tp={tp}"), f"tp{tp}") for tp in (4, 8))
     routes = [compile_route(src, dst, rank.rank) for rank in dst.ranks]
     explanation = explain(routes)
-    assert explanation.bytes_per_token == sum(lane_bytes(lane) for route in routes for lane in route.lanes)
+    everything = explanation.bytes_per_token + sum(explanation.window_bytes.values())
+    assert everything == sum(lane_bytes(lane) for route in routes for lane in route.lanes)
     assert [len(subject.fields) for subject in explanation.subjects] == [50, 10]
 
 
