@@ -23,6 +23,7 @@ FOREIGN = {
     "bailing_hybrid",
     "bailing_moe",
     "bailing_moe_v2",
+    "deepseek",
     "exaone",
     "internlm2",
     "mimo",
@@ -30,7 +31,8 @@ FOREIGN = {
     "nemotron-nas",
     "orion",
 }
-ASKED = ({"num_attention_heads": 24, "hidden_size": 24 * 96}, {"num_attention_heads": 40, "hidden_size": 40 * 160})
+# Multiples of the most KV heads that a class has by default, and another width.
+ASKED = ({"num_attention_heads": 64, "hidden_size": 64 * 96}, {"num_attention_heads": 96, "hidden_size": 96 * 160})
 
 
 def configuration_class(model_type: str) -> Any:
