@@ -171,8 +171,10 @@ def another_server() -> Iterator[int]:
 
 
 def test_nobody_is_there_and_somebody_else_is_there(pair: tuple[Engine, Engine], nursery: Nursery) -> None:
-    prefill, decode = pair
-    words = prompt(150, 4)
+    """A life that has been met is known by whatever address it is called."""
+    prefill = pair[0]
+    nursery.stop(DECODE)
+    decode, words = nursery.engine(DECODE), prompt(150, 4)
     with another_server() as port:
         for other in (free_ports(1), port):
             params = prefilled(prefill, words) | {"remote_port": other}
@@ -180,6 +182,8 @@ def test_nobody_is_there_and_somebody_else_is_there(pair: tuple[Engine, Engine],
             assert failed(output), output
             assert f"127.0.0.1:{other}" in decode.log.read_text()
     check_honest(nursery, prefill, decode, 5)
+    (output,) = decode.generate([words], 8, [prefilled(prefill, words) | {"remote_port": free_ports(1)}])
+    assert [output.tokens] == texts(nursery, [words])
     check_all_free(decode)
     check_all_free(prefill)
 
