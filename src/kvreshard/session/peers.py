@@ -202,10 +202,12 @@ class Peers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _as_known(self, remote: RemoteEngine) -> RemoteEngine:
-        """The reference under which this life of the engine is known or being met: it may have been named by another address."""
-        for known, future in self._known.items():
-            is_good = not future.done() or future.exception() is None
-            if is_good and (known.engine, known.incarnation) == (remote.engine, remote.incarnation):
+        """The reference under which this life of the engine was met: it may have been named by another address.
+
+        One that is being met elsewhere is asked here all the same: that address may be wrong.
+        """
+        for known in self._known:
+            if (known.engine, known.incarnation) == (remote.engine, remote.incarnation) and self._find(known):
                 return known
         return remote
 

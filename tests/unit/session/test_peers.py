@@ -165,6 +165,17 @@ def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
     assert room.peers.get(room.me, other).result(PATIENCE_S) is not first
 
 
+def test_a_wrong_address_does_not_stand_in_the_way_of_the_right_one(room: Room) -> None:
+    with contextlib.closing(Listener(Address("127.0.0.1", 0), room.start("another", 1).card())) as listener:
+        wrong = RemoteEngine("prefill", "life", listener.address)
+        asked = room.peers.get(room.me, wrong)
+        right = room.peers.get(room.me, room.remote)
+        room.gate.set()
+        assert isinstance(asked.exception(PATIENCE_S), HandshakeError)
+        assert right.result(PATIENCE_S) is room.peers.met(room.remote)
+        assert room.peers.get(room.me, wrong).result(PATIENCE_S) is right.result()
+
+
 def test_a_source_that_cannot_be_told_the_outcome_is_known_all_the_same(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
