@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvreshard.model import EngineLayout, merge_ranks
+from kvreshard.model import EngineLayout, LayoutError, merge_ranks
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.session.mover import Mover
 from kvreshard.session.transfer import pull
@@ -351,3 +351,11 @@ def reshard_over_nixl(src: Side, dst: Side, num_tokens: int, seed: int = 0) -> i
     check_addresses(dst, num_tokens)
     read(dst, num_tokens)
     return num_bytes
+
+
+def refused(facts: str, make: Callable[[], Any]) -> None:
+    """It raises a LayoutError with all of these facts, which are separated by bars."""
+    with pytest.raises(LayoutError) as caught:
+        make()
+    for fact in facts.split("|"):
+        assert fact in str(caught.value)

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 import numpy as np
 import torch
 from tests.vllm import models, writers
-from tests.vllm.engines import build, fake_config, give_pages, read, reshard, run, write
+from tests.vllm.engines import build, fake_config, give_pages, read, refused, reshard, run, write
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
 )
 
-from kvreshard.model import LayoutError, LayoutMismatch, merge_ranks
+from kvreshard.model import LayoutMismatch, merge_ranks
 from kvreshard.model.wire import decode, encode
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.layer_facts import LayerFacts
@@ -284,13 +284,6 @@ def test_opaque_pages_tell_scales_apart() -> None:
     one, two = (build("prefill", models.with_scales(layers, 1.0, v)) for v in (1.0, 0.25))
     with pytest.raises(LayoutMismatch, match=r"scales=1,0\.25"):
         run(one, two, TOKENS, np.random.default_rng(0))
-
-
-def refused(facts: str, make: Any) -> None:
-    with pytest.raises(LayoutError) as caught:
-        make()
-    for fact in facts.split("|"):
-        assert fact in str(caught.value)
 
 
 def test_what_is_refused() -> None:

@@ -10,11 +10,10 @@ pytest.importorskip("vllm")
 
 import torch
 from tests.vllm import models
-from tests.vllm.engines import build, reshard
+from tests.vllm.engines import build, refused, reshard
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from kvreshard.model import LayoutError
 from kvreshard.session.orders import Grant, Offer, Revoke
 from kvreshard.vllm import worker as worker_module
 from kvreshard.vllm.options import read_options
@@ -24,13 +23,6 @@ from kvreshard.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm
 TOKENS = 70
-
-
-def refused(facts: str, make: Any) -> None:
-    with pytest.raises(LayoutError) as caught:
-        make()
-    for fact in facts.split("|"):
-        assert fact in str(caught.value)
 
 
 def test_places() -> None:

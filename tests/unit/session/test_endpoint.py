@@ -265,12 +265,17 @@ def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
     assert "lease slot 64, but rank" in collect(world.dst)[1]["d"].text
 
 
-def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:
-    world.grant_and_offer(ttl_s=10.0)
+def watch(world: World) -> None:
+    """Every rank waits for the request, and knows its source."""
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Watch("d", REMOTE, LEASE))
     world.turn()
     meet(world)
+
+
+def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:
+    world.grant_and_offer(ttl_s=10.0)
+    watch(world)
     for _ in range(10):
         world.clock.now_s += 5.0
         world.turn()
@@ -287,10 +292,7 @@ def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: Wor
 def test_an_engine_that_does_not_step_lets_its_sources_rest(world: World) -> None:
     """A pause keeps its requests; the leases of what they wait for run out, as those of a NixlConnector do."""
     world.grant_and_offer(ttl_s=10.0)
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch("d", REMOTE, LEASE))
-    world.turn()
-    meet(world)
+    watch(world)
     for is_stepping in (True, False):
         for _ in range(20):
             world.clock.now_s += 5.0
@@ -302,10 +304,7 @@ def test_an_engine_that_does_not_step_lets_its_sources_rest(world: World) -> Non
 
 def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.grant_and_offer(ttl_s=10.0)
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch("d", REMOTE, LEASE))
-    world.turn()
-    meet(world)
+    watch(world)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
