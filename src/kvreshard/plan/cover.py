@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
-from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.ownership import Cyclic, Interval, Ownership, count_within
 
 # One engine's ranks repeat together, two engines after a few hundred laps; without a bound a peer could ask for any memory.
 MAX_LAPS = 1 << 16
@@ -37,11 +37,20 @@ def common_period(extent: int | None, owners: Iterable[Ownership]) -> int:
 @lru_cache(maxsize=1 << 14)  # an election asks the same few questions once per pair of ranks
 def count_common(extent: int | None, *owners: Ownership) -> int:
     """How many coordinates of one common period all `owners` hold."""
-    period = common_period(extent, owners)
-    edges = np.unique(np.concatenate([np.array([0, period], dtype=np.int64), *(o.edges(0, period) for o in owners)]))
+    low, high, cyclic = 0, common_period(extent, owners), dict[Ownership, None]()
+    for owned in owners:
+        if isinstance(owned, Interval):
+            low, high = max(low, owned.start), high if owned.stop is None else min(high, owned.stop)
+        else:
+            cyclic[owned] = None
+    if low >= high:
+        return 0
+    if len(cyclic) < 2:
+        return sum(count_within(owned, low, high) for owned in cyclic) if cyclic else high - low
+    edges = np.unique(np.concatenate([np.array([low, high], dtype=np.int64), *(o.edges(low, high) for o in cyclic)]))
     starts, lengths = edges[:-1], np.diff(edges)
     held = np.ones(len(starts), dtype=bool)
-    for owned in owners:
+    for owned in cyclic:
         held &= owned.contains(starts)
     return int(lengths[held].sum())
 
