@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from tests.e2e.engine import EngineSpec
-from tests.e2e.models import MODELS
+from tests.e2e.zoo import MODELS
 
 IN_TREE, OURS = "NixlConnector", "ReshardConnector"
 EXACT, WRONG, REFUSED = "exact", "wrong", "refused"
@@ -119,4 +119,18 @@ CASES: list[Case] = [
     *rows("Llama with an Eagle-3 draft", "llama-eagle3", every("1->2 2->1", EXACT)),
     *rows("DeepSeek-V3 with its MTP layer", "deepseek-mtp", every("1->2 2->1", EXACT)),
     *rows("Qwen3-Next with its MTP layer", "qwen3-next-mtp", every("1->2 2->1", EXACT), ci=("1->2",)),
+    *rows("Llama (3 KV heads)", "llama-three", every("1->3 3->1", EXACT)),
+    Case("Llama (3 KV heads), page size", "llama-three", Shape(3, page=96), Shape(1, page=160), REFUSED),
+    *rows("Gemma-2", "gemma2", every("1->2", WRONG)),
+    Case("Gemma-2 (3 KV heads), page size", "gemma2-three", Shape(1, page=32), Shape(3, page=96), WRONG, ci=True),
+    Case("Gemma-2 (3 KV heads), page size", "gemma2-three", Shape(3, page=96), Shape(1, page=32), REFUSED),
+    *rows("Gemma-3n (layers share caches)", "gemma3n", every("1->2", WRONG)),
+    Case("Gemma-3n (layers share caches), page size", "gemma3n", Shape(4, page=32), Shape(2, page=96), REFUSED),
+    *rows("OLMo-3", "olmo3", every("1->2", WRONG)),
+    *rows("EXAONE-4", "exaone4", every("1->2", WRONG)),
+    *rows("Mistral (windows only)", "mistral", every("1->2", WRONG)),
+    *rows("GLM-4.5 (MoE)", "glm4-moe", every("1->2", EXACT)),
+    *rows("Nemotron-H (3 groups)", "nemotron-h-three", every("1->3 3->1", EXACT)),
+    *rows("Zamba-2 (layers share weights)", "zamba2", every("1->2 2->1", EXACT)),
+    *rows("Mamba-2 (states only)", "mamba2", every("1->2 2->1", REFUSED), ci=("1->2",)),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.e2e.models import VOCABULARY
+from tests.e2e.tiny import VOCABULARY
 
 FIRST_TOKEN = 3  # below it lie padding, start and end
 

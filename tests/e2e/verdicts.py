@@ -25,10 +25,10 @@ from tests.e2e.compare import Difference, compare
 from tests.e2e.engine import Engine, EngineFailed, Output
 from tests.e2e.engines import Nursery
 from tests.e2e.logical import Incomplete, Logical, first_difference, logical_cache
-from tests.e2e.models import MODELS
 from tests.e2e.prompts import ladder, prompt
 from tests.e2e.router import Routed, route
 from tests.e2e.snapshots import Snapshot, read_facts, read_snapshots
+from tests.e2e.zoo import MODELS
 
 FAILED = "failed"
 MAX_TOKENS = 8
