@@ -100,6 +100,7 @@ def test_only_the_same_text_is_loaded(mine: list[int], expected: int) -> None:
         ([picture("cat", 20, 64), picture("cow", 150, 64)], 144),
         ([picture("cow", 20, 64), picture("dog", 150, 64)], 16),
         ([picture("cat", 20, 64)], 144),
+        ([picture("cat", 20, 48), picture("dog", 150, 64)], 16),  # another engine's processor makes less of it
         ([], 16),
     ],
 )

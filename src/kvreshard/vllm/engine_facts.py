@@ -6,8 +6,11 @@
 | `model`, `revision` | other weights give another cache of the same shape |
 | `model_config` | a digest of the model's configuration: rope, scaling, layer types |
 | `dtype`, `cache_dtype`, `quantization` | what is computed, and how it is stored |
+| `rope_factors` | LongRoPE turns keys by its long factors where `max_model_len` is above the original length, else by its short ones (vLLM 0.32.0, `phi3_long_rope_scaled_rope.py:55`) |
+| `mm_processor_kwargs`, `video_pruning` | they shape what an image or a video becomes, and vLLM's hash of it has only those that came with its request (`multimodal/processing/inputs.py:34`) |
 
-Tensor, pipeline and context parallel sizes, page sizes, layouts and backends are in the layout, and may differ.
+The model must have been loaded in this process: the digest is of the configuration as the model leaves it, for example with Llama-4's
+temperature tuning, which also goes by `max_model_len` (`llama4.py:719`). Tensor, pipeline and context parallel sizes, page sizes, layouts and backends are in the layout, and may differ.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import hashlib
 import json
 from typing import Any
 
-# Keys of a config.json that say where it came from, not what the model is.
+# Keys of a config.json that say where it came from, not what the model is. MiniMax-M2 notes `max_model_len` there, to size a table
+# of angles (vLLM 0.32.0, `minimax_m2.py:445`).
 _PROVENANCE = frozenset(
-    {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype"}
+    {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype", "max_model_len"}
 )
 
 
@@ -27,14 +31,43 @@ def read_facts(vllm_config: Any) -> dict[str, str]:
     from vllm import __version__
 
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    config = model.hf_config.to_dict()
     return {
         "vllm_version": __version__,
         "model": str(model.model),
         "revision": str(model.revision),
-        "model_config": digest_config(model.hf_config.to_dict()),
+        "model_config": digest_config(config),
         "dtype": str(model.dtype),
         "cache_dtype": str(model.dtype if cache == "auto" else cache),
         "quantization": str(model.quantization),
+        **read_rope(config, int(model.max_model_len)),
+        **read_media(model.multimodal_config),
+    }
+
+
+def read_rope(config: dict[str, Any], max_model_len: int) -> dict[str, str]:
+    """`rope_factors` of a model with LongRoPE; of others nothing."""
+    lengths = sorted(_original_lengths(config))
+    return {"rope_factors": ", ".join("long" if max_model_len > n else "short" for n in lengths)} if lengths else {}
+
+
+def _original_lengths(config: Any) -> set[int]:
+    """Lengths that LongRoPE was trained for, in the nested parts of a configuration."""
+    if not isinstance(config, dict):
+        return set()
+    found = {length for value in config.values() for length in _original_lengths(value)}
+    length = config.get("original_max_position_embeddings")
+    return found | {length} if config.get("rope_type") == "longrope" and isinstance(length, int) else found
+
+
+def read_media(multimodal_config: Any) -> dict[str, str]:
+    """What the engine does with images and videos; of a model without them nothing."""
+    if multimodal_config is None:
+        return {}
+    kwargs, pruning = multimodal_config.mm_processor_kwargs, multimodal_config.get_video_pruning_spec()
+    return {
+        "mm_processor_kwargs": json.dumps(kwargs or {}, sort_keys=True, default=str),
+        "video_pruning": "none" if pruning is None else f"{pruning[0]} {pruning[1]:g}",
     }
 
 

@@ -4,7 +4,8 @@ A router may send another text to the decode engine: a placeholder, one token mo
 sends digests of its prompt's prefixes, every `step` tokens and at the end; the decode side computes its own and takes the
 longest prefix on which both agree. Only those tokens are loaded, so that no tail of another text is ever kept.
 
-A digest covers the token ids, what multimodal items stand where (vLLM's hash of each), and the adapter (LoRA).
+A digest covers the token ids, what multimodal items stand where (vLLM's hash of each, and how many tokens it has: two engines may make
+more or less of one image), and the adapter (LoRA).
 """
 
 from __future__ import annotations

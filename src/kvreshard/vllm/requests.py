@@ -15,11 +15,14 @@ MIN_COMPUTED_TOKENS = 1
 
 
 def read_prompt(request: Request) -> Prompt:
-    """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash, the adapter by its name.
+    """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash and their tokens, the adapter by its name.
 
     A prompt given as embeddings has no token ids; vLLM puts zeros there, and the embeddings' bytes are an item at its start.
     """
-    items = [(int(f.mm_position.offset), str(f.mm_hash or f.identifier)) for f in request.mm_features]
+    items = [
+        (int(f.mm_position.offset), f"{f.mm_hash or f.identifier}/{int(f.mm_position.length)}")
+        for f in request.mm_features
+    ]
     embeds = getattr(request, "prompt_embeds", None)
     if embeds is not None:
         items.append((0, hash_tensor(embeds)))

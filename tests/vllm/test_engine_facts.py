@@ -1,0 +1,44 @@
+"""Do the facts of an engine say what vLLM makes of its configuration, wherever its model has been loaded?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+
+from kvreshard.vllm.engine_facts import read_facts
+
+pytestmark = pytest.mark.vllm
+
+PHI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    "original_max_position_embeddings": 512, "torch_dtype": "float32", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512, "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("max_model_len", "factors"), [(None, "short"), (512, "short"), (513, "long"), (2048, "long")])
+def test_the_factors_of_long_rope_are_those_that_vllm_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_model_len: int | None, factors: str
+) -> None:
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})  # one per process, which has one engine
+    (tmp_path / "config.json").write_text(json.dumps(PHI))
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=max_model_len)
+    config = VllmConfig(model_config=model)
+    with set_current_vllm_config(config):
+        rope: Any = rotary_embedding.get_rope(
+            16, 2048, rope_parameters=model.hf_config.rope_parameters, dtype=torch.float32
+        )
+    assert read_facts(config)["rope_factors"] == factors == ("long" if rope.use_long_rope else "short")
