@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,16 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from tests.vllm import models
+from tests.vllm.engines import build
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
+from kvreshard.model import wire
+from kvreshard.session.card import RankCard
 from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.vllm.options import read_options
+from kvreshard.vllm.reception import RankPart, Reception
 
 pytestmark = pytest.mark.vllm
 
@@ -42,3 +49,11 @@ def test_the_factors_of_long_rope_are_those_that_vllm_takes(
             16, 2048, rope_parameters=model.hf_config.rope_parameters, dtype=torch.float32
         )
     assert read_facts(config)["rope_factors"] == factors == ("long" if rope.use_long_rope else "short")
+
+
+def test_facts_are_those_of_a_process_that_has_the_model() -> None:
+    """The scheduler's has it with one rank, and has not with two: models write into their configuration."""
+    layout = build("p", {models.name(0): models.attention(4, 8)}).layout
+    part = RankPart(wire.encode(layout), RankCard(0, b"", 0, 0), {"model_config": "as loaded"})
+    card = Reception(SimpleNamespace(), "p", read_options({})).make_card({(0, 0): part})
+    assert card.facts == {"model_config": "as loaded"}

@@ -91,7 +91,7 @@ def test_a_replica_has_nothing_to_say_and_vllm_hears_of_every_rank() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "read_place", lambda _: RankPlace(pcp_rank=1, pcp_size=2))
         worker.register({})
-    assert worker.card is None
+    assert worker.part is None
     worker.obey(ReshardMetadata([Grant("r", 0, 1), Offer("r", 30.0), Revoke("s")]))
     assert [worker.collect().finished_sending, worker.collect().finished_sending] == [{"r"}, set()]
     worker.close()

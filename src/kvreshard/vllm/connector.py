@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvreshard.model import KvReshardError
-from kvreshard.session.card import RankCard
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
+from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
 from kvreshard.vllm.start_check import check_start
 from kvreshard.vllm.worker import WorkerSide
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class ReshardHandshake(KVConnectorHandshakeMetadata):
-    """One rank's layout in the wire form, and its card."""
+    """What one rank says of itself."""
 
-    def __init__(self, layout: bytes, card: RankCard) -> None:
-        self.layout, self.card = layout, card
+    def __init__(self, part: RankPart) -> None:
+        self.part = part
 
 
 class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
@@ -132,7 +132,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """What all ranks say about themselves, by (pipeline rank, tensor rank)."""
-        parts = {place: (m.layout, m.card) for place, m in metadata.items() if isinstance(m, ReshardHandshake)}
+        parts = {place: m.part for place, m in metadata.items() if isinstance(m, ReshardHandshake)}
         self._scheduling.set_ranks(parts)
 
     # The worker's side
@@ -143,8 +143,8 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this rank says about itself."""
-        card = self._working.card
-        return None if card is None else ReshardHandshake(*card)
+        part = self._working.part
+        return None if part is None else ReshardHandshake(part)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Pass the orders on; loads go on by themselves."""

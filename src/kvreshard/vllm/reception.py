@@ -3,6 +3,9 @@
 In the scheduler's process: the layouts and cards of all ranks become the engine's card, under a new incarnation, and a
 listener hands it out at the host and port that the options or vLLM's own variables name. Whether a peer can work with it is
 logged once per peer rank.
+
+The facts are the first rank's, read where its model has been loaded: models write into their configuration (vLLM 0.32.0,
+`deepseek_v2.py:543`, `llama4.py:720`), and the scheduler's process has that copy of it with one rank and another with several.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
@@ -18,12 +22,20 @@ from vllm.utils.network_utils import get_ip
 from kvreshard.model import EngineLayout, merge_ranks, wire
 from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.handshake import Address, Hello, Listener
-from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.options import Options
 
 logger = logging.getLogger(__name__)
 
 MAX_TOLD = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank says of itself: its layout in the wire form, its card, and the facts (see `engine_facts`)."""
+
+    layout: bytes
+    card: RankCard
+    facts: Mapping[str, str]
 
 
 class Reception:
@@ -35,11 +47,10 @@ class Reception:
         self._listener: Listener | None = None
         self._told: set[tuple[str, int, bool]] = set()
 
-    def make_card(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> EngineCard:
-        """The engine's card, from the layout and the card of every rank. Raises LayoutError or WireError."""
-        layout: EngineLayout = merge_ranks([wire.decode(layout) for layout, _ in parts.values()])
-        cards = [card for _, card in parts.values()]
-        return make_card(layout, self.incarnation, read_facts(self._vllm_config), cards)
+    def make_card(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineCard:
+        """The engine's card, from what every rank says of itself. Raises LayoutError or WireError."""
+        layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
+        return make_card(layout, self.incarnation, parts[min(parts)].facts, [part.card for part in parts.values()])
 
     def listen(self, card: EngineCard, default_port: int | None = None) -> Address:
         """Hand the card out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvreshard.session.card import RankCard, encode_card
+from kvreshard.session.card import encode_card
 from kvreshard.session.orders import Order
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import read_groups
@@ -23,7 +23,7 @@ from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
-from kvreshard.vllm.reception import Reception
+from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_sizes
 from kvreshard.vllm.standstill import Standstill
 
@@ -96,8 +96,8 @@ class SchedulerSide:
         self._idleness = Idleness(parallel.data_parallel_size)
         self._standstill = Standstill(options.kv_lease_duration)
 
-    def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
-        """The layout and the card of every rank: make the engine's card, and listen if others read from here."""
+    def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
+        """What every rank says of itself: make the engine's card, and listen if others read from here."""
         card = self._reception.make_card(parts)
         self._metadata.card = encode_card(card)
         if self._is_producer:

@@ -27,9 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
-from kvreshard.session.card import RankCard
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.options import Options, read_options
+from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.shadow_scheduler import ShadowOrders, ShadowScheduler
 from kvreshard.vllm.shadow_worker import ShadowWorker
 
@@ -52,8 +52,8 @@ ORDERS = "kvreshard_shadow"
 class ShadowHandshake(KVConnectorHandshakeMetadata):
     """NixlConnector's metadata of a rank, and this package's beside it."""
 
-    def __init__(self, theirs: KVConnectorHandshakeMetadata, layout: bytes, card: RankCard) -> None:
-        self.theirs, self.layout, self.card = theirs, layout, card
+    def __init__(self, theirs: KVConnectorHandshakeMetadata, part: RankPart) -> None:
+        self.theirs, self.part = theirs, part
 
 
 class ShadowConnector(NixlPullConnector):
@@ -140,7 +140,7 @@ class ShadowConnector(NixlPullConnector):
         """NixlConnector's ranks to NixlConnector, ours to us."""
         theirs = {place: m.theirs if isinstance(m, ShadowHandshake) else m for place, m in metadata.items()}
         super().set_xfer_handshake_metadata_pp_aware(theirs)
-        parts = {place: (m.layout, m.card) for place, m in metadata.items() if isinstance(m, ShadowHandshake)}
+        parts = {place: m.part for place, m in metadata.items() if isinstance(m, ShadowHandshake)}
         if self._scheduler_shadow is not None and len(parts) == len(metadata):
             self._shadow(self._scheduler_shadow.set_ranks, parts)
 
@@ -155,9 +155,9 @@ class ShadowConnector(NixlPullConnector):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """NixlConnector's, with ours beside."""
         theirs = super().get_handshake_metadata()
-        if theirs is None or self._worker_shadow is None or self._worker_shadow.layout is None:
+        if theirs is None or self._worker_shadow is None or self._worker_shadow.part is None:
             return theirs
-        return ShadowHandshake(theirs, *self._worker_shadow.layout)
+        return ShadowHandshake(theirs, self._worker_shadow.part)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """NixlConnector's; our orders are remembered."""

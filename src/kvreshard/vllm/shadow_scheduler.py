@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvreshard.session.card import RankCard, encode_card
+from kvreshard.session.card import encode_card
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Load, RemoteLease
 from kvreshard.vllm.consumer import Consumer
@@ -14,7 +14,7 @@ from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
-from kvreshard.vllm.reception import Reception
+from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, count_settled, needs_whole_prompts, read_sizes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ShadowScheduler:
         self._counts: dict[str, tuple[int, int, int]] = {}
         self._orders = ShadowOrders()
 
-    def set_ranks(self, parts: Mapping[tuple[int, int], tuple[bytes, RankCard]]) -> None:
+    def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
         """Make the card, and hand it out beside NixlConnector's own listener."""
         card = self._reception.make_card(parts)
         self._orders.card = encode_card(card)

@@ -24,8 +24,10 @@ from kvreshard.session.handshake import fetch_card, tell_outcome
 from kvreshard.session.orders import Load, RemoteEngine
 from kvreshard.session.peers import describe_route
 from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import RankPlace, read_place
+from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.shadow_record import Posted, RecordingAgent
 from kvreshard.vllm.shadow_report import ShadowReport, compare_load
 from kvreshard.vllm.shadow_scheduler import ShadowLoad, ShadowOrders
@@ -55,12 +57,12 @@ class _Met:
 
 
 class ShadowWorker:
-    """One per rank. `layout`: this rank's layout in the wire form and its card, once the caches are known."""
+    """One per rank. `part`: what this rank says of itself, once the caches are known."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._engine, self._options = engine, options
-        self.layout: tuple[bytes, RankCard] | None = None
+        self.part: RankPart | None = None
         self._place: RankPlace | None = None
         self._worker: Any = None
         self._agent: RecordingAgent | None = None
@@ -101,7 +103,7 @@ class ShadowWorker:
             place=self._place,
         )
         # No agent of ours: a peer's shadow only looks at the layout.
-        self.layout = wire.encode(part), RankCard(self._place.rank, b"", 0, 0)
+        self.part = RankPart(wire.encode(part), RankCard(self._place.rank, b"", 0, 0), read_facts(self._vllm_config))
 
     def remember(self, orders: ShadowOrders) -> None:
         """This step's loads."""

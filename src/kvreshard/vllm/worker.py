@@ -24,9 +24,11 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
+from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
 from kvreshard.vllm.tensor_memory import TensorMemory
 
@@ -54,7 +56,7 @@ class WorkerSide:
         self._patience_s = 0.0
         self._metadata = ReshardWorkerMetadata()
         self._unread: set[str] = set()
-        self.card: tuple[bytes, RankCard] | None = None
+        self.part: RankPart | None = None
         self.stats = ReshardStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -92,7 +94,7 @@ class WorkerSide:
             regions.append(MemoryRegion(buffer.data_ptr(), buffer.nbytes, str(buffer.device)))
         transport.register(regions)
         self._transport, self._endpoint = transport, endpoint
-        self.card = (
+        self.part = RankPart(
             wire.encode(part),
             RankCard(
                 rank.rank,
@@ -102,6 +104,7 @@ class WorkerSide:
                 endpoint.board.region.address,
                 len(endpoint.board),
             ),
+            read_facts(self._vllm_config),
         )
         endpoint.start()
         logger.info(

@@ -48,6 +48,7 @@ from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
 from kvreshard.vllm.connector import ReshardHandshake
 from kvreshard.vllm.options import read_options
+from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.worker import WorkerSide
 
 
@@ -245,7 +246,7 @@ class Engine:
                 endpoint.board.region.address, len(endpoint.board),
             )  # fmt: skip
             parts[divmod(place, self.shape.tp)] = ReshardHandshake(
-                wire.encode(replace(self.side.layout, ranks=(rank,))), card
+                RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), card, {})
             )
             worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
             worker._endpoint, worker._rank = endpoint, rank.rank
