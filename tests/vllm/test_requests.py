@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from tests.vllm.schedulers import (
     TOKENS,
     Decode,
@@ -197,6 +198,19 @@ def test_one_token_and_a_state_is_computed_here() -> None:
     decode = Decode(*some, backoff=1)
     asked = decode.arrive(prefill(groups(*some), [5], [[1], [6]], backoff=1), [5])
     assert decode.side.count_loadable(asked, 0) == 0
+
+
+def test_a_prompt_with_embeddings_keeps_as_many_tokens_as_embeddings() -> None:
+    """vLLM's workers end when a request has not; the decode side computes such a prompt."""
+    some, given = (
+        (full(64), state(512, "none")),
+        {"prompt_embeds": torch.ones(300, 4), "prompt_is_token_ids": [False] * 300},
+    )
+    params = prefill(groups(*some), TOKENS, [[1, 2, 3, 4, 5], [6]], backoff=1, **given)
+    assert params["remote_num_tokens"] == 300
+    decode = Decode(*some, backoff=1)
+    asked = decode.arrive(params, TOKENS, **given)
+    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["state"])
 
 
 def test_parameters_of_another_connector_are_a_fallback() -> None:

@@ -69,6 +69,8 @@ class Producer:
             or request.num_prompt_tokens <= backoff
             or request.get_skip_reading_prefix_cache()  # the decode side recomputes such a prompt anyway
             or request.prompt_token_ids is None
+            or request.prompt_embeds
+            is not None  # vLLM ends where they are not as many (0.32.0, `utils/__init__.py:30`)
         ):
             return
         del request.prompt_token_ids[-backoff:]
