@@ -145,10 +145,13 @@ def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages:
         is_v2=rng.random() < 0.5 or model.is_replayed,
         has_prefix_caching=model.is_aligned or (not model.has_states and rng.random() < 0.75),
         is_aligned=model.is_aligned,
+        match_unit=rng.choice([None, 4, 8]) if model.is_aligned else None,
         kv_heads=model.heads,
         window_heads=model.window_heads,
         num_drafts=num_drafts,
         role=role,
+        failure_policy=rng.choice(["recompute", "recompute", "fail"]),
+        order_policy=rng.choice(["fcfs", "fcfs", "priority"]),
     )
 
 

@@ -54,7 +54,9 @@ from kvreshard.vllm.worker import WorkerSide
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is laid out and how it is driven. `is_v2`: as vLLM's newer model runner is, the one of GPUs."""
+    """How an engine is laid out and how it is driven. `is_v2`: as vLLM's newer model runner is, the one of GPUs. `match_unit`: tokens at
+    which prefix hits of aligned states may end inside of a page.
+    """
 
     layers: Mapping[str, Any]
     tp: int = 1
@@ -68,11 +70,14 @@ class Shape:
     is_v2: bool = False
     has_prefix_caching: bool = True
     is_aligned: bool = False
+    match_unit: int | None = None
     num_drafts: int = 0
     is_multi_module: bool = False
     kv_heads: int = 4
     window_heads: int | None = None
     role: str = "kv_both"
+    failure_policy: str = "recompute"
+    order_policy: str = "fcfs"
 
 
 def _speculation(num_drafts: int, is_multi_module: bool) -> Any:
@@ -172,18 +177,20 @@ class Engine:
             kv_connector_module_path="kvreshard.vllm",
             kv_role=shape.role,
             engine_id=self.name,
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=shape.failure_policy,
         )
         config.cache_config.num_gpu_blocks = shape.blocks
         config.cache_config.enable_prefix_caching = shape.has_prefix_caching
         config.cache_config.block_size = self.side.configs[0].kv_cache_groups[0].kv_cache_spec.block_size
         if shape.is_aligned:
             config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.prefix_match_unit = shape.match_unit
         scheduling = config.scheduler_config
         scheduling.max_num_batched_tokens = shape.max_tokens_per_step
         scheduling.max_num_scheduled_tokens = shape.max_tokens_per_step
         scheduling.max_num_seqs = shape.max_requests
         scheduling.async_scheduling = shape.is_async
+        scheduling.policy = shape.order_policy
         config.parallel_config.decode_context_parallel_size = shape.dcp
         config.parallel_config.pipeline_parallel_size = shape.pp
         if shape.num_drafts:
@@ -264,13 +271,16 @@ class Engine:
         num_tokens: int,
         params: dict[str, Any] | None,
         stop: int | None = None,
+        priority: int = 0,
     ) -> None:
         """A request for so many tokens, or up to the token `stop`."""
         self.texts[name] = text
         extra = None if params is None else {"kv_transfer_params": json.loads(json.dumps(params))}
         stops = None if stop is None else [stop]
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, stop_token_ids=stops, extra_args=extra)
-        self.scheduler.add_request(Request(name, text.tokens[:num_prompt], sampling, None, block_hasher=self.hasher))
+        self.scheduler.add_request(
+            Request(name, text.tokens[:num_prompt], sampling, None, priority=priority, block_hasher=self.hasher)
+        )
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

@@ -236,7 +236,7 @@ class World:
         self._count += 1
         name = f"{engine.name}-{self._count}"
         self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop)
-        engine.add(name, text, num_prompt, num_tokens, params, stop)
+        engine.add(name, text, num_prompt, num_tokens, params, stop, self.rng.randrange(3))
 
     def tick(self) -> None:
         """Somebody does something."""
@@ -273,7 +273,8 @@ class World:
                 continue
             del self.asked[name]
             self.num_ended += 1
-            if not asked.is_aborted:
+            is_failed = asked.engine.shape.failure_policy == "fail" and name in asked.engine.failed
+            if not asked.is_aborted and not is_failed:
                 assert answer.reason in ENDS, (name, answer)
             if answer.reason in ENDS:
                 self._check_answer(asked, answer.tokens)
