@@ -100,3 +100,17 @@ def test_a_ring_that_has_gone_on_is_not_loaded() -> None:
         world.run(25, 30)
         assert world.num_ended > 20
         world.close()
+
+
+def test_the_layers_of_a_replayed_window_have_the_last_of_a_prompt_only() -> None:
+    """A prompt that agrees with the source's up to less than that needs tokens of its pages that nobody has written."""
+    layers = next(model for model in MODELS if model.is_replayed).layers(32, 24, 0, 1)
+    shapes = {
+        "p": Shape(layers, order="BLHNC", blocks=200, is_v2=True, role="kv_producer"),
+        "d": Shape(layers, order="BLHNC", blocks=200, is_v2=True, role="kv_consumer"),
+    }
+    for seed in range(2):
+        world = World(shapes, base_config(), seed, Weather(other_prompts=0.8))
+        world.run(25, 10)
+        assert world.num_ended > 20
+        world.close()

@@ -40,6 +40,7 @@ class CacheGroup:
     `window_tokens`: how far the next token looks back, itself included, None for all; `extra_tokens`: how many more the group
     keeps. `chunk_tokens`: the next token looks at those of its chunk. `num_draft_states`: blocks behind a state's own into which
     drafts are stepped; after such a step the state is the one of the last draft that was right. `ring_tokens`: what a ring holds.
+    `is_replayed`: some of its layers are computed for the last window of a prompt only (vLLM 0.32.0, `deepseek_v41/nvidia/model.py:801`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class CacheGroup:
     extra_tokens: int = 0
     num_draft_states: int = 0
     ring_tokens: int | None = None
+    is_replayed: bool = False
 
     @property
     def reach(self) -> Reach:
@@ -66,6 +68,10 @@ class CacheGroup:
         if self.window_tokens is None:
             return 0
         return max(0, num_tokens - self.window_tokens + 1 - self.extra_tokens)
+
+    def first_written(self, num_tokens: int) -> int:
+        """The first token that all layers have written, of the pages that are there when `num_tokens` tokens are computed."""
+        return max(0, num_tokens - self.window_tokens) if self.is_replayed and self.window_tokens is not None else 0
 
     def last_pages(self, num_tokens: int) -> range:
         """Numbers of the pages that the last one of `num_tokens` tokens still looks at, and the next one does not."""
@@ -116,4 +122,7 @@ def _read_group(name: str, index: int, spec: Any, dcp_size: int) -> CacheGroup:
     elif isinstance(inner, ChunkedLocalAttentionSpec):
         chunk = int(inner.attention_chunk_size)
     page_tokens = block_tokens * (dcp_size if getattr(inner, "dcp_sharded", True) else 1)
-    return CacheGroup(name, index, page_tokens, False, False, block_tokens, window, chunk, extra)
+    is_replayed = inner.prefix_replay_tokens > 0
+    return CacheGroup(
+        name, index, page_tokens, False, False, block_tokens, window, chunk, extra, is_replayed=is_replayed
+    )

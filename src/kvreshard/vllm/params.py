@@ -48,7 +48,8 @@ class ParamsError(KvReshardError):
 class GroupParams(msgspec.Struct, frozen=True):
     """What one block list means. `page_tokens` None: one page per request. `is_state`: it stands at one position.
 
-    `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: what a ring holds, as in `groups.CacheGroup`.
+    `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: what a ring holds, as in `groups.CacheGroup`. `first_token`: where
+    what its pages have begins, if not with the first of them.
     """
 
     name: Name
@@ -58,6 +59,7 @@ class GroupParams(msgspec.Struct, frozen=True):
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     ring_tokens: int | None = None
+    first_token: int = 0
 
 
 class ReshardParams(msgspec.Struct, frozen=True):
@@ -199,7 +201,10 @@ def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> N
         if not low <= value <= high:
             raise ParamsError(f"kv_transfer_params: {name} is {value}; it must be from {low} to {high}")
     for group in groups:
-        sizes = (group.first_page, group.page_tokens, group.window_tokens, group.chunk_tokens, group.ring_tokens)
+        sizes = (
+            *(group.first_page, group.first_token, group.page_tokens),
+            *(group.window_tokens, group.chunk_tokens, group.ring_tokens),
+        )
         if any(size is not None and not 0 <= size <= MAX_SIZE for size in sizes) or 0 in (
             group.page_tokens,
             group.ring_tokens,

@@ -137,6 +137,7 @@ class Producer:
                     group.window_tokens,
                     group.chunk_tokens,
                     group.ring_tokens,
+                    group.first_written(num_tokens),
                 )
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),

@@ -6,7 +6,7 @@ looks for all that its tokens attend to, on every rank, then writes its tokens. 
 With asynchronous scheduling vLLM counts them as accepted until it hears (`late`). Drafts step a state into the blocks behind its own, one
 each; the next step begins with that of the last one accepted, and a boundary between pages that lies among them is copied to where
 prefix hits look for it (`postprocess_mamba_fused_kernel`). Windows that are replayed after a prefix hit
-have nothing before the replay's start. Of a ring a step needs the tokens of the group that is not complete yet, and
+have nothing before the replay's start, nor before the last window of a step. Of a ring a step needs the tokens of the group that is not complete yet, and
 leaves its own last ones there, with drafts all of them.
 """
 
@@ -146,6 +146,9 @@ class Runner:
         if getattr(spec, "bounded_replay", False):
             first = min(start, max(first, one.replay_start))
         earlier, now = np.arange(first, start), np.arange(start, end)
+        if getattr(spec, "bounded_replay", False) and len(now) > spec.sliding_window:
+            # Its layers are computed for the last of a step's tokens only, and look no further back (`deepseek_v41/nvidia/model.py:801`).
+            earlier, now = earlier[:0], now[-spec.sliding_window :]
         group = f"g{number}"
         page_tokens = self.side.layout.group_by_name[group].tokens_per_page
         assert page_tokens is not None
