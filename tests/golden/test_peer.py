@@ -28,7 +28,16 @@ from kvreshard.testing.small import engine
 
 PEER = Path(__file__).parent / "peer"
 PATIENCE_S = 60.0
-NAMES = ("answer-v1", "card-v1", "card-v2", "heartbeat-v1", "hello-card-v1", "hello-outcome-v1", "report-v1")
+NAMES = (
+    "answer-v1",
+    "card-lease-v2",
+    "card-v1",
+    "card-v2",
+    "heartbeat-v1",
+    "hello-card-v1",
+    "hello-outcome-v1",
+    "report-v1",
+)
 
 
 def golden(name: str, version: int = 1) -> bytes:
@@ -59,6 +68,14 @@ def test_today_reads_and_writes_version_2() -> None:
     assert decode_card(golden("card", 2)) == card()
     assert decode_card(golden("card", 2)).decode_layout() == engine("prefill", tp=2)
     assert encode_card(card()) == golden("card", 2)
+
+
+def test_a_card_may_say_how_long_its_leases_last() -> None:
+    """Cards of version 2 that say it came later than those that do not."""
+    saying = make_card(card().decode_layout(), "life-1", {"model": "m"}, card().ranks, 4.0)
+    assert decode_card(golden("card-lease", 2)) == saying
+    assert encode_card(saying) == golden("card-lease", 2)
+    assert decode_card(golden("card", 2)).lease_s is msgspec.UNSET
 
 
 def test_today_writes_what_version_1_reads() -> None:

@@ -144,8 +144,8 @@ MUTANTS = [
     Mutant(
         "no heartbeats",
         "session/endpoint.py",
-        "        for watch in self._watched.values():\n",
-        "        for watch in ():\n",
+        "[*self._watched.values(), *self._kept.values()]",
+        "[]",
     ),
     Mutant(
         "a watch never ends",

@@ -114,3 +114,22 @@ def test_the_layers_of_a_replayed_window_have_the_last_of_a_prompt_only() -> Non
         world.run(25, 10)
         assert world.num_ended > 20
         world.close()
+
+
+@pytest.mark.parametrize(("kept_s", "asked_s"), [(2.0, 3600.0), (1.0, 30.0)])
+def test_requests_that_wait_keep_their_source_whatever_its_lease_time_is(kept_s: float, asked_s: float) -> None:
+    """One at a time is decoded, and the others wait for longer than their source would keep its blocks without a sign of them."""
+    shapes = {
+        "p": Shape(MODELS[0].layers(16, 0), blocks=400, role="kv_producer", lease_s=kept_s),
+        "d": Shape(MODELS[0].layers(16, 0), max_requests=1, role="kv_consumer", lease_s=asked_s),
+    }
+    world = World(shapes, base_config(), 3)
+    for _ in range(20):
+        world.submit()
+        for _ in range(5):
+            world.tick()
+            world.route_and_meet()
+    world.drain()
+    assert world.num_loaded > 10
+    assert world.clock.now_s - world.began_s > 2 * kept_s
+    world.close()

@@ -61,7 +61,8 @@ class RankCard(msgspec.Struct, frozen=True, array_like=True):
 class EngineCard(msgspec.Struct, frozen=True):
     """One engine, complete. `layout` is in the form of `model.packed`; from a peer of version 1, in that of `model.wire`.
 
-    `reads_notes`: the newest version of notes that its ranks read; a card that does not say reads version 1.
+    `reads_notes`: the newest version of notes that its ranks read; a card that does not say reads version 1. `lease_s`: how long its
+    leases last after the last heartbeat; who does not say it, as earlier versions, is taken to keep them as long as the reader does.
     """
 
     form: str
@@ -72,6 +73,7 @@ class EngineCard(msgspec.Struct, frozen=True):
     layout: bytes
     ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=MAX_RANKS)]
     reads_notes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    lease_s: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
 
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
@@ -99,7 +101,11 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def make_card(
-    layout: EngineLayout, incarnation: str, facts: Mapping[str, str], ranks: Sequence[RankCard]
+    layout: EngineLayout,
+    incarnation: str,
+    facts: Mapping[str, str],
+    ranks: Sequence[RankCard],
+    lease_s: float | msgspec.UnsetType = msgspec.UNSET,
 ) -> EngineCard:
     """The card of a whole engine. Raises WireError unless there is one rank card per rank of the layout."""
     _check_ranks(layout, ranks)
@@ -112,6 +118,7 @@ def make_card(
         packed.encode(layout),
         tuple(ranks),
         notes.VERSION,
+        lease_s,
     )
 
 

@@ -6,7 +6,7 @@ One thread per rank, which never waits for a peer. Each turn:
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
 3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly, and
    leave a record of those that failed; answer some of the questions of readers;
-4. renew the leases of the requests that wait here, as long as the engine steps;
+4. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
 5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
 The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
@@ -49,6 +49,7 @@ from kvreshard.session.orders import (
 from kvreshard.session.outbox import Outbox
 from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
+from kvreshard.session.renewals import Renewals, by_source
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, Transport, TransportError
@@ -98,7 +99,8 @@ class Endpoint:
         self._waiting_releases: list[Release] = []
         self._watched: dict[str, Watch] = {}
         self._kept: dict[str, Load] = {}
-        self._last_heartbeat_s = self._collected_s = clock()
+        self._renewals = Renewals(options.heartbeat_s)
+        self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = False
         self._event = threading.Event()
@@ -176,14 +178,14 @@ class Endpoint:
             self._answerer.work(self._me.layout)
         self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
         self._send_releases()
-        self._send_heartbeats(now_s)
+        quiet_s = self._send_heartbeats(now_s)
         self._outbox.free(self._book.take_finished())
         self._attend()
         if self._me is not None and len(self._answerer):
             return 0.0
-        if self._jobs or self._waiting_releases:
-            return REST_WITH_LEASES_S if self._book.num_offered else REST_WITH_LOADS_S
-        return REST_WITH_LEASES_S if self._book.num_offered else REST_IDLE_S
+        if self._book.num_offered:
+            return min(REST_WITH_LEASES_S, quiet_s)
+        return min(REST_WITH_LOADS_S if self._jobs or self._waiting_releases else REST_IDLE_S, quiet_s)
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
@@ -244,6 +246,7 @@ class Endpoint:
                         job.stop(Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
                 self._watched[order.request] = order
+                self._renewals.expect()
                 if self._me is not None:
                     self._peers.get(self._me, order.remote)
             case Unwatch():
@@ -370,23 +373,24 @@ class Endpoint:
             )
             self._notify(peer, rank, write_note(report))
 
-    def _send_heartbeats(self, now_s: float) -> None:
-        if self._me is None or now_s < self._last_heartbeat_s + self._options.heartbeat_s:
-            return
-        self._last_heartbeat_s = now_s
-        if now_s > self._collected_s + self._options.silence_s:
-            return  # a paused engine must not keep its sources from resting
-        wanted: dict[RemoteEngine, list[tuple[str, int]]] = {}
-        for watch in self._watched.values():
-            wanted.setdefault(watch.remote, []).append((watch.lease.request, watch.lease.word))
-        for remote, leases in wanted.items():
-            peer = self._peers.met(remote)
+    def _send_heartbeats(self, now_s: float) -> float:
+        """Tell the sources that it is time for which leases are wanted; how long nobody else need be told."""
+        if self._me is None or now_s > self._collected_s + self._options.silence_s:
+            return REST_IDLE_S  # a paused engine must not keep its sources from resting
+        if not self._renewals.is_time(now_s):
+            return self._renewals.rest_s(now_s)
+        wanted = by_source([*self._watched.values(), *self._kept.values()])
+        peers = {remote: self._peers.met(remote) for remote in wanted}
+        cards = ((remote, None if peer is None else peer.card) for remote, peer in peers.items())
+        for remote in self._renewals.due(cards, now_s):
+            peer = peers[remote]
             if peer is None:
                 self._peers.get(self._me, remote)
                 continue
-            for note in heartbeats(self._me.card.engine, leases, peer.note_version):
+            for note in heartbeats(self._me.card.engine, wanted[remote], peer.note_version):
                 for rank in peer.told_ranks:
                     self._notify(peer, rank, write_note(note))
+        return self._renewals.rest_s(now_s)
 
     def _notify(self, peer: Peer, rank: int, payload: bytes) -> None:
         try:

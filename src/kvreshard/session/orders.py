@@ -151,7 +151,7 @@ class EndpointOptions:
         handshake_timeout_s: for each question to a peer's listener.
         load_timeout_s: from the order to load until the last byte; then the load is stopped and has failed.
         settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
-        heartbeat_s: between renewals of the leases of requests that wait.
+        heartbeat_s: between renewals of leases whose source does not say how long they last (`session.renewals`).
         silence_s: how long they are renewed for an engine that does not ask what has ended: one that is paused.
         retry_s: how long a peer that could not be met is not asked again.
         peer_ttl_s: how long a peer is known from which nothing is read.

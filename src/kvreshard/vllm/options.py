@@ -21,6 +21,7 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
+from kvreshard.session.renewals import RENEWALS_PER_LEASE
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
 
@@ -39,6 +40,11 @@ OF_NIXL_CONNECTOR = frozenset(
 )
 
 
+USUAL_LEASE_S = 30.0
+# A reader's thread and the owner of its agent may rest for tenths of a second; blocks that nobody reads are lost to an engine for so long.
+MIN_LEASE_S, MAX_LEASE_S = 1.0, 86_400.0
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options.
 
@@ -47,7 +53,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, plus the data-parallel index.
         curve_secret_key_file: this engine's key, as `kvreshard keys` writes it: handshakes are then encrypted, and only engines
             whose keys are trusted are let in. curve_public_keys_dir: the public keys to trust beside its own.
-        kv_lease_duration: seconds that a finished prefill is kept after the last sign of a reader.
+        kv_lease_duration: seconds that a finished prefill is kept after the last sign of a reader. Readers learn it when they meet this
+            engine, and renew in time whatever they are given themselves.
         load_timeout_s: seconds from the start of a load until it has failed.
         settle_timeout_s: seconds that a failed load may take to come to rest before its pages are quarantined.
         handshake_timeout_s: seconds to wait for a peer's listener.
@@ -72,7 +79,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     side_channel_port: int | None = None
     curve_secret_key_file: str | None = None
     curve_public_keys_dir: str | None = None
-    kv_lease_duration: float = 30.0
+    kv_lease_duration: float = USUAL_LEASE_S
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
     handshake_timeout_s: float = 30.0
@@ -94,7 +101,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shadow_report_file: str | None = None
 
     def __post_init__(self) -> None:
-        positive = ("kv_lease_duration", "load_timeout_s", "settle_timeout_s", "handshake_timeout_s", "lease_slots")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; it must be a finite number")
+        if not MIN_LEASE_S <= self.kv_lease_duration <= MAX_LEASE_S:
+            raise ValueError(
+                f"kv_lease_duration is {self.kv_lease_duration:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds"
+            )
+        positive = ("load_timeout_s", "settle_timeout_s", "handshake_timeout_s", "lease_slots")
         for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
@@ -120,7 +135,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             handshake_timeout_s=self.handshake_timeout_s,
             load_timeout_s=self.load_timeout_s,
             settle_timeout_s=self.settle_timeout_s,
-            heartbeat_s=self.kv_lease_duration / 6,
+            # Of sources that do not say how long their leases last: they have the default, or what this engine was given too.
+            heartbeat_s=min(self.kv_lease_duration, USUAL_LEASE_S) / RENEWALS_PER_LEASE,
             retry_s=self.retry_s,
             peer_ttl_s=self.engine_ttl if self.engine_ttl > 0 else math.inf,
             allow_mismatch=self.allow_mismatch,

@@ -50,7 +50,8 @@ class Reception:
     def make_card(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineCard:
         """The engine's card, from what every rank says of itself. Raises LayoutError or WireError."""
         layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
-        return make_card(layout, self.incarnation, parts[min(parts)].facts, [part.card for part in parts.values()])
+        facts, cards = parts[min(parts)].facts, [part.card for part in parts.values()]
+        return make_card(layout, self.incarnation, facts, cards, self._options.kv_lease_duration)
 
     def listen(self, card: EngineCard, default_port: int | None = None) -> Address:
         """Hand the card out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.

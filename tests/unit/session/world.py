@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from kvreshard.kinds import Attention
@@ -59,6 +60,7 @@ class Side:
     transports: dict[int, MemoryTransport]
     endpoints: dict[int, Endpoint]
     staging: list[np.ndarray] = field(default_factory=list)
+    lease_s: float | msgspec.UnsetType = msgspec.UNSET
 
     def card(self) -> EngineCard:
         ranks = [
@@ -72,7 +74,7 @@ class Side:
             )
             for rank in self.transports
         ]
-        return make_card(self.layout, "life", {}, ranks)
+        return make_card(self.layout, "life", {}, ranks, self.lease_s)
 
     def turn(self, times: int = 3) -> None:
         for _ in range(times):

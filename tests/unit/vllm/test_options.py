@@ -25,6 +25,11 @@ def test_nothing_given_is_the_defaults() -> None:
     assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint))
 
 
+@pytest.mark.parametrize(("lease_s", "interval_s"), [(1, 1 / 6), (30, 5.0), (3600, 5.0)])
+def test_sources_that_do_not_say_their_lease_time_may_have_the_default(lease_s: float, interval_s: float) -> None:
+    assert read_options({"kv_lease_duration": lease_s}).endpoint.heartbeat_s == interval_s
+
+
 def test_a_typo_is_told_with_what_was_meant() -> None:
     with pytest.raises(
         KvReshardError, match=r"no option 'load_timout_s'; did you mean 'load_timeout_s'\? It has: allow"
@@ -37,6 +42,12 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
     [
         ({"load_timeout_s": "soon"}, "Expected `float`, got `str`.*load_timeout_s"),
         ({"load_timeout_s": 0}, "load_timeout_s is 0"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration is 0; it must be from 1 to 86400 seconds"),
+        ({"kv_lease_duration": -30.0}, "kv_lease_duration is -30; it must be from 1 to 86400 seconds"),
+        ({"kv_lease_duration": 0.5}, "kv_lease_duration is 0.5; it must be from 1 to 86400 seconds"),
+        ({"kv_lease_duration": 1e6}, r"kv_lease_duration is 1e\+06; it must be from 1 to 86400 seconds"),
+        ({"kv_lease_duration": float("nan")}, "kv_lease_duration is nan; it must be a finite number"),
+        ({"load_timeout_s": float("inf")}, "load_timeout_s is inf; it must be a finite number"),
         ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
         ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),

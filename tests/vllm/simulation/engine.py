@@ -78,6 +78,7 @@ class Shape:
     role: str = "kv_both"
     failure_policy: str = "recompute"
     order_policy: str = "fcfs"
+    lease_s: float = 30.0
 
 
 def _speculation(num_drafts: int, is_multi_module: bool) -> Any:
@@ -178,6 +179,7 @@ class Engine:
             kv_role=shape.role,
             engine_id=self.name,
             kv_load_failure_policy=shape.failure_policy,
+            kv_connector_extra_config={"kv_lease_duration": shape.lease_s},
         )
         config.cache_config.num_gpu_blocks = shape.blocks
         config.cache_config.enable_prefix_caching = shape.has_prefix_caching

@@ -127,6 +127,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.clock, self.fabric = Clock(), Fabric(shuffle_seed=self.seed)
+        self.began_s = self.clock.now_s
         self._routes: dict[tuple[str, str, int], Any] = {}
         self._texts: list[list[int]] = []
         self._later: list[Callable[[], None]] = []
@@ -299,14 +300,18 @@ class World:
             )
             assert there >= asked.num_prompt - backoff, (asked.name, there, asked.num_prompt)
 
+    def route_and_meet(self) -> None:
+        """Nothing stays at the router, and nobody waits to meet another."""
+        while self.meetings:
+            self.meetings.pop()()
+        while self._later:
+            self._later.pop()()
+
     def drain(self, max_rounds: int = 4000) -> None:
         """Everybody goes on until nothing is left; then what nobody wanted runs out."""
         for patience in range(max_rounds):
             self.clock.now_s += 0.02
-            while self.meetings:
-                self.meetings.pop()()
-            while self._later:
-                self._later.pop()()
+            self.route_and_meet()
             busy = [engine.advance() for engine in self.by_name.values()]
             for engine in self.by_name.values():
                 engine.turn()

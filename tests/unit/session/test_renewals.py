@@ -1,0 +1,211 @@
+"""Does a lease last as long as its reader wants it, whatever each engine's own lease time is, and for few messages?
+
+In virtual time: the clock goes on by as long as the reader's thread would rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from tests.unit.session.world import (
+    LEASE,
+    OPTIONS,
+    REMOTE,
+    SLOT,
+    WORD,
+    World,
+    collect,
+    make_world,
+    meet,
+    order_load,
+)
+
+from kvreshard.model import WireError
+from kvreshard.session.card import EngineCard, decode_card, encode_card
+from kvreshard.session.lease import FREE
+from kvreshard.session.notes import Heartbeat, read_note
+from kvreshard.session.orders import Grant, Offer, Release, RemoteLease, Unwatch, Watch
+from kvreshard.session.renewals import RENEWALS_PER_LEASE
+
+Told = list[tuple[float, int]]
+"""(time, leases) of each heartbeat."""
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | None, float], tuple[World, Told]]]:
+    """An engine of two ranks that reads from one of one, which says its lease time or not; `usual_s` is the reader's own interval."""
+    worlds: list[World] = []
+
+    def make(lease_s: float | None, usual_s: float) -> tuple[World, Told]:
+        world = make_world(1, 2, replace(OPTIONS, heartbeat_s=usual_s))
+        worlds.append(world)
+        world.src.lease_s = msgspec.UNSET if lease_s is None else lease_s
+        told: Told = []
+        sending = world.dst.transports[0].notify
+
+        def notify(peer: str, payload: bytes) -> None:
+            note = read_note(payload)
+            if isinstance(note, Heartbeat):
+                told.append((world.clock.now_s, len(note.leases)))
+            sending(peer, payload)
+
+        monkeypatch.setattr(world.dst.transports[0], "notify", notify)
+        return world, told
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def watch(world: World, name: str = "d", lease: RemoteLease = LEASE) -> None:
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Watch(name, REMOTE, lease))
+
+
+def live(world: World, seconds: float) -> None:
+    """Each side turns as often as its threads would, and its engine asks what has ended."""
+    end_s = world.clock.now_s + seconds
+    while world.clock.now_s < end_s:
+        collect(world.dst)
+        rests = [endpoint.turn() for side in (world.dst, world.src) for endpoint in side.endpoints.values()]
+        assert min(rests) > 0.0
+        world.clock.now_s = min(end_s, world.clock.now_s + rests[0])
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "says_s", "usual_s"),
+    [
+        (4.0, 4.0, 5.0),
+        (1.0, 1.0, 600.0),
+        (600.0, 600.0, 1 / 6),
+        (30.0, 30.0, 5.0),
+        (30.0, None, 5.0),  # an earlier version
+    ],
+)
+def test_a_lease_lasts_as_long_as_its_reader_wants_it(
+    make: Callable[[float | None, float], tuple[World, Told]], lease_s: float, says_s: float | None, usual_s: float
+) -> None:
+    world, told = make(says_s, usual_s)
+    world.grant_and_offer(ttl_s=lease_s)
+    watch(world)
+    world.turn()
+    meet(world)
+    live(world, 5 * lease_s)
+    assert (collect(world.src)[2], world.words()) == (set(), {WORD})
+    assert 5 * RENEWALS_PER_LEASE - 1 <= len(told) <= 5 * RENEWALS_PER_LEASE + 2
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Unwatch("d"))
+    live(world, 1.5 * lease_s)
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float | None, float], tuple[World, Told]]) -> None:
+    """The lease has been old when the request got here, and the meeting takes a while."""
+    world, told = make(4.0, 5.0)
+    world.grant_and_offer(ttl_s=4.0)
+    world.turn()
+    live(world, 2.0)
+    watch(world)
+    live(world, 1.9)
+    assert not told
+    meet(world)
+    world.turn(1)
+    assert told == [(world.clock.now_s, 1)]
+
+
+def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
+    make: Callable[[float | None, float], tuple[World, Told]],
+) -> None:
+    world, told = make(4.0, 5.0)
+    leases = [RemoteLease(f"{number:0100}", SLOT, WORD + number) for number in range(500)]
+    for endpoint in world.src.endpoints.values():
+        for lease in leases:
+            endpoint.submit(Grant(lease.request, lease.slot, lease.word))
+            endpoint.submit(Offer(lease.request, 4.0))
+    for number, lease in enumerate(leases):
+        watch(world, f"first choice of {number}", lease)
+        watch(world, f"second choice of {number}", lease)
+        if number == 0:
+            world.turn()
+            meet(world)
+            world.turn()
+            assert [leases for _, leases in told] == [1]
+    told.clear()
+    live(world, 40.0)
+    assert collect(world.src)[2] == set()
+    times = sorted({at_s for at_s, _ in told})
+    assert [sum(leases for at_s, leases in told if at_s == time) for time in times] == [500] * len(times)
+    assert len(times) <= 10 * RENEWALS_PER_LEASE
+    assert len(told) <= 3 * len(times)
+
+
+def test_what_one_rank_has_loaded_is_kept_until_all_have(
+    make: Callable[[float | None, float], tuple[World, Told]],
+) -> None:
+    """The engine gives its source back; until then other ranks, and other choices of the request, may still read."""
+    world, _ = make(4.0, 5.0)
+    world.grant_and_offer(ttl_s=4.0)
+    watch(world)
+    order_load(world, gives_back=False)
+    world.turn()
+    meet(world)
+    world.turn()
+    assert collect(world.dst)[0] == {"d"}
+    live(world, 20.0)
+    assert (collect(world.src)[2], world.words()) == (set(), {WORD})
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Release(REMOTE, LEASE))
+    world.turn()
+    assert collect(world.src)[2] == {"r"}
+
+
+def test_an_engine_that_does_not_step_tells_nobody_and_rests(
+    make: Callable[[float | None, float], tuple[World, Told]],
+) -> None:
+    world, told = make(1.0, 5.0)
+    world.grant_and_offer(ttl_s=1.0)
+    watch(world)
+    world.turn()
+    meet(world)
+    world.turn()
+    world.clock.now_s += OPTIONS.silence_s + 1.0
+    told.clear()
+    assert [endpoint.turn() > 0.1 for endpoint in world.dst.endpoints.values()] == [True, True]
+    assert not told
+
+
+def test_a_source_that_cannot_be_met_is_asked_for_now_and_then(
+    make: Callable[[float | None, float], tuple[World, Told]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, told = make(4.0, 5.0)
+    asked: list[float] = []
+    peers = world.dst.endpoints[0]._peers
+    getting = peers.get
+    monkeypatch.setattr(peers, "get", lambda *names: (asked.append(world.clock.now_s), getting(*names))[1])
+    watch(world)
+    live(world, 50.0)
+    assert 10 <= len(asked) <= 12
+    assert not told
+
+
+def card(lease_s: float) -> EngineCard:
+    world = make_world(1, 1)
+    world.src.lease_s = lease_s
+    made = world.src.card()
+    world.close()
+    return made
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan"), float("-inf")])
+def test_a_lease_time_that_is_none_is_refused(lease_s: float) -> None:
+    with pytest.raises(WireError, match=r"not a card: .*lease_s"):
+        decode_card(encode_card(card(lease_s)))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_card_says_its_lease_time_to_whoever_reads_it(version: int) -> None:
+    """A reader that does not know the key does not look at it."""
+    assert decode_card(encode_card(card(4.0), version)).lease_s == 4.0
