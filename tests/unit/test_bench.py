@@ -10,7 +10,7 @@ import pytest
 from bench import page, rows_ttft
 from bench.compare import compare, interval
 from bench.engine_pairs import Turn
-from bench.results import Result, compared, machine, save, skipped
+from bench.results import Result, compared, machine, save, skipped, times
 from bench.tables import KINDS, page_table
 from tests.e2e.engine import Output
 
@@ -63,6 +63,14 @@ def test_results_are_kept_row_by_row(tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert [(entry["row"], entry["met"]) for entry in results] == [("a", False), ("b", True)]
     assert "**not met**" in page.table(results)
+
+
+@pytest.mark.parametrize(("ours", "cell"), [(2.0, "2.00"), (0.0, "")])
+def test_what_is_too_little_to_be_seen_has_no_ratio(tmp_path: Path, ours: float, cell: str) -> None:
+    path = tmp_path / "results.json"
+    save([Result("d session", "memory", ours, 4.0, "MiB", times(ours, 4.0), None, "below 5 MB", True)], machine(), path)
+    row = page.table(json.loads(path.read_text())["results"]).splitlines()[-1]
+    assert row == f"| d | memory | {ours:.3g} MiB | 4 MiB | {cell} |  | below 5 MB | met |"
 
 
 def test_a_bar_may_stand_on_the_lower_bound() -> None:
