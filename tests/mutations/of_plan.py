@@ -191,8 +191,8 @@ MUTANTS = [
     Mutant(
         "the last byte of a page is not zeroed",
         "plan/fill.py",
-        "stops.append(first + slab.page_bytes)",
-        "stops.append(first + slab.page_bytes - 1)",
+        "stops.append(first + pages * stride + page_bytes)",
+        "stops.append(first + pages * stride + page_bytes - 1)",
     ),
     Mutant(
         "what was copied is zeroed",

@@ -3,7 +3,7 @@
 from kvreshard.plan.bind import bind
 from kvreshard.plan.copies import ByteRanges, CopyList, PageCopies, PageFrame
 from kvreshard.plan.election import Election, elect
-from kvreshard.plan.fill import find_unwritten
+from kvreshard.plan.fill import find_holes, find_unwritten
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.reads import ReadPlan, plan_reads
@@ -21,6 +21,7 @@ __all__ = [
     "bind",
     "compile_route",
     "elect",
+    "find_holes",
     "find_unwritten",
     "match_fields",
     "plan_reads",

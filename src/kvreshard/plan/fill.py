@@ -3,17 +3,33 @@
 They must be zeroed before the load is reported complete: an engine does not zero pages that a connector loads, and stale
 bytes in overlaid pages are poison. The answer for one rank: the slabs of its new pages, less everything that the copies
 to this rank write; never two regions at once, which may follow each other without a gap and be two allocations all the same.
+
+`find_unwritten` is that definition, for copies that are listed. `find_holes` says the same of a request without listing millions of
+them, for a route that is proved:
+
+1. A page is whole if the intervals have all that any lane could write of it. As every destination cell with a source is written exactly
+   once, nothing but geometry says which bytes of a whole page are holes: they are the same in all whole pages of a group.
+2. So of each group one whole page is looked at, and all that are not whole; its holes are then those of the others too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvreshard.model.layout import EngineLayout
+from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.tables import Request
+from kvreshard.plan.bind import CutLane, Pieces, bind_lane, cut_pieces, index_ranges
 from kvreshard.plan.copies import ByteRanges, CopyList, cut, merged, subtract
+from kvreshard.plan.request_check import entries
+from kvreshard.plan.route import Route
+from kvreshard.plan.stream import Stream
+
+Int64s = NDArray[np.int64]
 
 
 def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> ByteRanges:
@@ -21,15 +37,90 @@ def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: I
     rank = dst.rank_by_number[dst_rank]
     starts, stops = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for group in dst.groups:
-        pages = np.asarray(request.dst_new_pages.get(group.name, ()), dtype=np.int64)
-        for slab in rank.slabs:
-            if slab.pool == group.pool and len(pages):
-                first = rank.region_by_name[slab.region].address + slab.offset_bytes + pages * slab.page_stride_bytes
-                starts.append(first)
-                stops.append(first + slab.page_bytes)
+        pages = _new_pages(request, group)
+        for first, page_bytes, stride in _slabs(rank, group) if len(pages) else ():
+            starts.append(first + pages * stride)
+            stops.append(first + pages * stride + page_bytes)
     new = merged(np.concatenate(starts), np.concatenate(stops))
     written = [copy for copy in copies if copy.dst_rank == dst_rank]
     if written:
         dst_address = np.concatenate([copy.dst_address for copy in written])
         new = subtract(new, merged(dst_address, dst_address + np.concatenate([copy.length for copy in written])))
     return cut(new, np.array(rank.addresses, dtype=np.int64))
+
+
+def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
+    """`find_unwritten` of everything that the route copies for a checked request."""
+    rank = dst.rank_by_number[route.dst_rank]
+    streams: defaultdict[str, list[Stream]] = defaultdict(list)
+    for stream in route.streams:
+        if request.intervals[stream.dst_group.name]:
+            streams[stream.dst_group.name].append(stream)
+    looked_at: dict[str, Int64s] = {}
+    alike: list[tuple[Group, Int64s]] = []
+    for group in dst.groups:
+        looked_at[group.name] = pages = _new_pages(request, group)
+        found = _whole_pages(streams[group.name], request, group) if streams[group.name] else pages[:0]
+        whole = pages[np.isin(pages, found)]
+        if len(whole) > 1:
+            looked_at[group.name] = pages[~np.isin(pages, whole[1:])]
+            alike.append((group, whole))
+    asked = replace(request, dst_new_pages=looked_at)
+    copies = [copy for found in streams.values() for stream in found for copy in _copies(stream, asked)]
+    holes = find_unwritten(dst, route.dst_rank, asked, copies)
+    starts, stops = [holes.start], [holes.stop]
+    for group, whole in alike:
+        for first, page_bytes, stride in _slabs(rank, group):
+            low = first + int(whole[0]) * stride
+            inside = _within(holes, low, low + page_bytes)
+            others = (first + whole[1:] * stride)[:, None]
+            starts.append((others + (inside.start - low)).reshape(-1))
+            stops.append((others + (inside.stop - low)).reshape(-1))
+    return cut(merged(np.concatenate(starts), np.concatenate(stops)), np.array(rank.addresses, dtype=np.int64))
+
+
+def _whole_pages(streams: Iterable[Stream], request: Request, group: Group) -> Int64s:
+    """Pages of a group of which every stream moves all that it ever could; none where tables are rings or states."""
+    table = request.dst_tables[group.name]
+    is_whole = np.ones(len(table.pages), dtype=bool)
+    for stream in streams:
+        moved, span = np.zeros(len(table.pages), dtype=bool), stream.dst_span
+        if stream.sides is not None and span.ring_pages is None:
+            for start, stop in index_ranges(stream, request.intervals[group.name]):
+                low, high = -(-start // span.indices) * span.pages, stop // span.indices * span.pages
+                moved[max(0, low - table.first_page) : max(0, high - table.first_page)] = True
+        is_whole &= moved
+    return table.pages[is_whole]
+
+
+def _copies(stream: Stream, request: Request) -> Iterator[CopyList]:
+    """Copies of a stream into the request's new pages, and perhaps some into others."""
+    name, span = stream.dst_group.name, stream.dst_span
+    src = entries(request.src_tables[stream.src_group.name], stream.src_span)
+    dst = entries(request.dst_tables[name], span)
+    pieces = cut_pieces(stream, request.intervals[name])
+    if stream.sides is not None and span.ring_pages is None:
+        logical = dst.first_page + np.flatnonzero(np.isin(dst.pages, request.dst_new_pages[name]))
+        kept = np.flatnonzero(np.isin(pieces.dst_span, logical // span.pages))
+        columns = (pieces.src_span, pieces.dst_span, pieces.src_low, pieces.dst_low, pieces.length)
+        pieces = Pieces(*(column[kept] for column in columns))
+    for lane in stream.lanes:
+        yield from bind_lane(CutLane(lane, pieces, src, dst))
+
+
+def _new_pages(request: Request, group: Group) -> Int64s:
+    return np.asarray(request.dst_new_pages.get(group.name, ()), dtype=np.int64)
+
+
+def _slabs(rank: Rank, group: Group) -> Iterator[tuple[int, int, int]]:
+    """Address of page 0, bytes of a page and stride between pages, of every slab that the group's pages have."""
+    for slab in rank.slabs:
+        if slab.pool == group.pool:
+            address = rank.region_by_name[slab.region].address + slab.offset_bytes
+            yield address, slab.page_bytes, slab.page_stride_bytes
+
+
+def _within(ranges: ByteRanges, low: int, high: int) -> ByteRanges:
+    """The part of sorted ranges that lies in `[low, high)`."""
+    first, last = np.searchsorted(ranges.stop, low, side="right"), np.searchsorted(ranges.start, high, side="left")
+    return ByteRanges(np.maximum(ranges.start[first:last], low), np.minimum(ranges.stop[first:last], high))

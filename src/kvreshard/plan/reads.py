@@ -23,14 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import CutLane, Runs, bind_lane, cut_stream, find_runs, list_copies
+from kvreshard.plan.bind import CutLane, Runs, cut_stream, find_runs, list_copies
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
 from kvreshard.plan.cost import Choice
-from kvreshard.plan.lane import Lane
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, fill_bytes, find_slots, pack, stage_pages, stage_pieces
-from kvreshard.plan.stream import Sheaf, Stream
+from kvreshard.plan.stream import Sheaf
 from kvreshard.plan.whole import MIN_FRAMED_COPIES, PagePairs, WholePages, direct_copies, pair_pages, part_copies
 
 Int64s = NDArray[np.int64]
@@ -43,19 +42,10 @@ MAX_GATHERED = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Copies to post directly, and batches for the staging buffer, in order. `staged`: the lanes of the batches."""
+    """Copies to post directly, and batches for the staging buffer, in order."""
 
-    request: Request
     direct: tuple[CopyList | PageCopies, ...]
     batches: tuple[Batch, ...]
-    staged: tuple[tuple[Stream, tuple[Lane, ...]], ...] = ()
-
-    def written(self) -> Iterator[CopyList | PageCopies]:
-        """All copies of the request, those that go through staging as if they did not."""
-        yield from self.direct
-        for stream, lanes in self.staged:
-            for cut in cut_stream(stream, self.request, lanes):
-                yield from bind_lane(cut)
 
 
 @dataclass(slots=True)
@@ -65,7 +55,7 @@ class _Framed:
     sheaf: Sheaf
     src: list[Int64s] = field(default_factory=list)
     dst: list[Int64s] = field(default_factory=list)
-    members: list[tuple[Stream, Sheaf, PagePairs]] = field(default_factory=list)
+    members: list[tuple[Sheaf, PagePairs]] = field(default_factory=list)
 
 
 def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_framed: int = MIN_FRAMED_COPIES) -> ReadPlan:
@@ -76,7 +66,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
     Raises BindError.
     """
     check_request(route, request)
-    plan = _Plan(request, staging_bytes, min_framed)
+    plan = _Plan(staging_bytes, min_framed)
     framed: dict[PageFrame, _Framed] = {}
     for stream in route.streams:
         if not request.intervals[stream.dst_group.name]:
@@ -84,7 +74,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
         size = stream.page_indices
         if size is None:
             for cut in cut_stream(stream, request):
-                plan.add_lane(stream, cut)
+                plan.add_lane(cut)
             continue
         pairs = pair_pages(stream, size, request)
         for sheaf in stream.sheaves:
@@ -93,25 +83,23 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
                 found = framed[sheaf.frame] = _Framed(sheaf)
             found.src += pairs.src
             found.dst += pairs.dst
-            found.members.append((stream, sheaf, pairs))
+            found.members.append((sheaf, pairs))
     for found in framed.values():
         plan.add_pages(found)
     batches = tuple(pack(plan.batches, staging_bytes))
-    return ReadPlan(request, tuple(_gathered(plan.direct)), batches, tuple(plan.staged))
+    return ReadPlan(tuple(_gathered(plan.direct)), batches)
 
 
 @dataclass(slots=True)
 class _Plan:
     """A plan on its way."""
 
-    request: Request
     staging_bytes: int
     min_framed: int
     direct: list[CopyList | PageCopies] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
-    staged: list[tuple[Stream, tuple[Lane, ...]]] = field(default_factory=list)
 
-    def add_lane(self, stream: Stream, cut: CutLane) -> None:
+    def add_lane(self, cut: CutLane) -> None:
         """A lane whose pages are not pairs."""
         wanted, can_change = _wanted(cut.lane.choice, self.staging_bytes)
         if wanted == "direct" or can_change:
@@ -121,7 +109,6 @@ class _Plan:
                     self.direct += list_copies(cut.lane, runs)
                 return
         self.batches += stage_pieces(cut, self.staging_bytes)
-        self.staged.append((stream, (cut.lane,)))
 
     def add_pages(self, framed: _Framed) -> None:
         """Whole pages of one frame, and the parts of pages of the same lanes."""
@@ -137,9 +124,7 @@ class _Plan:
             whole = (0, 0, sheaf.lanes[0].src_span.indices)
             for lane in sheaf.lanes:
                 self.batches += stage_pages(lane, whole, pages.src_page, pages.dst_page, self.staging_bytes)
-        for stream, member, pairs in framed.members:
-            if wanted != "direct":
-                self.staged.append((stream, member.lanes))
+        for member, pairs in framed.members:
             for overlap, src_page, dst_page in pairs.parts:
                 for lane in member.lanes:
                     if wanted == "direct":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
-from kvreshard.plan.fill import find_unwritten
+from kvreshard.plan.fill import find_holes
+from kvreshard.plan.route import Route
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Copies, Direction, Transfer, Transport
 from kvreshard.transport.framed import Frame, FramedCopies
@@ -65,9 +66,8 @@ class Mover:
             self._frames[frame] = found
         return found
 
-    def fill(self, dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList | PageCopies]) -> int:
-        """Zero what `copies`, all copies of the request to this rank, do not write in its new pages; returns bytes."""
-        listed = (copy.flat() if isinstance(copy, PageCopies) else copy for copy in copies)
-        holes = find_unwritten(dst, dst_rank, request, listed)
+    def fill(self, dst: EngineLayout, route: Route, request: Request) -> int:
+        """Zero what no copy of a checked request writes in its new pages on the route's destination rank; returns bytes."""
+        holes = find_holes(dst, route, request)
         self.memory.zero(holes.start, holes.stop)
         return int((holes.stop - holes.start).sum())

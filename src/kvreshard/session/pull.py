@@ -99,7 +99,7 @@ def pull_steps(
             note(posted[-1])
         post_s = mover.clock() - started_s - bind_s
         if request.dst_new_pages:
-            zeroed = mover.fill(dst, route.dst_rank, request, plan.written())
+            zeroed = mover.fill(dst, route, request)
             tell("zeroed", f"{zeroed} bytes")
         if batches and not (yield from _take_buffer(mover)):
             tell("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")

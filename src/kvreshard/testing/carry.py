@@ -19,8 +19,9 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.layout import Rank
 from kvreshard.model.tables import Request
-from kvreshard.plan import Route, bind, compile_route, elect, match_fields
+from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import Way
+from kvreshard.plan.request_check import check_request
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull, push
@@ -105,7 +106,8 @@ def carry(
     routes = {rank: compile_route(source.layout, target.layout, rank, election=table, way=way) for rank in far}
     if is_push:
         for rank, route in routes.items():
-            Mover(far[rank], HostMemory(), {}).fill(target.layout, rank, request, bind(route, request))
+            check_request(route, request)
+            Mover(far[rank], HostMemory(), {}).fill(target.layout, route, request)
         for rank, transport in near.items():
             readers = [other for other, route in routes.items() if rank in route.src_ranks]
             mover = Mover(transport, HostMemory(), _meet(transport, far, readers))

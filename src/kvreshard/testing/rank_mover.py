@@ -20,8 +20,9 @@ import numpy as np
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.request_form import RequestForm, from_form
 from kvreshard.model.tables import Request
-from kvreshard.plan import Route, bind, compile_route, elect, match_fields
+from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
+from kvreshard.plan.request_check import check_request
 from kvreshard.session import transfer
 from kvreshard.session.mover import Mover
 from kvreshard.session.pull import Moved
@@ -137,8 +138,8 @@ class RankMover:
             return transfer.pull(self._mover, self._routes[self._rank], request, self._dst, report)
         if self._is_source:
             return transfer.push(self._mover, self._routes.values(), request, self._rank)
-        copies = list(bind(self._routes[self._rank], request))
-        self._mover.fill(self._dst, self._rank, request, copies)
+        check_request(self._routes[self._rank], request)
+        self._mover.fill(self._dst, self._routes[self._rank], request)
         return Moved(0, 0, 0, 0, 0.0, 0.0)
 
 

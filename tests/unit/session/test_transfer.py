@@ -148,11 +148,7 @@ def test_a_push_leaves_what_the_oracle_leaves(src_tp: int, dst_tp: int) -> None:
     copies = [push(mover(src, rank, dst, staged=False), routes, request, rank) for rank in src.layout.rank_by_number]
     assert sum(moved.num_bytes for moved in copies) > 0
     for route in routes:
-        from kvreshard.plan import bind
-
-        mover(dst, route.dst_rank, src, staged=False).fill(
-            dst.layout, route.dst_rank, request, list(bind(route, request))
-        )
+        mover(dst, route.dst_rank, src, staged=False).fill(dst.layout, route, request)
     assert differing_bytes(expected, dst.memory) == {}
 
 

@@ -1,0 +1,58 @@
+"""Are the holes of a request those of all its copies, without listing them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvreshard.kinds import Attention
+from kvreshard.plan import bind, compile_route, fill, find_holes, find_unwritten
+from kvreshard.plan.copies import CopyList
+from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
+from kvreshard.testing.small import engine, request
+
+NUM_PAIRS = 40
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_holes_are_what_no_copy_writes(layer: PairLayer, run_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any pair of engines; and some of them have pages that are not looked at."""
+    taken: list[int] = []
+    within = fill._within
+    monkeypatch.setattr(fill, "_within", lambda *asked: (taken.append(1), within(*asked))[1])
+    for seed in range(run_seed, run_seed + NUM_PAIRS):
+        pair = make_pair(layer, seed)
+        for rank in pair.dst.ranks:
+            route = compile_route(pair.src, pair.dst, rank.rank)
+            listed = find_unwritten(pair.dst, rank.rank, pair.request, bind(route, pair.request))
+            found = find_holes(pair.dst, route, pair.request)
+            assert (found.start.tolist(), found.stop.tolist()) == (listed.start.tolist(), listed.stop.tolist()), pair
+    assert taken
+
+
+@pytest.mark.parametrize("padded_page_bytes", [0, 400])
+def test_one_page_of_many_is_looked_at(padded_page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand pages of four tokens, the last of which is not full: what is listed is two pages' copies."""
+    kind, num_tokens = Attention(2, 8, "bfloat16"), 3998
+    src = engine("prefill", tp=2, page=4, num_pages=1002, kind=kind)
+    dst = engine("decode", page=4, num_pages=1002, kind=kind, order="HND", padded_page_bytes=padded_page_bytes)
+    pages = np.random.default_rng(1).permutation(np.arange(1, 1001))
+    wanted = request(src, dst, num_tokens, dst_pages=pages.tolist(), new_pages=pages.tolist())
+    route = compile_route(src, dst, 0)
+    listed: list[CopyList] = []
+
+    def lane(*cut: object) -> Iterator[CopyList]:
+        for copies in bind_lane(*cut):
+            listed.append(copies)
+            yield copies
+
+    bind_lane = fill.bind_lane
+    monkeypatch.setattr(fill, "bind_lane", lane)
+    found = find_holes(dst, route, wanted)
+    every = list(bind(route, wanted))
+    expected = find_unwritten(dst, 0, wanted, every)
+    assert (found.start.tolist(), found.stop.tolist()) == (expected.start.tolist(), expected.stop.tolist())
+    assert len(found.start) >= (1000 if padded_page_bytes else 1)
+    assert sum(copies.num_copies for copies in listed) <= sum(copies.num_copies for copies in every) / 300
