@@ -12,8 +12,8 @@ MUTANTS = [
     Mutant(
         "the buffer is given back while a batch is read into it",
         "session/pull.py",
-        "            yield from settled(before[1])\n",
-        "            pass\n",
+        "        for _, transfer in under_way:\n            yield from settled(transfer)\n",
+        "        pass\n",
     ),
     Mutant(
         "batches are handed out source by source",

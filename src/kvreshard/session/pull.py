@@ -6,7 +6,8 @@ the staging buffer; whoever drives it resumes it then. What it does, in order:
 1. Decide per lane what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
 2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read. If
    another load has kept the buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
-3. Zero what no copy writes in newly allocated pages, while the reads run.
+3. Zero what no copy writes in newly allocated pages, once, while the first reads run or another load has the buffer. That may be before,
+   between or after reads and moves into the same pages: by its definition it shares no byte with them.
 4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
 5. Read each source rank's lease word. Another word than expected: the pages may have been freed while they were read.
 
@@ -16,6 +17,7 @@ Refused: BindError before anything moves. Raises TransportError or StaleLease af
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +34,7 @@ from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
 WORD_BYTES = 8
 # A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped has it until that goes on, or for ever.
 STAGING_PATIENCE_S = 1.0
+NUM_HALVES = 2
 
 
 class StaleLease(KvReshardError):
@@ -93,21 +96,28 @@ def pull_steps(
     posted: list[Transfer] = []
     error: Exception | None = None
     zeroed, post_s = 0, 0.0
+
+    def zero() -> None:
+        nonlocal zeroed
+        if request.dst_new_pages:
+            zeroed = mover.fill(dst, route, request)
+            tell("zeroed", f"{zeroed} bytes")
+
     try:
         for copies in lists:
             posted.append(mover.post(Direction.READ, copies))
             note(posted[-1])
         post_s = mover.clock() - started_s - bind_s
-        if request.dst_new_pages:
-            zeroed = mover.fill(dst, route, request)
-            tell("zeroed", f"{zeroed} bytes")
-        if batches and not (yield from _take_buffer(mover)):
+        has_buffer = bool(batches) and _take_buffer(mover)
+        if not has_buffer:
+            zero()
+        if batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
             tell("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
             lists, batches = plan_reads(route, request).direct, ()
             for copies in lists:
                 posted.append(mover.post(Direction.READ, copies))
                 note(posted[-1])
-        yield from _run_batches(mover, batches, note)
+        yield from _run_batches(mover, batches, note, zero if has_buffer else lambda: None)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
@@ -133,41 +143,51 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
     return transfer.error
 
 
-def _take_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
+def _take_buffer(mover: Mover) -> bool:
+    """Take the staging buffer if it is free; whether it is ours."""
+    return mover.staging is not None and mover.staging.taken.acquire(blocking=False)
+
+
+def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
     """Wait for the staging buffer, but not for long; whether it is ours."""
-    staging, deadline_s = mover.staging, mover.clock() + STAGING_PATIENCE_S
-    while staging is not None and not staging.taken.acquire(blocking=False):
-        if mover.clock() >= deadline_s:
+    deadline_s = mover.clock() + STAGING_PATIENCE_S
+    while not _take_buffer(mover):
+        if mover.staging is None or mover.clock() >= deadline_s:
             return False
         yield None
-    return staging is not None
+    return True
 
 
 def _run_batches(
-    mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None]
+    mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None], meanwhile: Callable[[], None]
 ) -> Generator[Transfer | None, None, None]:
     """Fill one half of the buffer, which is ours, while the other is permuted, and give it back.
 
-    Raises once everything that was posted has settled.
+    `meanwhile` is done as soon as both halves are being read into. Raises once everything that was posted has settled.
     """
     staging = mover.staging
     if staging is None or not batches:
         return
-    before: tuple[PlacedBatch, Transfer] | None = None
+    under_way: deque[tuple[PlacedBatch, Transfer]] = deque()
+    is_first = True
     try:
         for placed in staging.place(batches):
             peer = mover.peers[placed.batch.reads.src_rank]
-            transfer = mover.transport.post(peer, Direction.READ, placed.reads)
-            note(transfer)
-            read, before = before, (placed, transfer)
-            if read is not None:
-                yield from _permute_when_read(mover, *read)
-        if before is not None:
-            last, before = before, None
-            yield from _permute_when_read(mover, *last)
+            under_way.append((placed, mover.transport.post(peer, Direction.READ, placed.reads)))
+            note(under_way[-1][1])
+            if len(under_way) < NUM_HALVES:
+                continue
+            if is_first:
+                meanwhile()
+            is_first = False
+            yield from _permute_when_read(mover, *under_way.popleft())
+        if is_first:
+            meanwhile()
+        while under_way:
+            yield from _permute_when_read(mover, *under_way.popleft())
     except Exception:
-        if before is not None:
-            yield from settled(before[1])
+        for _, transfer in under_way:
+            yield from settled(transfer)
         raise
     finally:
         staging.taken.release()

@@ -14,11 +14,11 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
 from kvreshard.session.mover import Mover
-from kvreshard.session.pull import LeaseProof, StaleLease
+from kvreshard.session.pull import LeaseProof, StaleLease, pull_steps
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.base import MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport, no_fault
 
@@ -134,6 +134,50 @@ def test_a_load_reads_directly_when_another_keeps_the_staging_buffer(monkeypatch
     reader.staging.taken.release()
     moved = pull(reader, compile_route(src.layout, dst.layout, 0, way="staged"), request, dst.layout, b"done")
     assert moved.num_staged_bytes == moved.num_bytes
+    assert not reader.staging.taken.locked()
+
+
+@pytest.mark.parametrize(
+    ("way", "is_taken", "under_way"), [("direct", False, 2), ("staged", False, 2), ("staged", True, 0)]
+)
+def test_holes_are_zeroed_while_the_first_reads_run(
+    way: Way, is_taken: bool, under_way: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once; of a staged load while both halves are read into, or while another load has the buffer. The bytes are those of any order."""
+    fabric = Fabric()
+    src = make_engine(fabric, "p", 2, "HND", 8)
+    dst = make_engine(fabric, "d", 1, "NHD", 16, faults=lambda index, transfer: Fault(delay_steps=1))
+    connect(src, dst)
+    request = make_request()
+    expected = expected_memory(src, dst, request)
+    reader = mover(dst, 0, src, staged=True)
+    assert reader.staging is not None
+    if is_taken:
+        reader.staging.taken.acquire()
+    posted: list[Transfer] = []
+    zeroed: list[tuple[int, int]] = []
+    zeroing = reader.memory.zero
+
+    def zero(start: np.ndarray, stop: np.ndarray) -> None:
+        zeroed.append((len(posted), sum(one.state is TransferState.PENDING for one in posted)))
+        zeroing(start, stop)
+
+    monkeypatch.setattr(HostMemory, "zero", lambda memory, start, stop: zero(start, stop))
+    route = compile_route(src.layout, dst.layout, 0, way=way)
+    steps = pull_steps(reader, route, request, dst.layout, note=posted.append)
+    moved = None
+    while moved is None:
+        try:
+            if next(steps) is None:
+                assert zeroed
+                reader.staging.taken.release()
+            fabric.step()
+        except StopIteration as done:
+            moved = done.value
+    assert zeroed == [(under_way, under_way)]
+    assert len(posted) > 2 or way == "direct"
+    assert moved.num_zeroed_bytes > 0
+    assert differing_bytes(expected, dst.memory) == {}
     assert not reader.staging.taken.locked()
 
 
