@@ -22,12 +22,10 @@ from kvreshard.catalog.layers import Model, ModelLayer
 from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid_page_tokens
 from kvreshard.catalog.spec import EngineSpec, unknown
 from kvreshard.kinds import Attention, Kind, Place, Ring, ShortConv, Style
-from kvreshard.kinds.assemble import ALIASES, Grid, Layer, PagedGroup, assemble
+from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
 
 DEFAULT_PAGES = 128
-# vLLM keeps page 0 of every pool for "no page".
-NULL_PAGE = 0
 
 
 @dataclass(frozen=True, slots=True)

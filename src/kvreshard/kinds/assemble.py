@@ -33,6 +33,8 @@ from kvreshard.model.layout import share_outlines
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
 POOL = "pages"
+# vLLM keeps page 0 of every pool for "no page" (0.32.0, `v1/core/block_pool.py`, `null_block`).
+NULL_PAGE = 0
 REGION = "kv"
 
 

@@ -25,6 +25,7 @@ from kvreshard.model.parts import MAX_RANKS
 from kvreshard.model.text import Name, plain
 from kvreshard.session import notes
 from kvreshard.session.board import ENTRY_BYTES
+from kvreshard.session.lease import WORD_BYTES
 
 FORM = "kvreshard.card"
 
@@ -41,7 +42,6 @@ MAX_CARD_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
 MAX_LEASE_SLOTS = 1 << 32
-WORD_BYTES = 8
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):

@@ -17,9 +17,10 @@ from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMisma
 from kvreshard.session.check import CHECK_BYTES, Check, DigestError, check_steps, find_obstacle, is_chosen
 from kvreshard.session.events import Events
 from kvreshard.session.handshake import HandshakeError
+from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.orders import CheckResult, EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.peers import Peer
-from kvreshard.session.pull import WORD_BYTES, LeaseProof, Moved, StaleLease, Steps, pull_steps
+from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
 from kvreshard.session.question import readable
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 

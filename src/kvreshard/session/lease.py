@@ -26,6 +26,7 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.session.notes import Heartbeat, Report
 from kvreshard.transport.base import MemoryRegion
 
+WORD_BYTES = 8
 FREE = 0
 Cause = Literal["reported", "expired", "revoked"]
 # A consumer that never reports must not fill memory with sets of its own.
@@ -36,7 +37,7 @@ class LeaseTable:
     """`num_slots` 64-bit words in page-aligned memory that peers may read. Slot numbers are given by the engine."""
 
     def __init__(self, num_slots: int) -> None:
-        self._memory = mmap.mmap(-1, num_slots * 8)
+        self._memory = mmap.mmap(-1, num_slots * WORD_BYTES)
         self._words = np.frombuffer(self._memory, dtype=np.uint64)
 
     @property

@@ -27,9 +27,10 @@ from kvreshard.plan.route import Route, compile_route
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.session.handshake import HandshakeError, fetch_card, tell_outcome
+from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
 from kvreshard.session.orders import EndpointOptions, RemoteEngine, RemoteLease
-from kvreshard.session.pull import WORD_BYTES, LeaseProof
+from kvreshard.session.pull import LeaseProof
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory

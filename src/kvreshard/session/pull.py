@@ -27,11 +27,11 @@ from kvreshard.model.tables import Request
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
+from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import PlacedBatch
 from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
 
-WORD_BYTES = 8
 # A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped has it until that goes on, or for ever.
 STAGING_PATIENCE_S = 1.0
 NUM_HALVES = 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvreshard.session.pull import WORD_BYTES
+from kvreshard.session.lease import WORD_BYTES
 from kvreshard.transport.base import MemoryRegion
 
 SCRATCH_WORDS = 1 << 14

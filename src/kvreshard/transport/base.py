@@ -36,7 +36,7 @@ Addresses = NDArray[np.uint64]
 # A notification is a word about a transfer, never the data: 64 KiB holds a set of 1,000 reporters with room to spare.
 MAX_NOTIFICATION_BYTES = 64 * 1024
 
-_ADDRESS_SPACE_BYTES = 2**64
+ADDRESS_SPACE_BYTES = 2**64
 
 
 class TransportError(Exception):
@@ -66,7 +66,7 @@ class MemoryRegion:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > _ADDRESS_SPACE_BYTES:
+        if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > ADDRESS_SPACE_BYTES:
             raise TransportError(
                 f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the 64-bit address space; "
                 "give a positive size and the address of its first byte"
@@ -123,7 +123,7 @@ class Copies:
             return  # two numbers below 2^63 do not leave the address space
         longest = int(np.maximum.reduce(length))
         for name, address in (("local", local), ("remote", remote)):
-            if int(np.maximum.reduce(address)) + longest <= _ADDRESS_SPACE_BYTES:
+            if int(np.maximum.reduce(address)) + longest <= ADDRESS_SPACE_BYTES:
                 continue
             # The end address may be exactly 2^64, which is 0 here: compare the last byte instead.
             wraps = np.flatnonzero(address + (length - np.uint64(1)) < address)

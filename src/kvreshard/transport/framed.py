@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvreshard.transport.base import Addresses, Copies, TransportError
-
-_ADDRESS_SPACE_BYTES = 2**64
+from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Addresses, Copies, TransportError
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -57,7 +55,7 @@ class Frame:
             ("local", first.local_address, self.local_span_bytes),
             ("remote", first.remote_address, self.remote_span_bytes),
         ):
-            if int(address.max()) + span > _ADDRESS_SPACE_BYTES:
+            if int(address.max()) + span > ADDRESS_SPACE_BYTES:
                 raise TransportError(f"the {name} pages of a frame leave the 64-bit address space")
         strides = self.local_stride_bytes, self.remote_stride_bytes
         lengths = self.length_bytes

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place, Ring, Style
+from kvreshard.kinds.assemble import NULL_PAGE, POOL
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
 from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
 from kvreshard.vllm.heads import configured_heads, total_kv_heads
@@ -27,9 +28,6 @@ from kvreshard.vllm.paged import Found, attention_kind, latent_kind, ring_kind, 
 from kvreshard.vllm.rank_place import RankPlace
 from kvreshard.vllm.states import state_kind
 
-POOL = "pages"
-# Block 0 of vLLM's pool is its null block (`v1/core/block_pool.py`).
-NULL_PAGE = 0
 REFUSED: Mapping[str, str] = {
     "CrossAttentionSpec": "cross attention keeps an encoder's tokens",
     "SinkFullAttentionSpec": "attention sinks are pages that requests share",

@@ -28,7 +28,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-NULL_BLOCK = 0
+from kvreshard.kinds.assemble import NULL_PAGE
+
+NULL_BLOCK = NULL_PAGE
 Reach = tuple[int | None, int | None]
 """Window and chunk of a group's layers, in tokens; both None: they look at everything."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreshard.session.pull import WORD_BYTES
+from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.scratch import Scratch
 
 
