@@ -9,7 +9,7 @@ Whatever arrives, the listener lives and soon serves the next:
 1. ZeroMQ drops frames above `MAX_HELLO_BYTES`, connections that do not finish its handshake, and answers that nobody reads:
    a queue holds a few references to the one card, never copies of it.
 2. `visitors` bounds how many connections there are, how long each stays and how much it sends.
-3. `pace` bounds what all of them together may ask per second.
+3. `rate_limit` bounds what all of them together may ask per second.
 4. Everything that is not a hello gets one line as answer or none. Nothing is unpickled.
 
 With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and strangers are refused before they can say anything.
@@ -49,7 +49,7 @@ from kvreshard.session.hello import (
 from kvreshard.session.keys import Keys
 from kvreshard.session.knock import knock
 from kvreshard.session.monitor import close_monitor, open_monitor
-from kvreshard.session.pace import Pace
+from kvreshard.session.rate_limit import RateLimit
 from kvreshard.session.visitors import Bounds, Visitors
 
 __all__ = ["Address", "Answer", "HandshakeError", "Hello", "Listener", "fetch_card", "read_hello", "tell_outcome"]
@@ -151,7 +151,7 @@ class Listener:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        pace = Pace(UNITS_PER_S, BURST, time.monotonic())
+        limit = RateLimit(UNITS_PER_S, BURST, time.monotonic())
         swept_s = 0.0
         try:
             while not self._stopping.is_set():
@@ -163,8 +163,8 @@ class Listener:
                     if now_s - swept_s >= SWEEP_S:
                         self._visitors.sweep(now_s)
                         swept_s = now_s
-                    if self._socket in ready and not self._stopping.wait(min(SWEEP_S, pace.wait_s(now_s))):
-                        self._serve_next(pace)
+                    if self._socket in ready and not self._stopping.wait(min(SWEEP_S, limit.wait_s(now_s))):
+                        self._serve_next(limit)
                 except zmq.ZMQError as error:
                     logger.debug("a handshake was dropped: %s", error)
                 except Exception:  # a fault here must not end the listener: every later handshake would hang
@@ -172,12 +172,12 @@ class Listener:
         finally:
             self._destroy()
 
-    def _serve_next(self, pace: Pace) -> None:
+    def _serve_next(self, limit: RateLimit) -> None:
         now_s = time.monotonic()
-        if pace.wait_s(now_s):
+        if limit.wait_s(now_s):
             return
         num_bytes = self._serve(self._socket.recv_multipart(zmq.NOBLOCK))
-        pace.spend(1 + num_bytes / BYTES_PER_UNIT, now_s)
+        limit.spend(1 + num_bytes / BYTES_PER_UNIT, now_s)
 
     def _serve(self, frames: Sequence[bytes]) -> int:
         """Answer one message; the bytes of the answer."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvreshard.session.pace import Pace
+from kvreshard.session.rate_limit import RateLimit
 from kvreshard.session.visitors import Bounds, Visitors
 
 PATIENCE_S = 60.0
@@ -87,12 +87,12 @@ def test_a_number_that_is_somebody_elses_by_now_is_left_alone(stack: ExitStack, 
 
 
 def test_a_bucket_delays_when_it_is_empty_and_saves_up_no_more_than_its_burst() -> None:
-    pace = Pace(per_s=10, burst=2, now_s=0.0)
-    assert pace.wait_s(0.0) == 0.0
-    pace.spend(4, 0.0)
-    assert pace.wait_s(0.0) == pytest.approx(0.2)
-    assert pace.wait_s(0.15) == pytest.approx(0.05)
-    assert pace.wait_s(100.0) == 0.0
-    pace.spend(3, 100.0)
-    assert pace.wait_s(100.0) == pytest.approx(0.1)
-    assert pace.wait_s(99.0) == pytest.approx(0.1)  # a clock that goes back gives nothing
+    limit = RateLimit(per_s=10, burst=2, now_s=0.0)
+    assert limit.wait_s(0.0) == 0.0
+    limit.spend(4, 0.0)
+    assert limit.wait_s(0.0) == pytest.approx(0.2)
+    assert limit.wait_s(0.15) == pytest.approx(0.05)
+    assert limit.wait_s(100.0) == 0.0
+    limit.spend(3, 100.0)
+    assert limit.wait_s(100.0) == pytest.approx(0.1)
+    assert limit.wait_s(99.0) == pytest.approx(0.1)  # a clock that goes back gives nothing

@@ -7,7 +7,7 @@ because a ROUTER takes turns between its connections, one that asks without end 
 from __future__ import annotations
 
 
-class Pace:
+class RateLimit:
     """`per_s` units a second, at most `burst` of them saved up. Seconds are of the caller's clock."""
 
     def __init__(self, per_s: float, burst: float, now_s: float) -> None:
