@@ -79,7 +79,7 @@ def _submit() -> Result:
     wanted = request(src, dst, 131_072, "random")
     transport = NixlTransport("submit")
     endpoint = Endpoint(0, transport, HostMemory(), EndpointOptions(), table=LeaseTable(1 << 10))
-    load = Load("r", RemoteEngine("p", "1", Address("127.0.0.1", 1)), RemoteLease("r", 0, 1), wanted)
+    load = Load("r", RemoteEngine("p", "1", Address("127.0.0.1", 1)), RemoteLease("r", 0, 1), wanted, gives_back=False)
     took = []
     for _ in range(200):
         started_s = time.perf_counter()

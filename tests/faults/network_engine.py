@@ -62,7 +62,7 @@ class EngineProcess:
         transfer = wanted.request(source, self.setup)
         for endpoint in self.side.endpoints.values():
             endpoint.submit(Watch(wanted.name, remote, lease))
-            endpoint.submit(Load(wanted.name, remote, lease, transfer))
+            endpoint.submit(Load(wanted.name, remote, lease, transfer, gives_back=True))
 
     def listen(self) -> Told:
         """Everything so far."""

@@ -177,7 +177,7 @@ class Sessions(RuleBasedStateMachine):
         TRIED["loads"] += 1
         if watched:
             self._tell(dst, Watch(life.load_id, REMOTE, life.lease))
-        self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted))
+        self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted, gives_back=True))
 
     @precondition(some("offered", "idle"))
     @rule(data=st.data(), chance=st.integers(0, 3))

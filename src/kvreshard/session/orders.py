@@ -46,7 +46,7 @@ class Load:
     remote: RemoteEngine
     lease: RemoteLease
     transfer: Request
-    gives_back: bool = True
+    gives_back: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def test_device_memory_is_skipped_and_told_once(caplog: pytest.LogCaptureFixture
     for name in ("a", "b"):
         wanted = request(world.src.layout, world.dst.layout, 21)
         for endpoint in world.dst.endpoints.values():
-            endpoint.submit(Load(name, REMOTE, LEASE, wanted))
+            endpoint.submit(Load(name, REMOTE, LEASE, wanted, gives_back=True))
     world.grant_and_offer()
     world.turn()
     meet(world)

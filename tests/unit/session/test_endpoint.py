@@ -244,7 +244,7 @@ def test_a_request_that_cannot_be_bound_fails_before_anything_moves(world: World
     world.grant_and_offer()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, LEASE, wanted))
+        endpoint.submit(Load("d", REMOTE, LEASE, wanted, gives_back=True))
     before = {place: content.copy() for place, content in world.dst.memory.items()}
     world.turn()
     meet(world)
@@ -258,7 +258,7 @@ def test_a_request_that_cannot_be_bound_fails_before_anything_moves(world: World
 def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
     wanted = request(world.src.layout, world.dst.layout, 21)
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, RemoteLease("r", 64, WORD), wanted))
+        endpoint.submit(Load("d", REMOTE, RemoteLease("r", 64, WORD), wanted, gives_back=True))
     world.turn()
     meet(world)
     world.turn()
@@ -340,7 +340,7 @@ def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
     for name in ("a", "b", "c"):
         wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99 if name == "b" else 6])
         for endpoint in world.dst.endpoints.values():
-            endpoint.submit(Load(name, REMOTE, LEASE, wanted))
+            endpoint.submit(Load(name, REMOTE, LEASE, wanted, gives_back=True))
     world.turn()
     meet(world)
     world.turn()

@@ -124,7 +124,7 @@ def test_a_request_that_cannot_be_bound_says_why_there_is_no_list(world: World, 
     world.grant_and_offer()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, LEASE, wanted))
+        endpoint.submit(Load("d", REMOTE, LEASE, wanted, gives_back=True))
     world.turn()
     meet(world)
     world.turn()

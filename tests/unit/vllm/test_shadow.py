@@ -85,7 +85,7 @@ def report(
     src: EngineLayout, dst: EngineLayout, theirs: list[CopyList], num_tokens: int = 10, pages: list[int] | None = None
 ) -> ShadowReport:
     asked = request(src, dst, num_tokens, dst_pages=pages)
-    load = Load("r", RemoteEngine("prefill", "life", Address("h", 1)), RemoteLease("q", 0, 1), asked)
+    load = Load("r", RemoteEngine("prefill", "life", Address("h", 1)), RemoteLease("q", 0, 1), asked, gives_back=True)
     return compare_load(load, compile_route(src, dst, 0), src, dst, theirs, FACTS)
 
 
