@@ -5,7 +5,7 @@
 ('full', 16, 2)
 """
 
-from kvreshard.catalog.advice import warnings
+from kvreshard.catalog.advice import assumed, warnings
 from kvreshard.catalog.engine import describe
 from kvreshard.catalog.entries import MODELS, Entry, load
 from kvreshard.catalog.families import read_model
@@ -20,6 +20,7 @@ __all__ = [
     "Model",
     "ModelLayer",
     "as_draft",
+    "assumed",
     "describe",
     "fit_stages",
     "load",

@@ -1,7 +1,8 @@
 """What would keep vLLM 0.32 itself from running an engine that can be described?
 
 Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both
-values and what vLLM asks for; an empty list means that nothing known speaks against the engine. Sources: `layers/linear.py`,
+values and what vLLM asks for; an empty list means that nothing known speaks against the engine. `assumed` has what neither the
+model's file nor the engine says. Sources: `layers/linear.py`,
 `layers/mamba/mamba_mixer2.py`, `config/model.py`, `config/parallel.py`, `v1/worker/utils.py` (`select_common_block_size`),
 `get_supported_kernel_block_sizes` of the backends in `v1/attention/backends/`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvreshard.catalog.engine import PagePlan, even_stages, plan_pages
-from kvreshard.catalog.layers import PACKED, Model, ModelLayer
+from kvreshard.catalog.layers import NATIVE, PACKED, Model, ModelLayer
 from kvreshard.catalog.paging import MIN_KERNEL_TOKENS, unifies
 from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, LinearState, Mamba1, Mamba2, ScaledRows
@@ -30,6 +31,15 @@ def warnings(model: Model, spec: EngineSpec) -> list[str]:
     if spec.dtype == PACKED and any(isinstance(layer.kind, Attention) for layer in plan.layers):
         found.append(f"dtype={PACKED}: attention layers with heads have no such form and keep the model's dtype")
     return list(dict.fromkeys(found))
+
+
+def assumed(model: Model, spec: EngineSpec) -> list[str]:
+    """What is taken for granted of an engine that does not say it; empty if all is in the model's file or in the engine."""
+    depends = spec.dtype == NATIVE or any(layer.kind.is_state for layer in model.layers)
+    if not model.cast_from or not depends:
+        return []
+    says = f"the model's file says {model.cast_from}, which vLLM 0.32 runs as {model.dtype}, on GPUs before SM80 as another"
+    return [f"{says}; if the engine has a --dtype, give dtype= for the cache, or say it in a copy of the file"]
 
 
 def _tensor_parallel(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:

@@ -7,6 +7,8 @@ that an error can name the field as a person finds it in the file.
 2. Older families call the same fields otherwise: `renamed` says how, and errors speak of the file's own names.
 3. transformers 5.19 may save what differs in some layers as `per_layer_config`: `of_layer` gives one layer's fields.
 4. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
+5. `dtype` is the one that vLLM 0.32 runs the model in where its own `--dtype` says nothing: what the file declares around the language model, else in it,
+   else for its encoder (`model_arch_config_convertor.py`); float32, and float16 of `NO_FLOAT16`, become bfloat16 (`config/model.py`).
 
 Refused: a field that is missing, of a wrong type or not positive, KV heads that do not divide the query heads, a list of layer types of another length than
 `num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default is given by the caller, who
@@ -30,6 +32,10 @@ NESTED = ("text_config", "language_config", "llm_config")
 SPEAKING = "thinker_config"
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
+ENCODERS = ("vision_config", "encoder_config")
+# Families that vLLM does not run in float16, by the type of the whole file.
+NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+CAST_TO = "bfloat16"
 PER_LAYER = "per_layer_config"
 # Far above every model there is: beyond, a description would take memory and time without end.
 MAX_LAYERS, MAX_COUNT = 10_000, 1 << 32
@@ -175,24 +181,35 @@ class Config:
     @property
     def says_dtype(self) -> bool:
         """Whether the file has a dtype, good or bad."""
-        return any(fields.get(name) is not None for fields in self._around for name in DTYPE_NAMES)
+        return self._said_dtype() is not None
 
-    @property
-    def _around(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        return self.fields, self.outer or {}
+    def _said_dtype(self) -> tuple[str, Any] | None:
+        """A dtype and the field that says it: the first of the places in which vLLM looks."""
+        around = self.outer or {}
+        encoders = [fields for name in ENCODERS if isinstance(fields := around.get(name), Mapping)]
+        for fields in (around, self.fields, *encoders):
+            for name in DTYPE_NAMES:
+                if fields.get(name) is not None:
+                    return name, fields[name]
+        return None
+
+    def declared_dtype(self) -> str:
+        """The dtype that the file declares: `dtype`, or `torch_dtype` in older ones."""
+        said = self._said_dtype()
+        if said is None:
+            raise self.missing_dtype("add it to a copy of the file, as the model was made")
+        name, value = said
+        short = value.removeprefix("torch.") if isinstance(value, str) else value
+        if not isinstance(short, str) or short not in DTYPE_BYTES:
+            raise self.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
+        return short
 
     def dtype(self) -> str:
-        """The model's dtype: `dtype`, or `torch_dtype` in older files, here or around the language model."""
-        for fields in self._around:
-            for name in DTYPE_NAMES:
-                value = fields.get(name)
-                if value is None:
-                    continue
-                short = value.removeprefix("torch.") if isinstance(value, str) else value
-                if not isinstance(short, str) or short not in DTYPE_BYTES:
-                    raise self.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
-                return short
-        raise self.missing_dtype("add it to a copy of the file, as the model was made")
+        """The dtype that vLLM runs the model in."""
+        declared = self.declared_dtype()
+        whole = self.fields if self.outer is None else self.outer
+        is_cast = declared == "float32" or (declared == "float16" and whole.get("model_type") in NO_FLOAT16)
+        return CAST_TO if is_cast else declared
 
     def missing_dtype(self, remedy: str) -> LayoutError:
         """Absent means float32 to transformers, but vLLM then reads the weights (`model_arch_config_convertor.py`)."""
@@ -254,7 +271,8 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
         raise LayoutError(f"config of '{model}': holds {_shown(raw)}; it must be a JSON object with named fields")
     path, around = "", raw
     if isinstance(raw.get(SPEAKING), Mapping):
-        path, around = f"{SPEAKING}.", {**raw, **raw[SPEAKING]}
+        said = {name: value for name in DTYPE_NAMES if (value := raw.get(name)) is not None}
+        path, around = f"{SPEAKING}.", {**raw, **raw[SPEAKING], **said}
     for name in NESTED:
         inner = around.get(name)
         if isinstance(inner, Mapping):

@@ -26,19 +26,24 @@ from kvreshard.kinds import Attention
 
 FP8 = "fp8_e4m3"
 # Two that a model may have: a cache that differs between them depends on what the file does not say.
-ASSUMED = ("bfloat16", "float32")
+ASSUMED = ("bfloat16", "float16")
 SCHEMES: Mapping[str, str] = {"fp8": FP8, "nvfp4": "nvfp4"}
 
 
 def read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
     """The model with the cache dtypes that its file declares. Raises LayoutError."""
-    model = read(config) if config.says_dtype else _read_without_dtype(read, config)
+    model = _read_with_dtype(read, config) if config.says_dtype else _read_without_dtype(read, config)
     outer = Config(config.model, config.outer if config.outer is not None else config.fields)
     dtype, for_latents = _declared(outer) or (_of_compressed_tensors(config, outer), False)
     if dtype == NATIVE:
         return model
     layers = tuple(_in_dtype(config, layer, dtype, for_latents=for_latents) for layer in model.layers)
     return replace(model, layers=layers, declared=dtype)
+
+
+def _read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
+    model, declared = read(config), config.declared_dtype()
+    return model if declared == config.dtype() else replace(model, cast_from=declared)
 
 
 def _read_without_dtype(read: Callable[[Config], Model], config: Config) -> Model:

@@ -72,7 +72,8 @@ class ModelLayer:
 class Model:
     """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them.
 
-    `dtype`: of the weights, `auto` if the file does not say it; `declared`: of the caches, where the file says another.
+    `dtype`: what vLLM runs the model in, `auto` if the file does not say it; `cast_from`: what the file says, where that is another;
+    `declared`: of the caches, where the file says another.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Model:
     num_query_heads: int | None = None
     notes: tuple[str, ...] = ()
     declared: str = NATIVE
+    cast_from: str = ""
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

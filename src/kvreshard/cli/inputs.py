@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvreshard.catalog import EngineSpec, Model, describe, load, parse_engine, warnings
+from kvreshard.catalog import EngineSpec, Model, assumed, describe, load, parse_engine, warnings
 from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.parts import MAX_MESSAGE_BYTES
@@ -39,7 +39,7 @@ class InputError(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An engine's layout. `warnings`: why vLLM would not run it as it was written, empty for one that came from a file."""
+    """An engine's layout. `warnings`: why vLLM would not run it as it was written, and what is assumed; empty for one that came from a file."""
 
     layout: EngineLayout
     warnings: tuple[str, ...] = ()
@@ -126,8 +126,9 @@ def _describe(model: Model, engine: str, name: str, pages: int | None) -> Descri
 
 
 def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
-    """Why vLLM would not run an engine, each as a sentence."""
-    return tuple(f"vLLM 0.32 would not run engine '{name}': {found}" for found in warnings(model, spec))
+    """Why vLLM would not run an engine, and what is assumed of it, each as a sentence."""
+    refused = (f"vLLM 0.32 would not run engine '{name}': {found}" for found in warnings(model, spec))
+    return (*refused, *(f"engine '{name}': {found}" for found in assumed(model, spec)))
 
 
 def warn(found: tuple[str, ...]) -> None:

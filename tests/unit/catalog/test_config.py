@@ -309,10 +309,10 @@ def test_gated_delta() -> None:
 def test_states_only() -> None:
     two = {"model_type": "mamba2", "dtype": "float32", "num_hidden_layers": 2, "num_heads": 8, "head_dim": 4,
            "n_groups": 2, "state_size": 16, "conv_kernel": 4}  # fmt: skip
-    assert read_model("m", two).layers[1].kind == Mamba2(8, 4, 2, 16, 4, "float32", "float32")
+    assert read_model("m", two).layers[1].kind == Mamba2(8, 4, 2, 16, 4, "bfloat16", "bfloat16")
     one = {"model_type": "mamba", "dtype": "float32", "num_hidden_layers": 2, "hidden_size": 8, "expand": 2,
            "state_size": 16, "conv_kernel": 4}  # fmt: skip
-    assert read_model("m", one).layers[1].kind == Mamba1(16, 16, 4, "float32", "float32")
+    assert read_model("m", one).layers[1].kind == Mamba1(16, 16, 4, "bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize(

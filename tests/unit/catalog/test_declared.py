@@ -97,6 +97,32 @@ def test_what_the_file_does_not_tell_the_engine_must_say(raw: dict[str, Any], to
     assert engine_layers(model, parse_engine("dtype=bfloat16"))[0].kind == OWN
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected", "cast_from"),
+    [
+        ({"dtype": "float16"}, {"dtype": "bfloat16"}, "float16", ""),
+        ({}, {"torch_dtype": "float16"}, "float16", ""),
+        ({"vision_config": {"dtype": "float16"}}, {}, "float16", ""),
+        ({"vision_config": {"dtype": "float16"}}, {"dtype": "bfloat16"}, "bfloat16", ""),
+        ({"dtype": None, "torch_dtype": "float16"}, {"dtype": "bfloat16"}, "float16", ""),
+        ({"dtype": "float32"}, {"dtype": "float16"}, "bfloat16", "float32"),
+        ({"dtype": "float16", "model_type": "gemma3"}, {}, "bfloat16", "float16"),
+    ],
+)
+def test_the_dtype_is_the_one_that_vllm_finds_first_and_runs(
+    outer: dict[str, Any], inner: dict[str, Any], expected: str, cast_from: str
+) -> None:
+    text = {**changed(PLAIN, torch_dtype=None), **inner}
+    model = read_model("m", {"model_type": "wrapper", **outer, "text_config": text})
+    assert (model.dtype, model.cast_from) == (expected, cast_from)
+    assert {layer.kind for layer in model.layers} == {Attention(8, 128, expected)}
+
+
+def test_a_null_inside_says_no_dtype() -> None:
+    spoken = {"dtype": "float16", "thinker_config": {"dtype": None, "text_config": changed(PLAIN, torch_dtype=None)}}
+    assert read_model("m", spoken).dtype == "float16"
+
+
 @pytest.mark.parametrize("junk", [[], [1], "fp8", 7])
 def test_what_is_no_object_is_refused(junk: object) -> None:
     with pytest.raises(LayoutError, match="field 'quantization_config': is "):

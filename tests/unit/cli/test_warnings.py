@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvreshard.catalog import MODELS
+from kvreshard.catalog.entries import CONFIGS
 
 LLAMA = ("--model", "llama-3.1-8b")
 ODD = ("--prefill", "tp=3", "--decode", "tp=8,page=7")
@@ -37,6 +38,18 @@ def test_a_description_is_told_of_too(run, tmp_path: Path) -> None:
     assert "warnings" not in json.loads(result.stdout)
     summary = json.loads(run(*words, "--output", tmp_path / "a.json", "--json").stdout)
     assert summary["warnings"] == TOLD[:2]
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("", True), (",dtype=fp32", False)])
+def test_what_is_assumed_of_an_engine_is_told(run, tmp_path: Path, dtype: str, *, is_told: bool) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads((CONFIGS / "llama-3.1-8b.json").read_text()), "torch_dtype": "float32"}))
+    result = run(
+        "plan", "--model", config, "--prefill", f"tp=1{dtype}", "--decode", f"tp=2{dtype or ',dtype=bf16'}", "--json"
+    )
+    told = "engine 'prefill': the model's file says float32, which vLLM 0.32 runs as bfloat16, on GPUs before SM80 as another; "
+    assert [line.startswith(told) for line in json.loads(result.stdout)["warnings"]] == [True] * is_told
+    assert result.exit_code == 0  # bfloat16 is what it is read as
 
 
 @pytest.mark.parametrize("model", MODELS)
