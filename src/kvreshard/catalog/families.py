@@ -3,7 +3,8 @@
 1. Take the language model's part of the file (`config.language_part`).
 2. Its `model_type` names the reader; a multimodal model has the type of its text part, or its own where that says none.
 3. A type that is in no list is read as plain attention only if nothing in it can shape the cache otherwise.
-4. The dtype of its caches is the model's, unless the file declares another (`declared`).
+4. A `sliding_window` of 0 says that there is none.
+5. The dtype of its caches is the model's, unless the file declares another (`declared`).
 
 Raises LayoutError naming the field, its value and the remedy.
 """
@@ -88,6 +89,7 @@ READERS: Mapping[str, Reader] = {
 
 # What these files list per layer is read; other families' may list what cannot shape a cache.
 READ_PER_LAYER = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+WINDOW = "sliding_window"
 QUERY_HEADS = "num_attention_heads"
 HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
 
@@ -95,6 +97,8 @@ HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_loca
 def read_model(name: str, raw: Mapping[str, Any]) -> Model:
     """The model of a parsed config.json."""
     config = language_part(name, raw)
+    if config.fields.get(WINDOW) == 0:  # as `config/model.py` has it
+        config = config.with_fields(**{WINDOW: None})
     if config.model_type not in READ_PER_LAYER:
         _check_per_layer(config)
     return read_with_dtype(READERS.get(config.model_type, read_attention.read_unknown), config)

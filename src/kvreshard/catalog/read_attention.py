@@ -3,7 +3,8 @@
 | model types | windows | source |
 |---|---|---|
 | `llama`, `qwen2`, `qwen3`, `mistral`, `mixtral`, `phi3` and relatives | none, all, or by `layer_types` | transformers' configuration classes |
-| `qwen2*`, `qwen3*` with `use_sliding_window` | from layer `max_window_layers` on | `Qwen2Config` |
+| `qwen2`, `qwen3` with `use_sliding_window` | from layer `max_window_layers` on | `Qwen2Config` |
+| `mixtral`, `glm4` and others of `WITHOUT_TYPES` | one for all layers, none where `layer_types` differ | vLLM 0.32 `engine/arg_utils.py:2249`, their classes |
 | `gpt_oss` | every even layer, or `layer_types` | `GptOssConfig` |
 | `gemma2` | every even layer, or `layer_types` | `Gemma2Config` |
 | `gemma3*` | all but every sixth (`sliding_window_pattern`), or `layer_types` | `Gemma3TextConfig` |
@@ -51,6 +52,17 @@ PLAIN_TYPES = (
     "laguna",
 )
 PREDICTING_TYPES = ("glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3")
+# Of these vLLM 0.32 has classes that give no layer a window of its own: all have one, or, where `layer_types` differ, none.
+WITHOUT_TYPES = (
+    "bailing_moe", "bailing_moe_v2", "bloom", "chatglm", "cohere", "dbrx", "ernie4_5_moe", "exaone", "gemma", "glm4", "glm4_moe", "gpt2", "gptj",
+    "hy_v3", "hyperclovax", "minicpm3", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe", "qwen3_moe", "stablelm", "step3_text",
+)  # fmt: skip
+# Qwen's configuration classes, and those made from them, drop a window that is not switched on.
+SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mimo")
+# Layers without types: full ones, or in Qwen2-MoE of both types, of which its class makes full ones.
+TYPED = ("laguna", "qwen2_moe")
+WITHOUT_WINDOW = ("falcon", "RefinedWeb", "RefinedWebModel")
+KNOWN = (*PLAIN_TYPES, *PREDICTING_TYPES, *WITHOUT_TYPES)
 GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "sliding_window": 4096}
 LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
 # Words of a field name that tell of a cache other than K and V per head: another model type may mean anything by them.
@@ -76,17 +88,22 @@ def read_plain(config: Config) -> Model:
 
 
 def _plain_windows(config: Config, num_layers: int) -> list[int | None]:
-    """Window of each layer: by type, or one for all layers that `use_sliding_window` (in Qwen false by default) allows."""
-    is_qwen = config.model_type.startswith("qwen")
-    if "sliding_window" not in config.fields and config.model_type in WINDOW_TOKENS:
-        config = config.with_fields(sliding_window=WINDOW_TOKENS[config.model_type])
-    switched = config.flag("use_sliding_window", config.has("sliding_window") and not is_qwen)
+    """Window of each layer: by type, or one for all layers. Qwen's classes drop it unless `use_sliding_window` says otherwise, and so is a
+    family read that is not known; others do not look at that.
+    """
+    family, none = config.model_type, [None] * num_layers
+    if "sliding_window" not in config.fields and family in WINDOW_TOKENS:
+        config = config.with_fields(sliding_window=WINDOW_TOKENS[family])
+    is_on = config.flag("use_sliding_window", family not in SWITCHED)
+    if family in WITHOUT_WINDOW or (family in SWITCHED and not is_on):
+        return none
     if config.has("layer_types"):
-        return _windows_by_type(config, config.entries("layer_types", num_layers, LAYER_TYPES))
-    if not switched:
-        return [None] * num_layers
+        windows = _windows_by_type(config, config.entries("layer_types", num_layers, LAYER_TYPES))
+        return none if family in WITHOUT_TYPES and None in windows else windows
+    if not config.has("sliding_window") or family in TYPED or (not is_on and family not in KNOWN):
+        return none
     window = config.count("sliding_window")
-    first = config.count("max_window_layers", at_least=0) if is_qwen else 0
+    first = config.count("max_window_layers", 28, at_least=0) if family in SWITCHED and family != "qwen3_moe" else 0
     return [window if index >= first else None for index in range(num_layers)]
 
 

@@ -35,6 +35,7 @@ TYPES: Mapping[str, str] = {**dict.fromkeys(SPARSE, "sparse"), **dict.fromkeys(P
 def read_minimax_m3(config: Config) -> Model:
     """Layers of `sparse_attention_freq` that are not 0 have an indexer; transformers writes `layer_types` instead."""
     num_layers = config.count("num_hidden_layers")
+    config.must_be("sliding_window")
     sparse = config.part("sparse_attention_config")
     if sparse.has("sparse_attention_freq"):
         is_sparse = [entry != 0 for entry in sparse.numbers("sparse_attention_freq", num_layers)]

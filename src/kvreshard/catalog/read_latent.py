@@ -79,6 +79,7 @@ def _alike(config: Config, layer: Callable[[Config, str, int], ModelLayer]) -> M
 
 def _plain(config: Config, name: str, index: int) -> ModelLayer:
     """K and V as wide as `DeepseekAttention` has them, which does not look at `head_dim`."""
+    config.must_be("sliding_window")
     width = config.count("hidden_size") // config.count("num_attention_heads")
     return attention_layer(name, index, num_kv_heads=config.num_kv_heads(), head_size=width, dtype=config.dtype())
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, fields_of, of_spec
-from tests.vllm.families.refusals import join_nobody, take_out
+from tests.vllm.families.refusals import join_nobody, learn, take_out
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     init_distributed_environment,
@@ -56,6 +56,7 @@ ENOUGH_BYTES = 1 << 40
 def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_drafts: int) -> dict[str, Any]:
     """What vLLM says of a model on one rank."""
     (folder / "config.json").write_text(json.dumps(config))
+    learn(config)
     engine = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,

@@ -82,6 +82,7 @@ INDEXER = {
 QWEN4 = {"architectures": ["Qwen4ExpForCausalLM"], "num_experts": 16, "ngram_vocab_size_base": 1000, "output_gate_type": "silu",
          "eos_token_id": 1, **INDEXER}  # fmt: skip
 ABSENT = "absent"
+WINDOW = {"sliding_window": 64}
 FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 MODELOPT = {
     "quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FP8, "ignore": []}
@@ -154,6 +155,18 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
                             "heads_per_ngram": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                                       "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}},
     "qwen4_exp_text no indexer": {**QWEN4, "num_hidden_layers": 4, "layer_types": None, **dict.fromkeys(INDEXER)},
+    "falcon window": WINDOW,
+    "gemma window off": {**WINDOW, "use_sliding_window": False},
+    "glm4 types": {**WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 20},
+    "laguna untyped": {**WINDOW, "layer_types": None},
+    "gemma2 float16": {"dtype": "float16"},
+    "llama float32": {"dtype": "float32"},
+    "llama no window": {"sliding_window": 0},
+    "llama window": WINDOW,
+    "llama window off": {**WINDOW, "use_sliding_window": False},
+    "mixtral types": {**WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 16},
+    "qwen2_moe window": {**WINDOW, "layer_types": None, "use_sliding_window": True, "max_window_layers": 4},
+    "qwen3_moe window": {**WINDOW, "use_sliding_window": True, "max_window_layers": 4},
     "zamba2 few": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2,
                    "hybrid_layer_ids": [1, 3]},
 }  # fmt: skip

@@ -12,6 +12,7 @@
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
 | scales of fp8 caches | they are values, which nothing here has |
 | ranks meet one another | a rank's layers do not depend on what the others say |
+| configuration classes that come with the weights | in their place stands one that keeps what the file says |
 | each class is inspected in a process of its own | 10 s of imports per model |
 """
 
@@ -26,12 +27,14 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
+from vllm.transformers_utils.config import _CONFIG_REGISTRY
 from vllm.triton_utils import triton
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
@@ -40,6 +43,32 @@ from kvreshard.vllm import layer_facts
 ABSENT = ("cuda", "cutlass", "torchvision")
 CPU_BACKENDS = ("AMX_MLA", "CPU_ATTN", "CPU_MLA")
 SPARSE = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+
+
+class AsInTheFile(PreTrainedConfig):
+    """The configuration class of families whose own comes with the weights: the fields of the file, and no defaults."""
+
+    def __init__(self, **fields: Any) -> None:
+        parts = {name: _part(value) for name, value in fields.items() if name.endswith("_config")}
+        super().__init__(**{**fields, **parts})
+
+
+def _part(value: Any) -> Any:
+    """The configuration of a part of a multimodal model."""
+    if not isinstance(value, dict) or "model_type" not in value:
+        return value
+    known = learn(value)
+    return known(**{name: field for name, field in value.items() if name != "model_type"})
+
+
+def learn(config: dict[str, Any]) -> type[PreTrainedConfig]:
+    """The configuration class of a file, which vLLM will take too."""
+    model_type = config["model_type"]
+    known = _CONFIG_REGISTRY if model_type in _CONFIG_REGISTRY else CONFIG_MAPPING
+    if model_type not in known:
+        _CONFIG_REGISTRY[model_type] = type(model_type, (AsInTheFile,), {"model_type": model_type})
+        known = _CONFIG_REGISTRY
+    return known[model_type]
 
 
 class _Absent(MetaPathFinder, Loader):
