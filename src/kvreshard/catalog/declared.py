@@ -1,6 +1,6 @@
 """Which dtype has a cache that the engine leaves to the model (`dtype=auto`)?
 
-As vLLM 0.32 resolves it, from `quantization_config` alone (a file `hf_quant_config.json` beside it is not read):
+As vLLM 0.32 resolves it, from `quantization_config` (or a file that stands for it, see `entries`):
 
 1. ModelOpt's says `kv_cache_scheme` or `kv_cache_quant_algo`: fp8 is `fp8_e4m3`, for every cache that can store it; what vLLM does not know it
    ignores (`utils/torch_utils.py`, `get_kv_cache_quant_algo_string`; `transformers_utils/model_arch_config_convertor.py` for its older form).

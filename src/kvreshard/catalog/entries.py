@@ -3,8 +3,9 @@
 `configs/<id>.json` holds the fields of a model's config.json that shape its caches, `configs/<id>.draft.json` those of a draft
 that comes with it, `configs/SOURCES.json` where they were found and what could not be confirmed.
 
-`load` takes an id, the path of a config.json (a pipe too, which is read once), or a directory that holds one. Refused: a name that is none of these (the nearest id
-is named), a file that is no JSON object.
+`load` takes an id, the path of a config.json (a pipe too, which is read once), or a directory that holds one. Where a config.json declares no quantisation,
+`hf_quant_config.json` beside it does, as for vLLM 0.32 (`transformers_utils/config.py:894`). Refused: a name that is none of these (the nearest id is named), a
+file that is no JSON object.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from kvreshard.model.text import counted, escaped
 CONFIGS = resources.files("kvreshard.catalog") / "configs"
 # A config.json has some kilobytes; whatever is far larger is another file.
 MAX_CONFIG_BYTES = 16 << 20
+QUANTISATION, QUANTISATION_FILE = "quantization_config", "hf_quant_config.json"
 JSON_NAMES: Mapping[type, str] = {
     list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null",
 }  # fmt: skip
@@ -117,18 +119,27 @@ def _from_path(model: str) -> Model:
         path = path / "config.json" if path.is_dir() else path
         if not path.exists():
             raise _unknown(model, path)
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise LayoutError(
-                f"config '{path}': more than {MAX_CONFIG_BYTES} bytes are no config.json; give another path"
-            )
+        raw = _read(path)
+        beside = path.with_name(QUANTISATION_FILE)
+        if path.name == "config.json" and raw.get(QUANTISATION) is None and beside.is_file():
+            raw = {**raw, QUANTISATION: _read(beside)}
         name = path.parent.name if path.name == "config.json" else path.stem
-        return read_model(name if path.is_file() else str(path), _parse(str(path), content))
+        return read_model(name if path.is_file() else str(path), raw)
     except RecursionError:
         raise LayoutError(f"config '{path}': is nested too deep for a config.json; give another file") from None
     except OSError as error:
         raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
+    if len(content) > MAX_CONFIG_BYTES:
+        raise LayoutError(f"config '{path}': more than {MAX_CONFIG_BYTES} bytes are no config.json; give another path")
+    return _parse(str(path), content)
 
 
 def _unknown(model: str, path: Path) -> LayoutError:

@@ -60,6 +60,25 @@ def test_a_path_is_read_like_an_id(tmp_path: Path) -> None:
     assert by_file.name == "some-model"
 
 
+QUANTISED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "declared"),
+    [({}, "config.json", "fp8_e4m3"), ({"quantization_config": {"quant_method": "fp8"}}, "config.json", "auto"), ({}, "other.json", "auto")],
+)  # fmt: skip
+def test_a_directory_may_declare_its_caches_in_a_file_beside(
+    tmp_path: Path, own: dict[str, object], name: str, declared: str
+) -> None:
+    (tmp_path / name).write_text(json.dumps({**json.loads((CONFIGS / "llama-3.1-8b.json").read_text()), **own}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(QUANTISED))
+    assert load(str(tmp_path / name)).declared == declared
+    (tmp_path / "hf_quant_config.json").write_text("{")
+    if declared != "auto":
+        with pytest.raises(LayoutError, match="config '.*/hf_quant_config.json': is not JSON"):
+            load(str(tmp_path))
+
+
 def test_any_model_may_come_with_a_draft() -> None:
     model = load("llama-3.1-8b", draft="deepseek-v3")
     drafted = [layer for layer in model.layers if layer.optional]

@@ -27,8 +27,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.models import registry
