@@ -65,7 +65,7 @@ READERS: Mapping[str, Reader] = {
     "longcat_flash": read_latent.read_longcat,
     "deepseek_v32": read_latent.read_sparse,
     "glm_moe_dsa": read_latent.read_sparse,
-    "hy_v4": read_latent.read_sparse,
+    "hy_v4": read_indexed.read_hy_v4,
     "deepseek_v4": read_latent.read_deepseek_v4,
     **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), read_latent.read_deepseek_v41),
     "nemotron_h": read_hybrid.read_nemotron_h,

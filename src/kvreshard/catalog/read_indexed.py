@@ -5,8 +5,9 @@
 | `minimax_m3_vl`, `minimax_m3_text`, `minimax_m3_vl_text` | one key per token; K and V | `models/minimax_m3/nvidia/model.py`, `common/indexer.py` |
 | `glm5_next`, `glm5_next_text` | one quantised key per pool of `index_kpool` tokens; the ring of the open pool; the latent | `models/glm5next/common/attention.py` |
 | `qwen4_exp`, `qwen4_exp_text` | the ring of the open group; one key per `indexer_compress_ratio` tokens; K and V | `models/qwen4_exp/common/qsa_cache.py` |
+| `hy_v4` | one quantised key per token; the latent. No indexer where `indexer_types` has it shared, nor in layers of `full_attention`, nor where the file has no `layer_types` | `models/hy_v4/nvidia/attention.py`, `transformers_utils/configs/hy_v4.py` |
 
-Layers without: K and V in MiniMax-M3, delta states in the others. Qwen4-Exp's `ple_layer_ids` also have the state of a convolution, whole on
+Layers without: K and V in MiniMax-M3, a latent in HY-V4, delta states in the others. Qwen4-Exp's `ple_layer_ids` also have the state of a convolution, whole on
 every rank, registered first. Keys have the dtype of the model, whatever that of the cache. A ring has whole pools or groups.
 
 Layers that predict (`num_mtp_modules`, `num_nextn_predict_layers`, `mtp_num_hidden_layers`) have an indexer.
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, latent_layer, predicting
 from kvreshard.catalog.read_hybrid import gated_delta
-from kvreshard.catalog.read_latent import finish, index_row
+from kvreshard.catalog.read_latent import finish, index_row, sparse_latent
 from kvreshard.kinds import GatedDelta, Latent, Ring, ShortConv, indexer
 
 # Of MiniMax-M3 and GLM-5-Next.
@@ -28,6 +29,8 @@ PAGE_TOKENS = 128
 GLM_KERNEL_POOLS = 64
 # A bfloat16 row with three positions of 64 bits behind it (`QSAKeyStateCache`).
 POSITION_CHANNELS = 12
+# Words of HY-V4 for a layer that chooses.
+CHOOSING = ("sparse_attention", "sparse", "indexed_attention", "deepseek_sparse_attention")
 SPARSE, PLAIN = ("full_attention", "indexed_attention", "qwen_sparse_attention"), ("linear_attention",)
 TYPES: Mapping[str, str] = {**dict.fromkeys(SPARSE, "sparse"), **dict.fromkeys(PLAIN, "state")}
 
@@ -120,6 +123,27 @@ def read_qwen4_exp(config: Config) -> Model:
         ]
         layers += map(predicting, own)
     return finish(config, num_layers, layers, 16, order="BLHNC")
+
+
+def read_hy_v4(config: Config) -> Model:
+    """A file without `layer_types` has no indexer; without `indexer_types` the first and every fourth behind it has one (`HYV4Config`).
+
+    Layers that predict are as the last one, with an indexer of their own.
+    """
+    num_layers = config.count("num_hidden_layers")
+    known = {**dict.fromkeys(CHOOSING, "sparse"), "full_attention": "full"}
+    types = config.entries("layer_types", num_layers, known) if config.has("layer_types") else ("full",) * num_layers
+    shared = tuple("full" if index == 0 or (index - 1) % 4 == 0 else "shared" for index in range(num_layers))
+    if config.has("indexer_types"):
+        shared = config.entries("indexer_types", num_layers, {"full": "full", "shared": "shared"})
+    layers = []
+    for index, (entry, choice) in enumerate(zip(types, shared, strict=True)):
+        is_alone = entry == "full" or choice == "shared"
+        layers += sparse_latent(config, f"layers.{index}", index)[is_alone:]
+    for index in range(config.count("num_nextn_predict_layers", 1, at_least=0)):
+        own = sparse_latent(config, f"mtp.{index}", num_layers)
+        layers += map(predicting, own[types[-1] == "full" :])
+    return finish(config, num_layers, layers, 64)
 
 
 def _types(config: Config, num_layers: int, interval: int) -> tuple[str, ...]:

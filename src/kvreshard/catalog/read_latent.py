@@ -5,7 +5,6 @@
 | `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite`, `axk1` | a latent of `kv_lora_rank + qk_rope_head_dim`; in DeepSeek's own K and V if `qk_nope_head_dim` and `qk_rope_head_dim` are 0 | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py`, `AXK1.py` |
 | `longcat_flash` | two such latents | vLLM 0.32 `longcat_flash.py` |
 | `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent; a layer that uses another's choice has no indexer | vLLM 0.32 `deepseek_v32/attention.py` |
-| `hy_v4` | the same | vLLM 0.32 `hy_v4/nvidia/attention.py` |
 | `deepseek_v4` | by `compress_ratios`, see `read_deepseek_v4` | `models/deepseek_v4/attention.py`, `compressor.py` |
 | `deepseek_v41` | by `compress_ratios` and `kv_source_layer_ids`, see `read_deepseek_v41` | `models/deepseek_v41/attention.py`, `compressor.py` |
 
@@ -101,20 +100,18 @@ def read_sparse(config: Config) -> Model:
     is_shared = _shared_indexers(config, num_layers)
     layers = []
     for index in range(num_layers):
-        layers += _sparse(config, f"layers.{index}", index)[is_shared[index] :]
+        layers += sparse_latent(config, f"layers.{index}", index)[is_shared[index] :]
     for index in range(config.count("num_nextn_predict_layers", 0, at_least=0)):
-        layers += [predicting(layer) for layer in _sparse(config, f"mtp.{index}", num_layers)]
+        layers += [predicting(layer) for layer in sparse_latent(config, f"mtp.{index}", num_layers)]
     return finish(config, num_layers, layers, 64)
 
 
 def _shared_indexers(config: Config, num_layers: int) -> list[bool]:
-    """Which layers use what an earlier one has chosen. vLLM asks `indexer_types` of `hy_v4` only; what it asks otherwise must agree with them."""
+    """Which layers use what an earlier one has chosen. vLLM does not ask `indexer_types`; what it asks must agree with them."""
     if not config.has("indexer_types"):
         return _scheduled(config, num_layers)
     known = {"full": "full", "shared": "shared"}
     listed = [entry == "shared" for entry in config.entries("indexer_types", num_layers, known)]
-    if config.model_type == "hy_v4":
-        return listed
     scheduled = _scheduled(config, num_layers)
     for index, (one, other) in enumerate(zip(listed, scheduled, strict=True)):
         if one != other:
@@ -138,7 +135,8 @@ def _scheduled(config: Config, num_layers: int) -> list[bool]:
     return [max(index - first + 1, 0) % every != 0 for index in range(num_layers)]
 
 
-def _sparse(config: Config, layer: str, index: int) -> list[ModelLayer]:
+def sparse_latent(config: Config, layer: str, index: int) -> list[ModelLayer]:
+    """The indexer's keys and the latent of one layer."""
     keys = ModelLayer(f"{layer}.indexer", index, indexer(*index_row(config)), "latent")
     return [keys, latent(config, f"{layer}.attn", index)]
 

@@ -75,7 +75,7 @@ def test_a_directory_may_declare_its_caches_in_a_file_beside(
     assert load(str(tmp_path / name)).declared == declared
     (tmp_path / "hf_quant_config.json").write_text("{")
     if declared != "auto":
-        with pytest.raises(LayoutError, match="config '.*/hf_quant_config.json': is not JSON"):
+        with pytest.raises(LayoutError, match=r"hf_quant_config\.json': is not JSON"):
             load(str(tmp_path))
 
 

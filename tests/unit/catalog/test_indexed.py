@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.unit.catalog.test_config import PLAIN, changed
+from tests.unit.catalog.test_config import LATENT, PLAIN, changed
 
 from kvreshard.catalog import read_model
 from kvreshard.catalog.advice import warnings
@@ -204,6 +204,27 @@ def test_latents_of_one_gpu_are_not_read_by_another() -> None:
         LayoutMismatch, match=r"mxfp8.* in engine 'new' and .*fp8_ds_mla.* in engine 'old': use the same cache dtype"
     ):
         compile_route(new, old, 0)
+
+
+INDEXED, FULL = "indexed_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("types", "shared", "has_indexer"),
+    [
+        (None, None, [False] * 5),
+        ([INDEXED] * 4, None, [True, True, False, False, True]),
+        ([INDEXED] * 4, ["full", "shared", "full", "shared"], [True, False, True, False, True]),
+        ([FULL, INDEXED, "sparse", FULL], ["full"] * 4, [False, True, True, False, False]),
+    ],
+)
+def test_hy_v4_has_indexers_where_its_layers_choose(
+    types: list[str] | None, shared: list[str] | None, has_indexer: list[bool]
+) -> None:
+    raw = changed(LATENT, model_type="hy_v4", index_head_dim=128, layer_types=types, indexer_types=shared)
+    names = [layer.name for layer in read_model("m", raw).layers]
+    assert [f"{name}.indexer" in names for name in (*(f"layers.{i}" for i in range(4)), "mtp.0")] == has_indexer
+    assert not any(layer.predicts for layer in read_model("m", {**raw, "num_nextn_predict_layers": 0}).layers)
 
 
 def test_ratios_of_another_model_are_refused() -> None:

@@ -132,6 +132,9 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
                              "indexer_types": None, "linear_num_heads": 32, "linear_head_dim": 64, "index_kpool": 4, **GLM5},
     "gpt_oss": {"intermediate_size": 4096},
     "granitemoehybrid states": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "hy_v4 untyped": {"layer_types": None},
+    "hy_v4 some": {"layer_types": ["full_attention", "indexed_attention"] * 17, "indexer_types": ["full", "full", "shared", "shared"] * 8 + ["full"] * 2},
+    "hy_v4 last full": {"layer_types": ["indexed_attention"] * 33 + ["full_attention"]},
     "hy_v3": {"first_k_dense_replace": 1, "num_hidden_layers": 4, "mlp_layer_types": None, "expert_hidden_dim": 1536,
               "route_norm": True, "qk_norm": True},
     "kimi_linear": {"mla_use_nope": True, "layer_types": None, "num_hidden_layers": 4,
@@ -238,7 +241,7 @@ DECLARING = tuple(case for case, changes in CHANGED.items() if "quantization_con
 """Cases whose file declares the dtype of its caches."""
 PREDICTING = (
     "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa pattern", "hy_v3", "hy_v4",
-    "longcat_flash", "mimo_v2_flash", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
+    "hy_v4 last full", "longcat_flash", "mimo_v2_flash", "qwen3_5_text", "qwen3_next", "qwen4_exp_text",
 )  # fmt: skip
 """Cases with prediction layers of their own, which vLLM makes beside the model while it speculates."""
 
