@@ -20,16 +20,27 @@ HEADS = {*KV_HEADS, *PER_QUERY_HEAD}
 SIZES = {*HEAD_SIZES, *DERIVED_HEAD_SIZE}
 # vLLM has a model for these, and their configuration class comes with the weights.
 FOREIGN = {
+    "PanguEmbedded",
+    "TeleFLM",
     "bailing_hybrid",
     "bailing_moe",
     "bailing_moe_v2",
     "deepseek",
+    "dots_ocr",
     "exaone",
     "internlm2",
+    "iquestloopcoder",
+    "kimi_audio",
     "mimo",
     "minicpm",
+    "minicpmo",
+    "minicpmv",
+    "molmo",
     "nemotron-nas",
     "orion",
+    "phi3_v",
+    "phi4mm",
+    "telechat",
 }
 # Multiples of the most KV heads that a class has by default, and another width.
 ASKED = ({"num_attention_heads": 64, "hidden_size": 64 * 96}, {"num_attention_heads": 96, "hidden_size": 96 * 160})
@@ -74,7 +85,7 @@ def test_kv_heads(model_type: str, sizes: Mapping[str, int]) -> None:
     config = language_model(model_type, sizes)
     expected = value(config, "num_key_value_heads")
     if not hasattr(config, "num_key_value_heads"):  # one per query head in the model
-        assert model_type in {"gpt2", "gptj", "bloom", "opt"}
+        assert model_type in {"gpt2", "gptj", "bloom", "opt", "gpt_neox"}
         expected = config.num_attention_heads
     assert read(model_type, config).num_kv_heads() == expected
 
@@ -90,7 +101,8 @@ def test_head_size(model_type: str, sizes: Mapping[str, int]) -> None:
 @pytest.mark.parametrize("model_type", sorted(WINDOW_TOKENS))
 def test_window(model_type: str) -> None:
     assert configuration_class(model_type)().sliding_window == WINDOW_TOKENS[model_type]
-    assert configuration_class(model_type)(sliding_window=None).sliding_window is None
+    if not model_type.startswith("exaone"):  # their classes fail without one, unless the types of the layers are said
+        assert configuration_class(model_type)(sliding_window=None).sliding_window is None
 
 
 def test_only_foreign_families_have_no_class() -> None:

@@ -33,6 +33,8 @@ SPEAKING = "thinker_config"
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
 ENCODERS = ("vision_config", "encoder_config")
+# Files of these have no `model_type` (`transformers_utils/config.py:137`).
+UNTYPED: Mapping[str, str] = dict.fromkeys(("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"), "longcat_flash")
 # Families that vLLM does not run in float16, by the type of the whole file.
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 CAST_TO = "bfloat16"
@@ -269,6 +271,9 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
     """The fields of the language model of a file. Raises LayoutError if the file holds no object."""
     if not isinstance(raw, Mapping):
         raise LayoutError(f"config of '{model}': holds {_shown(raw)}; it must be a JSON object with named fields")
+    if raw.get("model_type") is None and isinstance(listed := raw.get("architectures"), Sequence):
+        known = [UNTYPED[name] for name in listed if name in UNTYPED]
+        raw = {**raw, "model_type": known[0]} if known else raw
     path, around = "", raw
     if isinstance(raw.get(SPEAKING), Mapping):
         said = {name: value for name in DTYPE_NAMES if (value := raw.get(name)) is not None}

@@ -39,6 +39,7 @@ KV_HEADS: Mapping[str, int] = {
     "minimax_m2": 8,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), 4),
     **dict.fromkeys(("mistral", "mixtral"), 8),
+    "muse_glimmer_text": 2,
     "nemotron_h": 8,
     **dict.fromkeys(("qwen2", "qwen3"), 32),
     "qwen2_moe": 16,
@@ -50,10 +51,10 @@ KV_HEADS: Mapping[str, int] = {
     "smollm3": 4,
     "starcoder2": 2,
 }
-# The last five have no such field.
+# The last six have no such field.
 PER_QUERY_HEAD = (
     "llama", "phi3", "granite", "granitemoe", "granitemoehybrid", "olmo", "olmo2", "olmo_hybrid", "afmoe", "cohere2", "cohere2_moe",
-    "exaone", "gpt2", "gptj", "bloom", "opt",
+    "exaone", "telechat", "gpt2", "gptj", "bloom", "opt", "gpt_neox",
 )  # fmt: skip
 HEAD_SIZES: Mapping[str, int] = {
     **dict.fromkeys(("afmoe", "cohere2_moe", "glm4", "hy_v3", "laguna", "llama4", "llama4_text", "minimax_m2", "qwen3"), 128),
@@ -63,6 +64,7 @@ HEAD_SIZES: Mapping[str, int] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), 256),
     "gpt_oss": 64,
     "mimo_v2_flash": 192,
+    "muse_glimmer_text": 128,
     "step3_text": 256,
     # Families that have no reader of their own.
     **dict.fromkeys(("cwm", "ernie4_5", "glm", "helium", "higgs_audio_v2", "mellum", "ministral3", "paddleocr_vl_text"), 128),
@@ -72,7 +74,7 @@ HEAD_SIZES: Mapping[str, int] = {
 DERIVED_HEAD_SIZE = frozenset({
     "bailing_hybrid", "bailing_moe", "bailing_moe_v2", "bloom", "chatglm", "cohere2", "dbrx", "ernie4_5_moe", "exaone", "exaone4",
     "exaone_moe", "falcon", "RefinedWeb", "RefinedWebModel", "falcon_h1", "glm4_moe", "gpt2", "gptj", "granite", "granitemoe",
-    "granitemoehybrid", "inkling_model", "jamba", "lfm2", "lfm2_moe", "llama", "mimo", "mistral", "mixtral", "nemotron", "nemotron-nas",
+    "gpt_bigcode", "gpt_neox", "granitemoehybrid", "hunyuan_vl_text", "inkling_model", "jamba", "lfm2", "lfm2_moe", "llama", "mimo", "mistral", "mixtral", "nemotron", "nemotron-nas",
     "olmo", "olmo2", "olmo_hybrid", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3_moe", "smollm3", "starcoder2", "step3p5",
     # Families that have no reader of their own.
     "apertus", "arcee", "aria_text", "bitnet", "cohere", "csm", "diffllama", "doge", "dots1", "emu3_text_model", "ernie4_5_vl_moe_text",
@@ -80,8 +82,9 @@ DERIVED_HEAD_SIZE = frozenset({
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "ministral", "moshi", "nanochat", "olmo3", "olmoe", "phi",
     "phi4_multimodal", "phimoe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
     "stablelm", "voxtral_realtime_text",
-    # The same without a class in transformers (vLLM 0.32 `deepseek_v2.py`, `internlm2.py`, `minicpm.py`, `orion.py`).
-    "deepseek", "internlm2", "minicpm", "orion",
+    # The same without a class in transformers (vLLM 0.32, the file of the name; Qwen's in `dots_ocr` and `kimi_audio`, Llama's in `phi3_v` and `phi4mm`).
+    "deepseek", "dots_ocr", "internlm2", "iquestloopcoder", "kimi_audio", "minicpm", "minicpmo", "minicpmv", "molmo", "orion", "phi3_v", "phi4mm",
+    "PanguEmbedded", "TeleFLM", "telechat",
 })  # fmt: skip
 # The window of a file that says nothing; null says that there is none.
-WINDOW_TOKENS: Mapping[str, int] = {"mistral": 4096}
+WINDOW_TOKENS: Mapping[str, int] = {"mistral": 4096, "exaone4": 4096, "exaone_moe": 4096, "muse_glimmer_text": 2048}

@@ -12,6 +12,9 @@
 | `exaone4`, `exaone_moe` | `layer_types`, else all but every `sliding_window_pattern`th | `Exaone4Config`, vLLM 0.32 `exaone_moe.py` |
 | `cohere2`, `cohere2_moe` | the same; a token sees `sliding_window` tokens beside itself | `Cohere2Config`, vLLM 0.32 `commandr.py`, `cohere2_moe.py` |
 | `minicpm3` | none; K and V of every query head | vLLM 0.32 `minicpm3.py` |
+| `muse_glimmer_text` | where `no_rope_layers` is 1, by default all but every fourth, counted from the last | vLLM 0.32 `configs/muse_glimmer.py` |
+| `plamo3` | as `interleaved_sliding_window` lists them | vLLM 0.32 `plamo3.py` |
+| `iquestloopcoder` | none, and of every further loop one of `loop_window_size` | vLLM 0.32 `iquest_loopcoder.py` |
 | `afmoe` | `layer_types`, else all but every `global_attn_every_n_layers`th | `AfmoeConfig` |
 | `llama4*` | chunks where `no_rope_layers` is not 0, by default all but every fourth | `Llama4TextConfig`, vLLM 0.32 `llama4.py` |
 | `glm4_moe`, `ernie4_5_moe`, `mimo`, `bailing_moe`, `bailing_moe_v2`, `hy_v3` | none; `num_nextn_predict_layers` more layers predict | vLLM 0.32 `glm4_moe_mtp.py`, `ernie_mtp.py`, `mimo_mtp.py`, `bailing_moe_mtp.py`, `hy_v3_mtp.py` |
@@ -50,6 +53,17 @@ PLAIN_TYPES = (
     "starcoder2",
     "nemotron",
     "laguna",
+    "cohere",
+    "ernie4_5",
+    "granitemoeshared",
+    "hyperclovax",
+    "ministral3",
+    "olmoe",
+    "phi3_v",
+    "phi4mm",
+    "phimoe",
+    "solar",
+    "stablelm",
 )
 PREDICTING_TYPES = ("glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3")
 # Of these vLLM 0.32 has classes that give no layer a window of its own: all have one, or, where `layer_types` differ, none.
@@ -69,7 +83,7 @@ LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
 SHAPING = re.compile(
     r"lora_rank|mamba|ssm|conv|linear_|window|layer_types|pattern|hybrid|index_|compress|kv_shared|cross|attn_layer|"
     r"state|chunk|global|block_type|recurr|rwkv|v_head|value_head|latent|multi_query|new_decoder|text_config|encoder|"
-    r"nextn|mtp|rope_head|nope_head|_interval|kv_channel|num_kv_heads|attn_type|attention_type|layer_group|time_mix|"
+    r"nextn|mtp|rope_head|nope_head|_interval|kv_channel|v_channels|param_sink|num_kv_heads|attn_type|attention_type|layer_group|time_mix|"
     r"retention|sparse_att|no_rope_layer|per_layer|cycles|loop_|block_configs|attention_groups|share_q|"
     r"attention_head_dim|attn_head_dim|qk_head_dim|key_head_dim|head_size|kv_(heads|groups|dim|size|layers)|d_kv|n_kv|head_kv|query_group|"
     r"(^|_)(cla|mla|mqa|gqa|swa|nsa|kda|dsa|yoco|gla)(_|$)|share_kv|kv_shar|shared_kv|reuse_|indexer|mixer|local_(att|layer)|rnn|delta_"
@@ -91,7 +105,8 @@ def _plain_windows(config: Config, num_layers: int) -> list[int | None]:
     """Window of each layer: by type, or one for all layers. Qwen's classes drop it unless `use_sliding_window` says otherwise, and so is a
     family read that is not known; others do not look at that.
     """
-    family, none = config.model_type, [None] * num_layers
+    family = config.model_type
+    none: list[int | None] = [None] * num_layers
     if "sliding_window" not in config.fields and family in WINDOW_TOKENS:
         config = config.with_fields(sliding_window=WINDOW_TOKENS[family])
     is_on = config.flag("use_sliding_window", family not in SWITCHED)
@@ -123,8 +138,10 @@ def read_alternating(config: Config) -> Model:
 
 
 def read_exaone4(config: Config) -> Model:
-    """Without a window all layers are full."""
+    """Without a window all layers are full; a file that does not say has the one of its family."""
     num_layers = config.count("num_hidden_layers")
+    if "sliding_window" not in config.fields:
+        config = config.with_fields(sliding_window=WINDOW_TOKENS[config.model_type])
     if not config.has("sliding_window") and not config.has("layer_types"):
         return _model(config, num_layers, [None] * num_layers)
     return _model(config, num_layers, _windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern")))
@@ -163,6 +180,41 @@ def read_minicpm3(config: Config) -> Model:
     width = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
     heads = config.count("num_attention_heads")
     return read_plain(config.with_fields(num_key_value_heads=heads, head_dim=width))
+
+
+def read_muse_glimmer(config: Config) -> Model:
+    """vLLM asks `no_rope_layers`; layer types that say otherwise are refused."""
+    num_layers = config.count("num_hidden_layers")
+    rotated = [(num_layers - 1 - index) % 4 != 0 for index in range(num_layers)]
+    if config.has("no_rope_layers"):
+        rotated = [entry == 1 for entry in config.numbers("no_rope_layers", num_layers)]
+    types = tuple("window" if entry else "full" for entry in rotated)
+    if config.has("layer_types") and config.entries("layer_types", num_layers, LAYER_TYPES) != types:
+        raise config.error("layer_types", "is not what no_rope_layers say", "make them agree in a copy of the file")
+    return _model(config, num_layers, _windows_by_type(config, types, WINDOW_TOKENS[config.model_type]))
+
+
+def read_plamo3(config: Config) -> Model:
+    """One window per layer, null for none."""
+    num_layers, name = config.count("num_hidden_layers"), "interleaved_sliding_window"
+    listed = config.fields.get(name)
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise config.error(name, "is no list", "give one window per layer, or null")
+    config = config.with_fields(**{name: [0 if window is None else window for window in listed]})
+    return _model(config, num_layers, [window or None for window in config.numbers(name, num_layers)])
+
+
+def read_loop_coder(config: Config) -> Model:
+    """All layers run `loop_num` times; each time but the first they keep a window of their own."""
+    once = read_plain(config)
+    loops, tokens = config.count("loop_num", 2), config.count("loop_window_size", 64)
+    layers: list[ModelLayer] = []
+    for layer in once.layers:
+        again = attention_layer(
+            "", layer.index, num_kv_heads=config.num_kv_heads(), head_size=config.head_size(), dtype=config.dtype(), window_tokens=tokens
+        )  # fmt: skip
+        layers += [layer, *(replace(again, name=f"layers.{layer.index}.loop.{loop}") for loop in range(1, loops))]
+    return replace(once, layers=tuple(layers))
 
 
 def read_afmoe(config: Config) -> Model:

@@ -2,7 +2,7 @@
 
 | model types | caches of a layer | source |
 |---|---|---|
-| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite`, `axk1` | a latent of `kv_lora_rank + qk_rope_head_dim`; in DeepSeek's own K and V if `qk_nope_head_dim` and `qk_rope_head_dim` are 0 | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py`, `AXK1.py` |
+| `deepseek_v2`, `deepseek_v3`, `kimi_k2`, `glm4_moe_lite`, `axk1`, `pangu_ultra_moe`, `sarvam_mla` | a latent of `kv_lora_rank + qk_rope_head_dim`; in DeepSeek's own K and V if `qk_nope_head_dim` and `qk_rope_head_dim` are 0 | vLLM 0.32 `deepseek_v2.py`, `glm4_moe_lite.py`, `AXK1.py`, `openpangu.py`, `sarvam.py` |
 | `longcat_flash` | two such latents | vLLM 0.32 `longcat_flash.py` |
 | `deepseek_v32`, `glm_moe_dsa` | its indexer's keys, then the latent; a layer that uses another's choice has no indexer | vLLM 0.32 `deepseek_v32/attention.py` |
 | `deepseek_v4` | by `compress_ratios`, see `read_deepseek_v4` | `models/deepseek_v4/attention.py`, `compressor.py` |

@@ -2,7 +2,9 @@
 
 | model types | KV heads | source |
 |---|---|---|
-| `opt`, `gpt2`, `gptj`, `bloom` | one per query head | `OPTConfig`, `GPT2Config`, `GPTJConfig`, `BloomConfig` |
+| `opt`, `gpt2`, `gptj`, `bloom`, `gpt_neox` | one per query head | `OPTConfig`, `GPT2Config`, `GPTJConfig`, `BloomConfig`, `GPTNeoXConfig` |
+| `gpt_bigcode` | one, or with `multi_query` false one per query head | `GPTBigCodeConfig` |
+| `telechat` | `num_key_value_heads`, else one per query head | vLLM 0.32 `telechat2.py` |
 | `falcon`, `RefinedWeb`, `RefinedWebModel` | `num_kv_heads` in the newer architecture, else one, or one per query head | vLLM 0.32 `falcon.py`, `configs/falcon.py` |
 | `dbrx` | `attn_config.kv_n_heads` | `DbrxConfig` |
 | `chatglm` | `multi_query_group_num`, or one per query head | vLLM 0.32 `chatglm.py` |
@@ -24,6 +26,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "gptj": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"},
     "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     "opt": {},
+    "gpt_neox": {},
+    "telechat": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     "exaone": {"num_hidden_layers": "num_layers"},
 }
 # The oldest Falcon files. This size is that of the one which had the newer architecture before it had a field for that.
@@ -48,6 +52,13 @@ def read_falcon(config: Config) -> Model:
     if is_newer:
         num_kv_heads = config.count("num_kv_heads", num_heads)
     return read_plain(config.with_fields(num_key_value_heads=num_kv_heads))
+
+
+def read_bigcode(config: Config) -> Model:
+    """GPT-2's names; all query heads share one K and V unless `multi_query` is false."""
+    usual = config.renamed(NAMES["gpt2"])
+    is_shared = config.flag("multi_query", True)
+    return read_plain(usual.with_fields(num_key_value_heads=1 if is_shared else usual.count("num_attention_heads")))
 
 
 def read_dbrx(config: Config) -> Model:

@@ -2,7 +2,7 @@
 
 | model types | window layers | source |
 |---|---|---|
-| `mimo_v2_flash` | `hybrid_layer_pattern` 1; all their fields begin with `swa_`. V is narrower than K. One more predicts | vLLM 0.32 `mimo_v2.py`, `mimo_v2_mtp.py` |
+| `mimo_v2_flash`, `mimo_v2` | `hybrid_layer_pattern` 1; all their fields begin with `swa_`. V is narrower than K. One more predicts | vLLM 0.32 `mimo_v2.py`, `mimo_v2_mtp.py` |
 | `inkling_model` | `local_layer_ids`; all their fields begin with `swa_`. Each layer also has windows of `sconv_kernel_size` tokens: inputs of four convolutions | vLLM 0.32 `models/inkling/nvidia/sconv_swa_attn.py` |
 | `step3p5` | `layer_types`; those that `attention_other_setting` names have its heads | vLLM 0.32 `step3p5.py` |
 """

@@ -35,7 +35,12 @@ LLAMA_4: dict[str, Any] = {**PLAIN, "model_type": "llama4_text", "head_dim": 128
         (changed(LLAMA_4, attention_chunk_size=None), [None] * 4),
         (changed(PLAIN, model_type="exaone4", sliding_window=4096), [4096, 4096, 4096, None]),
         (changed(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern=2), [4096, None, 4096, None]),
-        (changed(PLAIN, model_type="exaone4", sliding_window_pattern="LLLG"), [None] * 4),
+        ({**changed(PLAIN, model_type="exaone4", sliding_window_pattern="LLLG"), "sliding_window": None}, [None] * 4),
+        (changed(PLAIN, model_type="exaone4"), [4096, 4096, 4096, None]),
+        (changed(PLAIN, model_type="muse_glimmer_text"), [2048, 2048, 2048, None]),
+        (changed(PLAIN, model_type="muse_glimmer_text", sliding_window=64, no_rope_layers=[0, 1, 0, 1]), [None, 64, None, 64]),
+        (changed(PLAIN, model_type="plamo3", head_dim=128, interleaved_sliding_window=[64, None, 32, None]), [64, None, 32, None]),
+        (changed(PLAIN, model_type="phimoe", sliding_window=64), [64] * 4),
         (changed(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG",
                  layer_types=["sliding_attention", "full_attention"] * 2), [4096, None, 4096, None]),
         (changed(PLAIN, model_type="exaone_moe", sliding_window=128), [128, 128, 128, None]),
@@ -124,6 +129,20 @@ def test_kimi_linear_in_both_forms_of_its_file() -> None:
     assert read_model("m", newer).layers == model.layers
 
 
+def test_a_model_that_loops_keeps_a_window_of_every_loop_but_the_first() -> None:
+    model = read_model("m", changed(PLAIN, model_type="iquestloopcoder", loop_num=3, loop_window_size=32))
+    assert [(layer.name, layer.index) for layer in model.layers[2:5]] == [
+        ("layers.0.loop.2", 0), ("layers.1.attn", 1), ("layers.1.loop.1", 1),
+    ]  # fmt: skip
+    assert windows(model) == [None, 32, 32] * 4
+
+
+def test_longcat_is_known_by_its_architecture() -> None:
+    raw = changed(LATENT, model_type=None, num_hidden_layers=None, num_layers=2)
+    for name in ("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"):
+        assert read_model("m", {**raw, "architectures": [name]}).model_type == "longcat_flash"
+
+
 def test_lfm2_in_both_forms_of_its_file() -> None:
     model = read_model("m", LFM)
     conv = ShortConv(2048, 3, "bfloat16")
@@ -145,6 +164,10 @@ def test_lfm2_in_both_forms_of_its_file() -> None:
         (changed(PLAIN, model_type="exaone_moe", sliding_windows=[128]), r"sliding_windows': is \[128\]"),
         (changed(PLAIN, model_type="exaone4", sliding_window=64, sliding_window_pattern="LLLG"),
          "sliding_window_pattern': is 'LLLG'; give a whole number"),
+        (changed(PLAIN, model_type="muse_glimmer_text", layer_types=["full_attention"] * 4), "layer_types': is not what no_rope_layers say"),
+        (changed(PLAIN, model_type="plamo3", head_dim=128, sliding_window=64), "interleaved_sliding_window': is no list; give one window"),
+        (changed(PLAIN, model_type="plamo3", head_dim=128, interleaved_sliding_window=[64]), "has 1 entries for 4 decoder layers"),
+        (changed(PLAIN, model_type="pangu", head_dim=128, param_sink_number=128), "param_sink_number': is set, and model type 'pangu'"),
         (changed(KIMI, linear_attn_config={"kda_layers": [1, 2, 3]}), "linear_attn_config.full_attn_layers': is missing"),
         (changed(KIMI, linear_attn_config={"kda_layers": [1, 2], "full_attn_layers": [4]}),
          "kda_layers': and full_attn_layers name 2 and 1 of 4 layers; name each once"),

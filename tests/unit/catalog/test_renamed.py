@@ -41,6 +41,11 @@ ZAMBA: dict[str, Any] = {**PLAIN, "model_type": "zamba2", "layers_block_type": [
                  n_head=16), Attention(16, 256, "bfloat16")),
         (changed(PLAIN, model_type="opt", num_key_value_heads=None), Attention(32, 128, "bfloat16")),
         (changed(PLAIN, model_type="exaone", num_hidden_layers=None, num_layers=3), Attention(8, 128, "bfloat16")),
+        (changed(PLAIN, model_type="gpt_neox", num_key_value_heads=None), Attention(32, 128, "bfloat16")),
+        (changed(GPT, model_type="gpt_bigcode"), Attention(1, 64, "bfloat16")),
+        (changed(GPT, model_type="gpt_bigcode", multi_query=False), Attention(12, 64, "bfloat16")),
+        (changed(PLAIN, model_type="telechat", num_hidden_layers=None, num_attention_heads=None, num_key_value_heads=None, n_layer=2,
+                 n_head=16), Attention(16, 256, "bfloat16")),
         (FALCON, Attention(4, 64, "bfloat16")),
         (changed(FALCON, new_decoder_architecture=None), Attention(1, 64, "bfloat16")),
         (changed(FALCON, new_decoder_architecture=False, multi_query=False), Attention(16, 64, "bfloat16")),
@@ -58,7 +63,7 @@ ZAMBA: dict[str, Any] = {**PLAIN, "model_type": "zamba2", "layers_block_type": [
          Attention(1, 256, "bfloat16")),
         (changed(LATENT, model_type="minicpm3", num_key_value_heads=40, qk_nope_head_dim=64, qk_rope_head_dim=32),
          Attention(32, 96, "bfloat16")),
-        (changed(LATENT, model_type="axk1"), Latent(576, "bfloat16")),
+        *((changed(LATENT, model_type=name), Latent(576, "bfloat16")) for name in ("axk1", "pangu_ultra_moe", "sarvam_mla")),
     ],
 )  # fmt: skip
 def test_every_layer_has_the_heads_that_the_file_says(raw: dict[str, Any], expected: object) -> None:

@@ -31,6 +31,8 @@ PLAIN = (
     "glm4",
     "glm_moe_dsa",
     "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
     "gptj",
     "granite",
     "granitemoe",
@@ -158,6 +160,10 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
                             "heads_per_ngram": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
                                                                       "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}},
     "qwen4_exp_text no indexer": {**QWEN4, "num_hidden_layers": 4, "layer_types": None, **dict.fromkeys(INDEXER)},
+    "exaone4 bare": dict.fromkeys(("sliding_window", "sliding_window_pattern", "layer_types"), ABSENT),
+    "gpt_bigcode heads": {"multi_query": False, "num_key_value_heads": ABSENT},
+    "muse_glimmer_text": {"architectures": ["MuseGlimmerForCausalLM"], "layer_types": None},
+    "muse_glimmer_text bare": {"architectures": ["MuseGlimmerForCausalLM"], "layer_types": ABSENT, "no_rope_layers": ABSENT, **BARE},
     "falcon window": WINDOW,
     "gemma window off": {**WINDOW, "use_sliding_window": False},
     "glm4 types": {**WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 20},
@@ -212,7 +218,48 @@ FALCON = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+PLAIN_FILE = {
+    "vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "attention_bias": False, "bias": False,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_shared_experts": 1, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "score_function": "sigmoid", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "use_bias": False,
+    "use_qkv_bias": False, "use_qk_norm": True, "moe_router_enable_expert_bias": True, "embedding_dropout": 0, "norm_head": False,
+    "norm_softmax": False, "head_dim": 128,
+}  # fmt: skip
+LATENTS = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+# Their configuration classes come with the weights (`refusals.AsInTheFile`).
+FOREIGN: Mapping[str, Mapping[str, Any]] = {
+    "PanguEmbedded": {"architectures": ["PanguEmbeddedForCausalLM"]},
+    "TeleFLM": {"architectures": ["TeleFLMForCausalLM"], "input_mult": 1.0, "output_mult": 1.0, "use_mup": False, "mup_scale_factor": 1.0},
+    "bailing_moe": {"architectures": ["BailingMoeForCausalLM"], **EXPERTS},
+    "bailing_moe_v2": {"architectures": ["BailingMoeV2ForCausalLM"], **EXPERTS},
+    "internlm2": {"architectures": ["InternLM2ForCausalLM"]},
+    "internlm3": {"architectures": ["InternLM3ForCausalLM"], "head_dim": 128, "qkv_bias": False},
+    "iquestloopcoder": {"architectures": ["IQuestLoopCoderForCausalLM"], "loop_num": 3, "loop_window_size": 32},
+    "mimo_v2": {"architectures": ["MiMoV2ForCausalLM"], "hybrid_layer_pattern": [0, 1, 1, 1], "head_dim": 192, "v_head_dim": 128,
+                "layernorm_epsilon": 1e-5, "sliding_window_size": 64, "moe_layer_freq": [0] * 4, **SWA},
+    "minicpm": {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4, "num_experts": 0,
+                "sparse_config": {"kernel_size": 32, "block_size": 64, "window_size": 2048}},
+    "molmo": {"architectures": ["MolmoForCausalLM"], "embedding_size": 1024, "layer_norm_eps": 1e-5, "attention_layer_norm": False, "layer_norm_type": "rms",
+              "norm_after": False, "qkv_bias": True, "weight_tying": False},
+    "orion": {"architectures": ["OrionForCausalLM"]},
+    "param2moe": {"architectures": ["Param2MoEForCausalLM"], "rope_theta": 10000.0, **EXPERTS},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"], "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+               "lm_head_bias": True, "original_max_position_embeddings": 4096},
+    "plamo3": {"architectures": ["Plamo3ForCausalLM"], "head_dim": 128, "window_size": 64, "rope_local_theta": 10000, "sliding_window": 64, "sliding_window_pattern": 4,
+               "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "interleaved_sliding_window": [64, 64, 64, None]},
+    "sarvam_mla": {"architectures": ["SarvamMLAForCausalLM"], **EXPERTS, **LATENTS},
+    "sarvam_moe": {"architectures": ["SarvamMoEForCausalLM"], **EXPERTS},
+    "solar": {"architectures": ["SolarForCausalLM"], "sliding_window": 64, "head_dim": 128, "mlp_bias": False, "bskcn_1": [1], "bskcn_2": [2],
+              "bskcn_3": [1], "bskcn_4": [2], "bskcn_tv": [0.9, 0.8]},
+    "telechat": {"architectures": ["TeleChat2ForCausalLM"], "n_layer": 4, "n_head": 8, "num_hidden_layers": ABSENT,
+                 "num_attention_heads": ABSENT, "num_key_value_heads": ABSENT, "ffn_hidden_size": 512, "layer_norm_epsilon": 1e-5},
+}  # fmt: skip
 HUB: Mapping[str, Mapping[str, Any]] = {
+    **{case: {**PLAIN_FILE, **fields} for case, fields in FOREIGN.items()},
     "RefinedWeb": {**FALCON, "architectures": ["FalconForCausalLM"], "n_head_kv": 4, "new_decoder_architecture": True},
     "RefinedWebModel": {**FALCON, "architectures": ["FalconForCausalLM"], "multi_query": True},
     "chatglm": {"architectures": ["ChatGLMModel"], "num_layers": 28, "padded_vocab_size": 65024, "hidden_size": 4096,
