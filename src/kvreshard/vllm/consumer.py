@@ -268,7 +268,7 @@ class Consumer:
                 return f"group {group.name} needs token {needed}, and its source begins at token {first}"
         mine = {group.reach for group in self._groups}
         for theirs in prefill.groups:
-            first = max(theirs.first_page * (theirs.page_tokens or 0), theirs.first_token)
+            first = theirs.first_held
             if (theirs.window_tokens, theirs.chunk_tokens) not in mine and first > 0:
                 return (
                     f"this engine keeps all where its source keeps a window of {theirs.window_tokens or theirs.chunk_tokens} "
@@ -323,7 +323,7 @@ def _first_token(prefill: RemotePrefill, group: CacheGroup) -> int:
         return max(0, prefill.num_tokens - _shortest_ring(prefill))
     return max(
         (
-            max(theirs.first_page * theirs.page_tokens, theirs.first_token)
+            theirs.first_held
             for theirs in prefill.groups
             if theirs.page_tokens is not None and (theirs.window_tokens, theirs.chunk_tokens) == group.reach
         ),

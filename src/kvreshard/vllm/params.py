@@ -49,7 +49,7 @@ class GroupParams(msgspec.Struct, frozen=True):
     """What one block list means. `page_tokens` None: one page per request. `is_state`: it stands at one position.
 
     `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: what a ring holds, as in `groups.CacheGroup`. `first_token`: where
-    what its pages have begins, if not with the first of them.
+    what its pages have begins, if not with the first of them; left out elsewhere, so that the seal is that of earlier releases.
     """
 
     name: Name
@@ -59,7 +59,12 @@ class GroupParams(msgspec.Struct, frozen=True):
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     ring_tokens: int | None = None
-    first_token: int = 0
+    first_token: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def first_held(self) -> int:
+        """The first token that its pages have."""
+        return max(self.first_page * (self.page_tokens or 0), self.first_token or 0)
 
 
 class ReshardParams(msgspec.Struct, frozen=True):
@@ -202,7 +207,7 @@ def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> N
             raise ParamsError(f"kv_transfer_params: {name} is {value}; it must be from {low} to {high}")
     for group in groups:
         sizes = (
-            *(group.first_page, group.first_token, group.page_tokens),
+            *(group.first_page, group.first_token or 0, group.page_tokens),
             *(group.window_tokens, group.chunk_tokens, group.ring_tokens),
         )
         if any(size is not None and not 0 <= size <= MAX_SIZE for size in sizes) or 0 in (

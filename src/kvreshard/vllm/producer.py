@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
@@ -137,7 +138,7 @@ class Producer:
                     group.window_tokens,
                     group.chunk_tokens,
                     group.ring_tokens,
-                    group.first_written(num_tokens),
+                    group.first_written(num_tokens) or UNSET,
                 )
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),
