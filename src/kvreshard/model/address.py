@@ -16,6 +16,7 @@ at most one lap. Everything else is refused at birth.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,15 @@ class Digit:
             )
         if self.page_step < 0 or self.byte_step < 0:
             raise LayoutError(f"digit steps {self.page_step} pages and {self.byte_step} bytes: must not be negative")
+
+    def __str__(self) -> str:
+        extent = "without end" if self.extent is None else str(self.extent)
+        return f"{extent} every {self.page_step} pages and {self.byte_step} bytes"
+
+
+def told(digits: Iterable[Digit]) -> str:
+    """Digits in one line, innermost first."""
+    return ", then ".join(map(str, digits))
 
 
 def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
@@ -161,5 +171,5 @@ class AxisMap:
         ):
             raise LayoutError(
                 f"axis '{self.axis}': its digits must be those inside a page, then one that steps by one page, "
-                f"then at most one lap; got {self.digits}"
+                f"then at most one lap; it has {told(self.digits)}"
             )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.address import told
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
 from kvreshard.model.ownership import Cyclic
@@ -308,7 +309,8 @@ def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
     starts.sort()
     if len(starts) > 1 and int(np.diff(starts).min()) < run_bytes:
-        raise LayoutError(f"{where}: two cells of one page share bytes; check the strides of {geometry.axes}")
+        strides = "; ".join(f"axis '{mapped.axis}' has {told(mapped.digits)}" for mapped in geometry.axes)
+        raise LayoutError(f"{where}: two cells of one page share bytes; check the steps: {strides}")
     breaks = np.flatnonzero(np.diff(starts) != run_bytes)
     first = np.concatenate([[0], breaks + 1])
     last = np.concatenate([breaks, [len(starts) - 1]])

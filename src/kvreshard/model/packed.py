@@ -19,7 +19,7 @@ import msgspec
 
 from kvreshard.model import wire
 from kvreshard.model.address import AxisMap
-from kvreshard.model.errors import WireError
+from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Field
 from kvreshard.model.form import Form
 from kvreshard.model.layout import EngineLayout, Geometry, Rank
@@ -196,6 +196,15 @@ def decode(message: bytes) -> EngineLayout:
     return _layout_of(body)
 
 
+def _user_of(number: int, body: _Packed) -> str:
+    """The first geometry that has a map, and the first rank that has it, for a person who looks for them."""
+    for geometry, told in enumerate(body.geometries):
+        if number in told.axes:
+            ranks = [rank.rank for rank in body.ranks if geometry in rank.geometries]
+            return f"geometry {geometry}, {f'rank {ranks[0]}' if ranks else 'on no rank'}"
+    return "of no geometry"
+
+
 def _layout_of(body: _Packed) -> EngineLayout:
     if len(body.fields) != len(body.shape_of):
         raise WireError(f"{len(body.fields)} fields and {len(body.shape_of)} numbers of shapes; each field has one")
@@ -203,7 +212,12 @@ def _layout_of(body: _Packed) -> EngineLayout:
     fields = tuple(
         Field(name, *shape) for name, shape in zip(body.fields, _all(shapes, body.shape_of, "shape"), strict=True)
     )
-    maps = [axis_map_of(mapped) for mapped in body.maps]
+    maps = []
+    for number, mapped in enumerate(body.maps):
+        try:
+            maps.append(axis_map_of(mapped))
+        except LayoutError as error:
+            raise LayoutError(f"engine '{body.engine}', map {number} ({_user_of(number, body)}), {error}") from None
     geometries = [
         Geometry(told.group, told.page_stride_bytes, _all(maps, told.axes, "map")) for told in body.geometries
     ]

@@ -98,13 +98,19 @@ def axis_map_form(mapped: AxisMap) -> AxisMapForm:
 
 def axis_map_of(axis: AxisMapForm) -> AxisMap:
     """The axis map that was written. Raises LayoutError."""
-    return AxisMap(axis.axis, _owned_of(axis), tuple(Digit(d.extent, d.page_step, d.byte_step) for d in axis.digits))
+    digits: list[Digit] = []
+    try:
+        owned = _owned_of(axis.owned)
+        for d in axis.digits:
+            digits.append(Digit(d.extent, d.page_step, d.byte_step))
+    except LayoutError as error:
+        raise LayoutError(f"axis '{axis.axis}': {error}") from None
+    return AxisMap(axis.axis, owned, tuple(digits))
 
 
-def _owned_of(axis: AxisMapForm) -> Ownership:
-    owned = axis.owned
+def _owned_of(owned: OwnedForm) -> Ownership:
     if (owned.run is None) != (owned.step is None) or (owned.run is not None and owned.stop is not None):
-        raise LayoutError(f"axis '{axis.axis}': give either start and stop, or start, run and step")
+        raise LayoutError("give either start and stop, or start, run and step")
     if owned.run is not None and owned.step is not None:
         return Cyclic(owned.start, owned.run, owned.step)
     return Interval(owned.start, owned.stop)

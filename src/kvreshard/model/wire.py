@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kvreshard.model.errors import WireError
+from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Field
 from kvreshard.model.form import Form
 from kvreshard.model.layout import EngineLayout, Geometry, Rank, Region, Shard, share_outlines
@@ -218,10 +218,14 @@ def _geometry_to_wire(geometry: Geometry) -> _Geometry:
 
 
 def _from_wire(body: _Layout) -> EngineLayout:
-    geometries = {
-        key: Geometry(wire.group, wire.page_stride_bytes, tuple(axis_map_of(axis) for axis in wire.axes))
-        for key, wire in body.geometries.items()
-    }
+    geometries = {}
+    for key, wire in body.geometries.items():
+        try:
+            geometries[key] = Geometry(
+                wire.group, wire.page_stride_bytes, tuple(axis_map_of(axis) for axis in wire.axes)
+            )
+        except LayoutError as error:
+            raise LayoutError(f"geometry '{key}' ({_user_of(key, body)}), {error}") from None
     return EngineLayout(
         engine=body.engine,
         fields=tuple(
@@ -237,6 +241,12 @@ def _from_wire(body: _Layout) -> EngineLayout:
         groups=tuple(group_of(group) for group in body.groups),
         ranks=share_outlines(_rank_from_wire(rank, geometries) for rank in body.ranks),
     )
+
+
+def _user_of(key: str, body: _Layout) -> str:
+    """The first shard that has a geometry, for a person who looks for it."""
+    users = ((rank.rank, shard.field) for rank in body.ranks for shard in rank.shards if shard.geometry == key)
+    return next((f"rank {rank}, field '{field}'" for rank, field in users), "of no shard")
 
 
 def _rank_from_wire(rank: _Rank, geometries: dict[str, Geometry]) -> Rank:

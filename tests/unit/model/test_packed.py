@@ -205,3 +205,12 @@ def test_an_address_of_any_rank_lies_in_memory(address: int) -> None:
     tree["ranks"][1]["addresses"] = [address]
     with pytest.raises(LayoutError, match=f"region 'kv': .* bytes at address {address}"):
         packed.decode(msgspec.msgpack.encode(tree))
+
+
+def test_a_map_that_is_wrong_is_told_with_its_place() -> None:
+    tree = msgspec.msgpack.decode(packed.encode(engine("prefill", tp=2)))
+    tree["maps"][0]["digits"][0]["extent"] = 0
+    with pytest.raises(
+        LayoutError, match=r"engine 'prefill', map 0 \(geometry 0, rank 0\), axis 'token': digit of extent 0"
+    ):
+        packed.decode(msgspec.msgpack.encode(tree))

@@ -5,6 +5,7 @@ by the planner too, and must not take its memory.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,3 +190,47 @@ def test_a_reference_to_nothing_is_refused(part: str, key: str) -> None:
     tree["ranks"][0][part][0][key] = "nothing"
     with pytest.raises((WireError, LayoutError), match="'nothing'"):
         wire.decode(json.dumps(tree).encode(), "json")
+
+
+def broken_maps() -> Iterator[tuple[str, str, Any]]:
+    """A layout with one thing wrong in one axis map: the geometry's key, the axis, the layout."""
+    numbers = (-1, 0, 3, 1 << 50)
+    for key, geometry in body()["geometries"].items():
+        for index, mapped in enumerate(geometry["axes"]):
+            digits = mapped["digits"]
+            wrong: list[tuple[str, Any]] = [("digits", []), ("digits", digits * 2)]
+            wrong += [("owned", {"start": -1}), ("owned", {"start": 5}), ("owned", {"start": 3, "stop": 2})]
+            wrong += [("owned", {"start": 0, "stop": 1 << 60}), ("owned", {"start": 0, "run": 2, "step": 1})]
+            wrong += [("owned", {"start": 0, "stop": 2, "run": 1, "step": 2})]
+            for place, digit in enumerate(digits):
+                others = (
+                    {**digit, name: number}
+                    for name in digit
+                    for number in (*numbers, None)
+                    if name == "extent" or number
+                )
+                wrong += [
+                    ("digits", [*digits[:place], other, *digits[place + 1 :]])
+                    for other in others
+                    if None not in (other["page_step"], other["byte_step"])
+                ]
+            for name, value in wrong:
+                layout = body()
+                layout["geometries"][key]["axes"][index][name] = value
+                yield key, mapped["axis"], layout
+
+
+def test_a_map_that_is_wrong_is_told_with_its_place() -> None:
+    """Its geometry or its field, and a rank that has it; in words, not in the names of our classes."""
+    told = []
+    for key, axis, layout in broken_maps():
+        try:
+            wire.decode(json.dumps(layout).encode(), "json")
+        except LayoutError as error:
+            told.append(str(error))
+            if f"geometry '{key}'" in told[-1]:
+                assert f"axis '{axis}'" in told[-1]
+            assert re.search(r"rank [01], field 'layers\.0", told[-1])
+            assert "Digit(" not in told[-1]
+    assert len(told) > 50
+    assert sum("geometry 'g0' (rank 0, field 'layers.0.k'), axis 'head': " in text for text in told) > 5
