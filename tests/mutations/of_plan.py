@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "atoms have no edges of the first owner",
         "plan/cover.py",
-        "(owned.edges(0, period) for owned in distinct)",
-        "(owned.edges(0, period) for owned in distinct[1:])",
+        "(owned.edges(0, period) for owned in owners)",
+        "(owned.edges(0, period) for owned in owners[1:])",
     ),
     Mutant("a hole is let through", "plan/check.py", "if written < wanted:", "if written < 0:"),
     Mutant("an overlap is let through", "plan/check.py", "        if all(shared):\n", "        if False:\n"),
@@ -137,10 +137,21 @@ MUTANTS = [
         "if base < region.address:",
     ),
     Mutant(
+        "turns that wrap around are not counted",
+        "plan/cover.py",
+        " + max(0, min(rest, ahead + other_rest - shared))",
+        "",
+    ),
+    Mutant("a turn that begins before is not met", "plan/cover.py", " | (ahead + size > shared)", ""),
+    Mutant(
+        "lanes of one destination are not compared", "plan/check.py", "k=-1, dtype=bool", "k=-len(lanes), dtype=bool"
+    ),
+    Mutant("work costs nothing", "plan/budget.py", "self._left -= steps", "pass"),
+    Mutant(
         "a rank reads what its source does not hold",
         "plan/check.py",
-        "if wanted * periods[1] != given * periods[0]:",
-        "if not given:",
+        "if whole != count_common(axis.extent, *both):",
+        "if not count_common(axis.extent, *both):",
     ),
     Mutant("other encodings are moved", "plan/match.py", "if src.encoding != dst.encoding:", "if False:"),
     Mutant("other extents are moved", "plan/match.py", "if src_axis.extent != dst_axis.extent:", "if False:"),
@@ -221,13 +232,13 @@ MUTANTS = [
     ),
     Mutant(
         "geometries of a field are not told apart",
-        "plan/election.py",
+        "plan/family.py",
         "places[field].append((index, number))",
         "places[field].append((index, 0))",
     ),
     Mutant(
         "an outline stands for its first rank",
-        "plan/election.py",
+        "plan/family.py",
         "yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]",
         "yield rank.rank, layout.ranks[0].geometries[rank.outline.geometry_of[number]]",
     ),

@@ -13,8 +13,7 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator
-from itertools import combinations
+from collections.abc import Generator, Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -23,7 +22,7 @@ from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
 from kvreshard.model.ownership import Ownership
-from kvreshard.plan.cover import common_period, count_common
+from kvreshard.plan.cover import count_common, exact_period, overlaps
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import SHOWN, differences
 from kvreshard.plan.route import Route
@@ -45,7 +44,9 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
-    one_of_shape = {number: name for name, number in dst.shape_numbers.items()}
+    drawn_of: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
+    for number, name in {number: name for name, number in dst.shape_numbers.items()}.items():
+        drawn_of[tuple(_shape(dst, name))].add(number)
     compared: set[tuple[int, int]] = set()
     for lane in route.lanes:
         if lane.dst_rank != rank.rank:
@@ -58,8 +59,7 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
                 yield from (f"field '{name}'{finding}" for finding in found)
         yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
         yield from _lane_faults(lane, rank, dst, "destination")
-        shape = [(axis.name, axis.extent) for axis in lane.axes]
-        drawn = {number for number, name in one_of_shape.items() if _shape(dst, name) == shape}
+        drawn = drawn_of[tuple((axis.name, axis.extent) for axis in lane.axes)]
         for name in lane.fields:
             if dst.shape_numbers[name] in drawn:
                 lanes_of[name].append(lane)
@@ -178,18 +178,14 @@ def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, 
     held = {mapped.axis: mapped.owned for mapped in geometry.axes}
     for lane in lanes:
         for axis in lane.axes:
-            wanted = count_common(axis.extent, axis.chosen, axis.dst.owned)
-            given = count_common(axis.extent, axis.chosen, axis.dst.owned, axis.src.owned)
-            periods = [
-                common_period(axis.extent, o)
-                for o in ((axis.chosen, axis.dst.owned), (axis.chosen, axis.dst.owned, axis.src.owned))
-            ]
-            if wanted * periods[1] != given * periods[0]:
+            both = (axis.chosen, axis.src.owned)
+            whole = _count(axis.extent, exact_period(axis.extent, both), axis.chosen)
+            if whole != count_common(axis.extent, *both):
                 yield (
                     f"field '{name}', axis '{axis.name}': {axis.chosen} is read from rank {lane.src_rank}, "
                     f"which holds only {axis.src.owned}"
                 )
-    for first, second in combinations(lanes, 2):
+    for first, second in _overlapping(lanes):
         shared = [
             count_common(a.extent, a.chosen, b.chosen, a.dst.owned)
             for a, b in zip(first.axes, second.axes, strict=True)
@@ -203,7 +199,7 @@ def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, 
                 f"(overlap: {axes})"
             )
     periods_of = {
-        axis.name: common_period(
+        axis.name: exact_period(
             axis.extent,
             [held[axis.name], *(a.chosen for lane in lanes for a in lane.axes if a.name == axis.name)],
         )
@@ -224,7 +220,17 @@ def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, 
         )
 
 
+def _overlapping(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Lane]]:
+    """Pairs of lanes of one field whose elected boxes have cells in common, whatever the destination holds of them."""
+    pairs = np.tri(len(lanes), k=-1, dtype=bool).T
+    for along in zip(*(lane.axes for lane in lanes), strict=True):
+        number = {owned: index for index, owned in enumerate(dict.fromkeys(axis.chosen for axis in along))}
+        which = np.array([number[axis.chosen] for axis in along])
+        pairs &= overlaps(along[0].extent, list(number))[which][:, which]
+    return ((lanes[first], lanes[second]) for first, second in np.argwhere(pairs).tolist())
+
+
 def _count(extent: int | None, period: int, *owners: Ownership) -> int:
     """Cells of one common period, scaled from the owners' own period."""
-    own = common_period(extent, owners)
+    own = exact_period(extent, owners)
     return count_common(extent, *owners) * (period // own)

@@ -21,7 +21,7 @@ from math import prod
 
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cost import Choice
-from kvreshard.plan.cover import common_period, count_common
+from kvreshard.plan.cover import count_common, exact_period
 from kvreshard.plan.lane import Lane, LaneAxis
 from kvreshard.plan.route import Route
 
@@ -207,7 +207,7 @@ def _share(axis: LaneAxis) -> Fraction:
     """Coordinates of a bounded axis, or the share of all coordinates of the sequence."""
     owners = (axis.chosen, axis.dst.owned)
     count = count_common(axis.extent, *owners)
-    return Fraction(count, 1 if axis.extent is not None else common_period(None, owners))
+    return Fraction(count, 1 if axis.extent is not None else exact_period(None, owners))
 
 
 def _part(axis: LaneAxis) -> Part:

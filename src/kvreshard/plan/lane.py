@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import lru_cache
+
+import numpy as np
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.layout import Group
-from kvreshard.model.ownership import Ownership
+from kvreshard.model.ownership import Coordinates, Ownership
 from kvreshard.plan.cost import Choice
+from kvreshard.plan.cover import count_common, count_in_windows
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
-from kvreshard.plan.refine import Strip, refine
+from kvreshard.plan.refine import Strip, count_cuts, refine
 from kvreshard.plan.slot import Boxes, Slot, find_boxes, join_patterns, make_slot
 
 # Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
@@ -147,20 +150,45 @@ class Lane:
             return refine(axis.src, axis.dst, axis.chosen, *overlap)
         return refine(axis.src, axis.dst, axis.chosen, 0, 0, axis.extent)
 
-    def typical_overlap(self) -> Overlap:
-        """The fullest overlap of two pages near the start of a sequence: what a page costs.
+    def typical_window(self) -> tuple[int, int]:
+        """The coordinates of the fullest overlap of two pages near the start of a sequence: what a page costs.
 
         Where ranks share the sequence, the first overlap may hold nothing of this lane; some laps are looked at.
         """
         src_size, dst_size = self.src_span.indices, self.dst_span.indices
-        first = (0, 0, min(src_size, dst_size))
         along = self.along
         if along is None or along.src.owned.period == along.dst.owned.period == along.chosen.period == 1:
-            return first
-        reach = min(
-            math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size), MAX_CUTS * min(src_size, dst_size)
-        )
-        cuts = sorted({*range(0, reach + 1, src_size), *range(0, reach + 1, dst_size)})
-        every = -(-len(cuts) // OVERLAPS_LOOKED_AT) | 1  # odd: where two ranks take turns, both turns are seen
-        overlaps = [(low % src_size, low % dst_size, high - low) for low, high in list(pairwise(cuts))[::every]]
-        return max(overlaps, key=lambda overlap: sum(strip.num_cells for strip in self._strips(along, overlap)))
+            return 0, min(src_size, dst_size)
+        windows = typical_windows(src_size, dst_size)
+        fullest = np.argmax(count_in_windows(along.chosen, along.dst.owned, *windows))
+        return int(windows[0][fullest]), int(windows[1][fullest])
+
+    def typical_overlap(self) -> Overlap:
+        """`typical_window` in the spans of both sides."""
+        low, high = self.typical_window()
+        return low % self.src_span.indices, low % self.dst_span.indices, high - low
+
+    def work(self, low: int, high: int) -> tuple[int, int]:
+        """For a window as a pattern's: how many cuts it has along all axes, and how many stretches are kept, at most."""
+        overlap = low % self.src_span.indices, low % self.dst_span.indices, high - low
+        cuts, kept = 0, 0
+        for axis in self.axes:
+            window = overlap if axis.extent is None else (0, 0, axis.extent)
+            here = count_cuts(axis.src, axis.dst, axis.chosen, *window)
+            if axis.extent is None:
+                common = int(count_in_windows(axis.chosen, axis.dst.owned, np.array([low]), np.array([high]))[0])
+            else:
+                common = count_common(axis.extent, axis.chosen, axis.dst.owned)
+            cuts, kept = cuts + here, kept + min(here, common)
+        return cuts, kept
+
+
+@lru_cache(maxsize=64)
+def typical_windows(src_size: int, dst_size: int) -> tuple[Coordinates, Coordinates]:
+    """First and behind the last coordinate of some overlaps of spans of two sizes, from the start of the sequence on."""
+    reach = min(
+        math.lcm(src_size, dst_size), LAPS_LOOKED_AT * max(src_size, dst_size), MAX_CUTS * min(src_size, dst_size)
+    )
+    cuts = np.union1d(*(np.arange(0, reach + 1, size, dtype=np.int64) for size in (src_size, dst_size)))
+    every = -(-len(cuts) // OVERLAPS_LOOKED_AT) | 1  # odd: where two ranks take turns, both turns are seen
+    return cuts[:-1][::every], cuts[1:][::every]

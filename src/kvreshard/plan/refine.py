@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvreshard.model.address import AxisMap, Digit, canonical
-from kvreshard.model.ownership import Coordinates, Ownership
+from kvreshard.model.ownership import Coordinates, Ownership, count_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,17 @@ def refine(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low:
         )
     ]
     return fold(stretches)
+
+
+def count_cuts(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low: int, length: int) -> int:
+    """At most how many cuts `refine` makes, without making them."""
+    cuts = 2
+    for owned in (src.owned, dst.owned, chosen):
+        cuts += 2 * (length // owned.period + 2 if owned.period > 1 else 1)
+    for mapped, low in ((src, src_low), (dst, dst_low)):
+        held = count_within(mapped.owned, low, low + length)
+        cuts += held // (_inner(mapped)[0].extent or 1) + 1
+    return cuts
 
 
 def _inner(mapped: AxisMap) -> tuple[Digit, ...]:

@@ -15,10 +15,21 @@ from functools import cached_property
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
-from kvreshard.model.ownership import Interval, Ownership
+from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
+from kvreshard.plan.budget import (
+    CUT_STEPS,
+    FIELD_STEPS,
+    KEPT_STEPS,
+    LANE_STEPS,
+    NEST_STEPS,
+    RUN_STEPS,
+    TURN_STEPS,
+    Budget,
+)
 from kvreshard.plan.cost import CostModel, Way, choose
-from kvreshard.plan.election import Box, Election, Family, elect
-from kvreshard.plan.lane import Lane, LaneAxis, Span
+from kvreshard.plan.election import Election, elect
+from kvreshard.plan.family import Box, Family
+from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pattern import Bases
 from kvreshard.plan.stream import Stream, make_streams
@@ -80,8 +91,9 @@ def compile_route(
             f"'{src.engine}' that {num_pairs} pairs of them had to be compared, more than {MAX_LANE_PAIRS}; use fewer ranks, "
             "or sizes that divide one another"
         )
+    budget = Budget(src, dst)
     lanes = tuple(
-        _decide(_lane(src, dst, family, src_rank, dst_rank, box), cost, way)
+        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget), cost, way, budget)
         for index, family in enumerate(table.families)
         for src_rank, box in table.boxes.get((dst_rank, index), ())
     )
@@ -90,11 +102,24 @@ def compile_route(
     return route
 
 
-def _decide(lane: Lane, cost: CostModel, way: Way | None) -> Lane:
-    return lane.chosen(choose(lane.pattern(lane.typical_overlap()), cost, way))
+def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lane:
+    field = lane.fields[0]
+    longest = 1 if lane.along is None else max(lane.along.chosen.period, lane.along.dst.owned.period)
+    turns = OVERLAPS_LOOKED_AT * (min(lane.src_span.indices, lane.dst_span.indices) // longest + 1)
+    budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
+    cuts, kept = lane.work(*lane.typical_window())
+    budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many stretches")
+    pattern = lane.pattern(lane.typical_overlap())
+    steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
+    budget.spend(field, steps, "pages that overlap in too many runs")
+    return lane.chosen(choose(pattern, cost, way))
 
 
-def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box) -> Lane:
+def _lane(
+    src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box, budget: Budget
+) -> Lane:
+    steps = LANE_STEPS + FIELD_STEPS * len(family.fields)
+    budget.spend(family.fields[0], steps, "too many parts that one rank reads")
     src_geometry, dst_geometry = family.src[src_rank], family.dst[dst_rank]
     axes = tuple(
         LaneAxis(axis.name, axis.extent, src_map, dst_map, chosen)
@@ -118,8 +143,8 @@ def _lane(src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, d
         axes=axes,
         tokens_per_index=sequence.tokens_per_index if sequence else 1,
         keep_partial=sequence.keep_partial if sequence else False,
-        src_span=_span(along.src, along.chosen) if along else state,
-        dst_span=_span(along.dst, Interval(0, None)) if along else state,
+        src_span=_span(family, src, along.src, along.chosen) if along else state,
+        dst_span=_span(family, dst, along.dst, Interval(0, None)) if along else state,
     )
 
 
@@ -129,12 +154,18 @@ def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
     return Bases(src.bases[from_shards], dst.bases[to_shards], regions)
 
 
-def _span(mapped: AxisMap, chosen: Ownership) -> Span:
+def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:
     """The smallest stretch of the sequence that is a whole number of pages and of periods of both ownerships."""
     per_page = mapped.indices_per_page
     local = math.lcm(per_page, mapped.owned.run)
     indices = local // mapped.owned.run * mapped.owned.period
     whole = math.lcm(indices, chosen.period)
+    if whole > MAX_SIZE:
+        raise LayoutMismatch(
+            f"field '{family.fields[0]}', axis '{mapped.axis}', engine '{layout.engine}': pages of {per_page} indices and turns of "
+            f"{chosen if chosen.period > mapped.owned.period else mapped.owned} are whole together only every {whole} coordinates, "
+            f"more than {MAX_SIZE}; use an interleave that divides the page"
+        )
     pages = local // per_page * (whole // indices)
     ring = mapped.ring_pages
     capacity = None if ring is None else ring * per_page // mapped.owned.run * mapped.owned.period
