@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.copies import CopyList
+from kvreshard.plan.cover import count_in_windows
 from kvreshard.plan.lane import Lane, Span
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.request_check import check_request, entries
@@ -104,7 +105,19 @@ def cut_stream(stream: Stream, request: Request, lanes: Iterable[Lane] | None = 
     pieces = cut_pieces(stream, request.intervals[stream.dst_group.name])
     src = entries(request.src_tables[stream.src_group.name], stream.src_span)
     dst = entries(request.dst_tables[stream.dst_group.name], stream.dst_span)
-    return (CutLane(lane, pieces, src, dst) for lane in (stream.lanes if lanes is None else lanes))
+    return (CutLane(lane, held_pieces(lane, pieces), src, dst) for lane in (stream.lanes if lanes is None else lanes))
+
+
+def held_pieces(lane: Lane, pieces: Pieces) -> Pieces:
+    """The pieces of which a lane moves something. Of ranks that share the sequence in many turns, that is a small part of each's."""
+    along = lane.along
+    if along is None or along.chosen.period == along.dst.owned.period == 1:
+        return pieces
+    low = pieces.src_span * lane.src_span.indices + pieces.src_low
+    held = count_in_windows(along.chosen, along.dst.owned, low, low + pieces.length) > 0
+    if held.all():
+        return pieces
+    return Pieces(*(getattr(pieces, column)[held] for column in Pieces.__slots__))
 
 
 def cut_pieces(stream: Stream, intervals: Iterable[Tokens]) -> Pieces:

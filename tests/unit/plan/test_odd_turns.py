@@ -149,6 +149,16 @@ def test_large_odd_pairs_are_planned_without_laying_turns_out(
     )
 
 
+def test_no_pattern_is_made_of_pages_that_have_nothing_of_a_lane() -> None:
+    """32 ranks that hold a token of every 32, read by 31: a page meets a page in 62 ways, of which a lane has a few."""
+    src, dst = odd("prefill", 32, 1), odd("decode", 31, 1)
+    route = compile_route(src, dst, 0)
+    plan_reads(route, request(src, dst, 16 * 31 * 32))
+    made = [pattern for lane in route.lanes for pattern in lane._patterns.values()]
+    assert all(len(pattern.lengths) for pattern in made)
+    assert len(made) <= 32 * 20
+
+
 def test_the_number_of_cells_that_is_told_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was what the ranks before had left of it."""
     monkeypatch.setattr(election, "MAX_CELLS", 20)
