@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvreshard.catalog import read_attention, read_hybrid, read_indexed, read_latent, read_renamed, read_unequal
+from kvreshard.catalog import (
+    read_attention,
+    read_hybrid,
+    read_indexed,
+    read_latent,
+    read_renamed,
+    read_unequal,
+    read_unknown,
+)
 from kvreshard.catalog.config import PER_LAYER, Config, language_part
 from kvreshard.catalog.declared import read_with_dtype
 from kvreshard.catalog.layers import Model
@@ -106,7 +114,7 @@ def read_model(name: str, raw: Mapping[str, Any]) -> Model:
         config = config.with_fields(**{WINDOW: None})
     if config.model_type not in READ_PER_LAYER:
         _check_per_layer(config)
-    return read_with_dtype(READERS.get(config.model_type, read_attention.read_unknown), config)
+    return read_with_dtype(READERS.get(config.model_type, read_unknown.read_unknown), config)
 
 
 def _check_per_layer(config: Config) -> None:

@@ -50,6 +50,12 @@ def common_period(extent: int | None, owners: Iterable[Ownership]) -> int:
 @lru_cache(maxsize=1 << 14)
 def _turns(extent: int | None, owners: tuple[Ownership, ...]) -> tuple[int, tuple[Turn, ...]]:
     """The common period of some ownerships, and what all of them hold of it, laid out."""
+    intervals = [owned for owned in owners if isinstance(owned, Interval)]
+    if len(intervals) == len(owners):
+        period = common_period(extent, owners)
+        low = max((owned.start for owned in intervals), default=0)
+        high = min([period, *(owned.stop for owned in intervals if owned.stop is not None)])
+        return period, ((low, high - low),) if low < high else ()
     edges = edges_of(extent, owners)
     held = np.ones(len(edges) - 1, dtype=bool)
     for owned in owners:
