@@ -31,13 +31,14 @@ FILES = tuple(
     for name in ("deepseek-v3", "deepseek-v3.2", "falcon-h1-34b", "gqa-mla-draft", "granite-4-h-small", "jamba-1.5-mini",
                  "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b", "qwen3-next-80b-a3b")
 )  # fmt: skip
-SECONDS = 300
+SECONDS = 600
 QUIET = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 # (ranks, which of them, draft tokens). What vLLM cannot divide so, it refuses; what is written here is all that it says then.
 ENGINES = ((1, 0, 0), (4, 3, 0), (8, 5, 0), (1, 0, 2), (8, 5, 2))
 REFUSALS = (
     "must be divisible by tensor parallel size",
+    "must be divisible by tensor-parallel world size",
     "does not divide num_groups",
     "must divide num heads",
     "supports tp_size <= num_kv_heads",

@@ -32,6 +32,7 @@ from dataclasses import replace
 from kvreshard.catalog.config import PER_LAYER, Config
 from kvreshard.catalog.defaults import WINDOW_TOKENS
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
+from kvreshard.catalog.windows import LAYER_TYPES, WITHOUT_TYPES, plain_windows, windows_by_type
 
 PLAIN_TYPES = (
     "llama",
@@ -64,51 +65,14 @@ PLAIN_TYPES = (
     "stablelm",
 )
 PREDICTING_TYPES = ("glm4_moe", "ernie4_5_moe", "mimo", "bailing_moe", "bailing_moe_v2", "hy_v3")
-# Of these vLLM 0.32 has classes that give no layer a window of its own: all have one, or, where `layer_types` differ, none.
-WITHOUT_TYPES = (
-    "bailing_moe", "bailing_moe_v2", "bloom", "chatglm", "cohere", "dbrx", "ernie4_5_moe", "exaone", "gemma", "glm4", "glm4_moe", "gpt2", "gptj",
-    "hy_v3", "hyperclovax", "minicpm3", "mixtral", "nemotron", "olmoe", "opt", "qwen2_moe", "qwen3_moe", "stablelm", "step3_text",
-)  # fmt: skip
-# Qwen's configuration classes, and those made from them, drop a window that is not switched on.
-SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mimo")
-# Layers without types: full ones, or in Qwen2-MoE of both types, of which its class makes full ones.
-TYPED = ("laguna", "qwen2_moe")
-WITHOUT_WINDOW = ("falcon", "RefinedWeb", "RefinedWebModel")
 KNOWN = (*PLAIN_TYPES, *PREDICTING_TYPES, *WITHOUT_TYPES)
 GEMMA_3_DEFAULTS = {"num_attention_heads": 8, "sliding_window": 4096}
-LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
 
 
 def read_plain(config: Config) -> Model:
     """A model whose windows, if any, come from its layer types or hold for all layers."""
     num_layers = config.count("num_hidden_layers")
-    return _model(config, num_layers, _plain_windows(config, num_layers))
-
-
-def _plain_windows(config: Config, num_layers: int) -> list[int | None]:
-    """Window of each layer: by type, or one for all layers. Qwen's classes drop it unless `use_sliding_window` says otherwise, and so is a
-    family read that is not known; others do not look at that.
-    """
-    family = config.model_type
-    none: list[int | None] = [None] * num_layers
-    if "sliding_window" not in config.fields and family in WINDOW_TOKENS:
-        config = config.with_fields(sliding_window=WINDOW_TOKENS[family])
-    is_on = config.flag("use_sliding_window", family not in SWITCHED)
-    if family in WITHOUT_WINDOW or (family in SWITCHED and not is_on):
-        return none
-    if config.has("layer_types"):
-        windows = _windows_by_type(config, config.entries("layer_types", num_layers, LAYER_TYPES))
-        return none if family in WITHOUT_TYPES and None in windows else windows
-    if not config.has("sliding_window") or family in TYPED or (not is_on and family not in KNOWN):
-        return none
-    window = config.count("sliding_window")
-    first = config.count("max_window_layers", 28, at_least=0) if family in SWITCHED and family != "qwen3_moe" else 0
-    return [window if index >= first else None for index in range(num_layers)]
-
-
-def _windows_by_type(config: Config, types: Sequence[str], default: int | None = None) -> list[int | None]:
-    window = config.count("sliding_window", default) if "window" in types else None
-    return [window if entry == "window" else None for entry in types]
+    return _model(config, num_layers, plain_windows(config, num_layers, is_known=config.model_type in KNOWN))
 
 
 def read_alternating(config: Config) -> Model:
@@ -118,7 +82,7 @@ def read_alternating(config: Config) -> Model:
         types = config.entries("layer_types", num_layers, LAYER_TYPES)
     else:
         types = tuple("full" if index % 2 else "window" for index in range(num_layers))
-    return _model(config, num_layers, _windows_by_type(config, types))
+    return _model(config, num_layers, windows_by_type(config, types))
 
 
 def read_exaone4(config: Config) -> Model:
@@ -128,7 +92,7 @@ def read_exaone4(config: Config) -> Model:
         config = config.with_fields(sliding_window=WINDOW_TOKENS[config.model_type])
     if not config.has("sliding_window") and not config.has("layer_types"):
         return _model(config, num_layers, [None] * num_layers)
-    return _model(config, num_layers, _windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern")))
+    return _model(config, num_layers, windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern")))
 
 
 def read_exaone_moe(config: Config) -> Model:
@@ -141,7 +105,7 @@ def read_exaone_moe(config: Config) -> Model:
 def read_cohere2(config: Config) -> Model:
     """`sliding_window` does not count the token itself."""
     num_layers = config.count("num_hidden_layers")
-    windows = _windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern"), 4096)
+    windows = windows_by_type(config, _periodic(config, num_layers, "sliding_window_pattern"), 4096)
     return _model(config, num_layers, [None if window is None else window + 1 for window in windows])
 
 
@@ -175,7 +139,7 @@ def read_muse_glimmer(config: Config) -> Model:
     types = tuple("window" if entry else "full" for entry in rotated)
     if config.has("layer_types") and config.entries("layer_types", num_layers, LAYER_TYPES) != types:
         raise config.error("layer_types", "is not what no_rope_layers say", "make them agree in a copy of the file")
-    return _model(config, num_layers, _windows_by_type(config, types, WINDOW_TOKENS[config.model_type]))
+    return _model(config, num_layers, windows_by_type(config, types, WINDOW_TOKENS[config.model_type]))
 
 
 def read_plamo3(config: Config) -> Model:
@@ -205,7 +169,7 @@ def read_afmoe(config: Config) -> Model:
     """Window layers with a full one every few."""
     num_layers = config.count("num_hidden_layers")
     return _model(
-        config, num_layers, _windows_by_type(config, _periodic(config, num_layers, "global_attn_every_n_layers"))
+        config, num_layers, windows_by_type(config, _periodic(config, num_layers, "global_attn_every_n_layers"))
     )
 
 
@@ -277,14 +241,14 @@ def read_gemma3(config: Config) -> Model:
     known = {**GEMMA_3_DEFAULTS, **{name: value for name, value in config.fields.items() if value is not None}}
     filled = config.with_fields(**known)
     filled.must_be("use_bidirectional_attention", False)
-    return _model(filled, num_layers, _windows_by_type(filled, types))
+    return _model(filled, num_layers, windows_by_type(filled, types))
 
 
 def read_gemma3n(config: Config) -> Model:
     """`Gemma3nTextConfig`: four windows, then a full layer; the last layers share."""
     num_layers = config.count("num_hidden_layers")
     types = config.entries("layer_types", num_layers, LAYER_TYPES)
-    return _model(config, num_layers, _windows_by_type(config, types), _num_shared(config, num_layers))
+    return _model(config, num_layers, windows_by_type(config, types), _num_shared(config, num_layers))
 
 
 def read_gemma4(config: Config) -> Model:
@@ -296,7 +260,7 @@ def read_gemma4(config: Config) -> Model:
             f"layer_types[{num_layers - 1}]", "is a sliding layer", "transformers makes the last layer a full one"
         )
     config.must_be("use_bidirectional_attention", False, "vision")
-    dtype, windows = config.dtype(), _windows_by_type(config, types)
+    dtype, windows = config.dtype(), windows_by_type(config, types)
     layers = tuple(
         attention_layer(
             f"layers.{index}.attn",

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.layers import Model, ModelLayer, attention_layer, predicting
-from kvreshard.catalog.read_attention import LAYER_TYPES
+from kvreshard.catalog.windows import LAYER_TYPES
 from kvreshard.kinds import Attention
 
 

@@ -256,7 +256,7 @@ FOREIGN: Mapping[str, Mapping[str, Any]] = {
     "solar": {"architectures": ["SolarForCausalLM"], "sliding_window": 64, "head_dim": 128, "mlp_bias": False, "bskcn_1": [1], "bskcn_2": [2],
               "bskcn_3": [1], "bskcn_4": [2], "bskcn_tv": [0.9, 0.8]},
     "telechat": {"architectures": ["TeleChat2ForCausalLM"], "n_layer": 4, "n_head": 8, "num_hidden_layers": ABSENT,
-                 "num_attention_heads": ABSENT, "num_key_value_heads": ABSENT, "ffn_hidden_size": 512, "layer_norm_epsilon": 1e-5},
+                 "num_key_value_heads": ABSENT, "ffn_hidden_size": 512, "layer_norm_epsilon": 1e-5},
 }  # fmt: skip
 HUB: Mapping[str, Mapping[str, Any]] = {
     **{case: {**PLAIN_FILE, **fields} for case, fields in FOREIGN.items()},
