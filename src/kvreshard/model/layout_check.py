@@ -37,9 +37,11 @@ Int64s = NDArray[np.int64]
 MAX_RUNS_PER_PAGE = 1 << 20
 # Over all distinct geometries. 512 ranks of a hundred kinds of layer have some millions; these take seconds.
 MAX_RUNS_PER_LAYOUT = 1 << 24
-# Over all pairs of shards that lie in one another: looking at a pair, sorting its runs.
+# Over all pairs of shards that lie in one another: looking at a pair, sorting its runs. Over all shards in several slabs: their runs.
 MAX_PAIR_WORK = 1 << 28
-LOOK_COST, SORT_COST, RUN_COST = 16, 1024, 4
+LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 16, 1024, 4, 8
+# So many runs of shards are looked at together, which takes some 50 MB.
+RUNS_AT_ONCE = 1 << 20
 # Regions end below 2**63, so offsets below half of it add up without wrapping around.
 MAX_OFFSET_BYTES = 1 << 62
 
@@ -132,7 +134,7 @@ def _check_places(layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, In
     for shard, runs in shards:
         by_group[shard.geometry.group].append((shard, runs))
     for name, members in by_group.items():
-        _check_inside_slabs(rank, layout.group_by_name[name].pool, members)
+        _check_inside_slabs(rank, layout.group_by_name[name].pool, members, pairs)
         _check_disjoint(rank, members, pairs)
 
 
@@ -317,7 +319,7 @@ def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
     return np.stack([starts[first], starts[last] + run_bytes], axis=1)
 
 
-def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s]]) -> None:
+def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
     slabs = [slab for slab in rank.slabs if slab.pool == pool]
     by_place: defaultdict[tuple[str, int], list[Slab]] = defaultdict(list)
     for slab in slabs:
@@ -332,9 +334,17 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s
     for (_, region, stride), found in alike.items():
         runs = found[0][1]
         offsets = np.array([shard.offset_bytes for shard, _ in found], dtype=np.int64)[:, None]
-        outside = _outside(sorted_places.get((region, stride)), offsets + runs[:, 0], offsets + runs[:, 1])
-        if outside.any():
-            shard = found[int(np.flatnonzero(outside)[0])][0]
+        places = sorted_places.get((region, stride))
+        # A page that lies in one slab from its first byte to its last needs no look at what is between.
+        outside = np.flatnonzero(_outside(places, offsets + runs[0, 0], offsets + runs[-1, 1]))
+        pairs.place(len(outside) * len(runs))
+        each = max(1, RUNS_AT_ONCE // len(runs))
+        parts = [outside[first : first + each] for first in range(0, len(outside), each)]
+        outside = np.concatenate(
+            [p[_outside(places, offsets[p] + runs[:, 0], offsets[p] + runs[:, 1])] for p in parts] or [outside]
+        )
+        if len(outside):
+            shard = found[int(outside[0])][0]
             low, high = shard.offset_bytes + int(runs[:, 0].min()), shard.offset_bytes + int(runs[:, 1].max())
             raise LayoutError(
                 f"rank {rank.rank}, field '{shard.field}': bytes [{low}, {high}) of page 0 in "
@@ -353,7 +363,7 @@ def _outside(slabs: Int64s | None, starts: Int64s, stops: Int64s) -> NDArray[np.
 
 
 class _Pairs:
-    """Pairs of shards that were compared, and what that cost so far."""
+    """Pairs of shards that were compared, and what that and finding their slabs cost so far."""
 
     def __init__(self, engine: str) -> None:
         self._engine, self._left = engine, MAX_PAIR_WORK
@@ -362,14 +372,20 @@ class _Pairs:
     def is_new(self, key: tuple[object, ...], num_runs: int) -> bool:
         """Whether the pair still has to be compared. Raises LayoutError when there are too many."""
         is_new = key not in self._seen
-        self._left -= SORT_COST + RUN_COST * num_runs if is_new else LOOK_COST
-        if self._left < 0:
-            raise LayoutError(
-                f"engine '{self._engine}': too many shards lie in one another to compare them all; give layers pages of "
-                "their own, or fewer ranks"
-            )
+        self._spend(SORT_COST + RUN_COST * num_runs if is_new else LOOK_COST, "one another to compare")
         self._seen.add(key)
         return is_new
+
+    def place(self, num_runs: int) -> None:
+        """So many runs are to be found in slabs. Raises LayoutError when there are too many."""
+        self._spend(PLACE_COST * num_runs, "pieces in several slabs to find")
+
+    def _spend(self, cost: int, what: str) -> None:
+        self._left -= cost
+        if self._left < 0:
+            raise LayoutError(
+                f"engine '{self._engine}': too many shards lie in {what} them all; give layers pages of their own, or fewer ranks"
+            )
 
 
 def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:

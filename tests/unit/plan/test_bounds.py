@@ -61,6 +61,41 @@ def test_too_many_shards_in_one_another(monkeypatch: pytest.MonkeyPatch) -> None
         engine("prefill", stages=(0,) * 8, tp=2, order="HND")
 
 
+def planes(num_fields: int) -> EngineLayout:
+    """Fields of four heads, each head's pages in a slab of its own: every page is pieces of four slabs."""
+    fields = tuple(Field(f"f{number}", (Axis("a", 4),), 1, "bytes") for number in range(num_fields))
+    shape = Geometry("g", num_fields, (AxisMap("a", Interval(0, 4), (Digit(4, 0, 100),)),))
+    slabs = tuple(Slab("p", "r", 100 * head, num_fields, num_fields) for head in range(4))
+    shards = tuple(Shard(field.name, "r", number, shape) for number, field in enumerate(fields))
+    return EngineLayout(
+        "x", fields, (Group("g", "p", 3, None),), (Rank.of(0, (), (Region("r", 0, 400),), slabs, shards),)
+    )
+
+
+def test_too_many_pieces_to_find_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    planes(10)
+    monkeypatch.setattr(checks, "MAX_PAIR_WORK", 10 * 4 * checks.PLACE_COST - 1)
+    with pytest.raises(LayoutError, match="engine 'x': too many shards lie in pieces in several slabs to find"):
+        planes(10)
+
+
+def test_a_page_in_one_slab_is_not_looked_at_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,384 shards of a million pieces each were a table of 137 GB."""
+    monkeypatch.setattr(checks, "PLACE_COST", 1 << 60)
+    axes = [(Axis("a", 16), Interval(0, 16), (Digit(16, 0, 2),))]
+    assert flat("x", axes).ranks
+
+
+def test_every_part_of_many_shards_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last shard of a few looked at together ends behind its slab."""
+    monkeypatch.setattr(checks, "RUNS_AT_ONCE", 8)
+    layout = planes(5)
+    rank = layout.ranks[0]
+    moved = (*rank.shards[:-1], replace(rank.shards[-1], offset_bytes=5))
+    with pytest.raises(LayoutError, match=r"field 'f4': bytes \[5, 306\) of page 0 .* lie outside the slabs"):
+        replace(layout, ranks=(rank.with_shards(moved),))
+
+
 def test_a_cyclic_page_of_any_size_is_looked_at_for_a_moment_only() -> None:
     """Its typical overlap with an ordinary page would have had a list of 2^37 cuts."""
     token, run = Axis("token", None), 1 << 30
