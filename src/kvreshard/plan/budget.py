@@ -12,9 +12,9 @@ from kvreshard.model.layout import EngineLayout
 
 # 256 ranks that share the sequence with 251 take a fifth of it. All of it takes two to three seconds.
 MAX_STEPS = 1 << 28
-# Of the election: an axis of a family; an edge of an axis, and whether one owner holds what is behind it; an axis of a cell, and
-# looking at one source rank that holds it.
-AXIS_STEPS, EDGE_STEPS, HOLDER_STEPS = 10_000, 100, 4
+# Of the election: an axis of a family; an edge of an axis, and whether one owner holds what is behind it; what a destination rank meets
+# of an axis; an axis of a cell, and looking at one source rank that holds it.
+AXIS_STEPS, EDGE_STEPS, HOLDER_STEPS, MEET_STEPS = 10_000, 100, 4, 3000
 CELL_STEPS, OWNER_STEPS = 400, 16
 # Of a route: a lane, each of its fields; where two pages overlap each turn, cut, stretch that is kept, nest of loops
 # and run.

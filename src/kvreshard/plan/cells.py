@@ -20,7 +20,7 @@ import numpy as np
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Coordinates, Ownership
-from kvreshard.plan.budget import AXIS_STEPS, CELL_STEPS, EDGE_STEPS, HOLDER_STEPS, OWNER_STEPS, Budget
+from kvreshard.plan.budget import AXIS_STEPS, CELL_STEPS, EDGE_STEPS, HOLDER_STEPS, MEET_STEPS, OWNER_STEPS, Budget
 from kvreshard.plan.cover import count_common, count_edges, edges_of, meets, part
 from kvreshard.plan.family import Box, Family
 from kvreshard.plan.match import SHOWN
@@ -73,6 +73,8 @@ class Parts:
     def met_by(self, dst_rank: int) -> list[list[int]]:
         """Per axis, the numbers of the atoms of which a destination rank holds something."""
         met = []
+        steps = sum(MEET_STEPS + len(cut.edges) for cut in self._axes)
+        self._budget.spend(self._family.fields[0], steps, "too many ranks and axes to compare")
         for number, (axis, cut) in enumerate(zip(self._family.shape.axes, self._axes, strict=True)):
             mine = self._family.dst[dst_rank].axes[number].owned
             starts, period = cut.edges[:-1], int(cut.edges[-1])

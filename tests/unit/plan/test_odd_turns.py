@@ -172,7 +172,9 @@ def test_the_number_of_cells_that_is_told_is_the_limit(monkeypatch: pytest.Monke
     ("steps", "why"),
     [
         (1, "an axis 'token' that is cut into too many stretches"),
-        (25_000, "too many parts that they share"),
+        (20_000, "an axis 'channel' that is cut into too many stretches"),
+        (27_000, "too many ranks and axes to compare"),
+        (32_000, "too many parts that they share"),
         (200_000, "too many parts that one rank reads"),
     ],
 )
