@@ -14,7 +14,7 @@ Refused with BindError, before anything is moved: see `tables`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,19 +105,30 @@ def cut_stream(stream: Stream, request: Request, lanes: Iterable[Lane] | None = 
     pieces = cut_pieces(stream, request.intervals[stream.dst_group.name])
     src = entries(request.src_tables[stream.src_group.name], stream.src_span)
     dst = entries(request.dst_tables[stream.dst_group.name], stream.dst_span)
-    return (CutLane(lane, held_pieces(lane, pieces), src, dst) for lane in (stream.lanes if lanes is None else lanes))
+    wanted = stream.lanes if lanes is None else tuple(lanes)
+    for lane, held in zip(wanted, held_pieces(wanted, pieces), strict=True):
+        yield CutLane(lane, held, src, dst)
 
 
-def held_pieces(lane: Lane, pieces: Pieces) -> Pieces:
-    """The pieces of which a lane moves something. Of ranks that share the sequence in many turns, that is a small part of each's."""
-    along = lane.along
-    if along is None or along.chosen.period == along.dst.owned.period == 1:
-        return pieces
-    low = pieces.src_span * lane.src_span.indices + pieces.src_low
-    held = count_in_windows(along.chosen, along.dst.owned, low, low + pieces.length) > 0
-    if held.all():
-        return pieces
-    return Pieces(*(getattr(pieces, column)[held] for column in Pieces.__slots__))
+def held_pieces(lanes: Sequence[Lane], pieces: Pieces) -> Iterator[Pieces]:
+    """For each lane of a stream, the pieces of which it moves something: of many ranks that share the sequence, each has a few.
+
+    Pieces of one overlap hold the same of a lane, so one of each is looked at.
+    """
+    alongs = [along for along in (lane.along for lane in lanes) if along is not None]  # a stream of states has none
+    if all(along.chosen.period == along.dst.owned.period == 1 for along in alongs):
+        yield from (pieces for _ in lanes)
+        return
+    overlaps, which = distinct_overlaps(pieces)
+    one = np.zeros(len(overlaps), dtype=np.int64)
+    one[which] = np.arange(len(which))
+    for lane, along in zip(lanes, alongs, strict=True):
+        low = pieces.src_span[one] * lane.src_span.indices + pieces.src_low[one]
+        held = count_in_windows(along.chosen, along.dst.owned, low, low + pieces.length[one]) > 0
+        if held.all():
+            yield pieces
+        else:
+            yield Pieces(*(getattr(pieces, column)[held[which]] for column in Pieces.__slots__))
 
 
 def cut_pieces(stream: Stream, intervals: Iterable[Tokens]) -> Pieces:
