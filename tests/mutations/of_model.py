@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "cells that share bytes are let through",
-        "model/layout_check.py",
+        "model/page_runs.py",
         "int(np.diff(starts).min()) < run_bytes",
         "int(np.diff(starts).min()) < 0",
     ),

@@ -1,0 +1,63 @@
+"""Which bytes of a page does a shard have?
+
+A page repeats runs of bytes by loops, one per digit of its axis maps; listed, sorted and merged they are what is compared with slabs and
+with other shards. Refused, as LayoutError: pages of more than `MAX_RUNS_PER_PAGE` pieces, pages that reach too far, two cells that share a byte.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.model.address import told
+from kvreshard.model.errors import LayoutError
+from kvreshard.model.field import Field
+
+if TYPE_CHECKING:
+    from kvreshard.model.layout import Geometry
+
+Int64s = NDArray[np.int64]
+# A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.
+MAX_RUNS_PER_PAGE = 1 << 20
+# Regions end below 2**63, so offsets below half of it add up without wrapping around.
+MAX_OFFSET_BYTES = 1 << 62
+
+
+def page_loops(field: Field, geometry: Geometry) -> tuple[int, list[tuple[int, int]]]:
+    """How a page repeats its runs: bytes of one, and (step in bytes, count) of each loop, ascending."""
+    run_bytes, loops = field.element_bytes, []
+    for mapped in geometry.axes:
+        digits = [digit for digit in mapped.used_digits() if digit.extent is not None and not digit.page_step]
+        loops += [(digit.byte_step, digit.extent) for digit in digits if digit.extent is not None and digit.extent > 1]
+    loops.sort()
+    while loops and loops[0][0] == run_bytes:
+        run_bytes *= loops.pop(0)[1]
+    return run_bytes, loops
+
+
+def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
+    """The contiguous byte runs of one full page of a shard, relative to its first cell: shape (n, 2), start and stop.
+
+    Sorted and merged. Raises LayoutError if two cells share a byte.
+    """
+    run_bytes, loops = page_loops(field, geometry)
+    num_runs = prod(count for _, count in loops)
+    if num_runs > MAX_RUNS_PER_PAGE:
+        raise LayoutError(f"{where}: a page of {num_runs} separate pieces; more than {MAX_RUNS_PER_PAGE} are refused")
+    reach = run_bytes + sum(step * (count - 1) for step, count in loops)
+    if reach > MAX_OFFSET_BYTES:
+        raise LayoutError(f"{where}: a page that reaches to byte {reach}; more than {MAX_OFFSET_BYTES} are refused")
+    starts = np.zeros(1, dtype=np.int64)
+    for step, count in loops:
+        starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
+    starts.sort()
+    if len(starts) > 1 and int(np.diff(starts).min()) < run_bytes:
+        strides = "; ".join(f"axis '{mapped.axis}' has {told(mapped.digits)}" for mapped in geometry.axes)
+        raise LayoutError(f"{where}: two cells of one page share bytes; check the steps: {strides}")
+    breaks = np.flatnonzero(np.diff(starts) != run_bytes)
+    first = np.concatenate([[0], breaks + 1])
+    last = np.concatenate([breaks, [len(starts) - 1]])
+    return np.stack([starts[first], starts[last] + run_bytes], axis=1)
