@@ -39,6 +39,15 @@ _MLA = {
     "rope_parameters": YARN,
 }
 
+_DEEPSEEK_V3 = {
+    **_MLA,
+    "q_lora_rank": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "num_mtp_layers": 0,
+    "num_nextn_predict_layers": 0,
+}
 _QWEN3_NEXT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": _layers("lllf", {"l": "linear_attention", "f": "full_attention"}),
@@ -143,15 +152,7 @@ MODELS: dict[str, TinyModel] = {
         TinyModel(
             "deepseek-v3",
             "DeepseekV3ForCausalLM",
-            {
-                **_MLA,
-                "q_lora_rank": 64,
-                "n_group": 2,
-                "topk_group": 1,
-                "topk_method": "noaux_tc",
-                "num_mtp_layers": 0,
-                "num_nextn_predict_layers": 0,
-            },
+            _DEEPSEEK_V3,
             prefix_caching=False,
         ),
         TinyModel(
@@ -242,15 +243,7 @@ MODELS: dict[str, TinyModel] = {
         TinyModel(
             "deepseek-mtp",
             "DeepseekV3ForCausalLM",
-            {
-                **_MLA,
-                "q_lora_rank": 64,
-                "n_group": 2,
-                "topk_group": 1,
-                "topk_method": "noaux_tc",
-                "num_mtp_layers": 0,
-                "num_nextn_predict_layers": 0,
-            },
+            _DEEPSEEK_V3,
             prefix_caching=False,
             draft="mtp",
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,8 +121,8 @@ def test_odd_pairs_move_what_the_oracle_moves(
     assert check_transfer(src, dst, compile_all(src, dst), wanted, rng) > 0
 
 
-def odd(name: str, ranks: int, turn: int, **more: object) -> EngineLayout:
-    return engine(name, tp=ranks, dcp=ranks, interleave=turn, page=16, num_pages=9000, kind=LATENT, **more)  # type: ignore[arg-type]
+def odd(name: str, ranks: int, turn: int, **more: Any) -> EngineLayout:
+    return engine(name, tp=ranks, dcp=ranks, interleave=turn, page=16, num_pages=9000, kind=LATENT, **more)
 
 
 @pytest.mark.parametrize(("src_turn", "dst_turn"), [(1, 1), (61, 67), (4099, 4093)])
