@@ -17,7 +17,8 @@ import numpy as np
 from kvreshard.kinds import Attention, Kind, Latent, Mamba1, Mamba2, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
 from kvreshard.model.tables import PageTable
-from kvreshard.verify import HostBytes, digest_rank
+from kvreshard.transport.local import HostMemory
+from kvreshard.verify import digest_rank
 
 NUM_LAYERS = 4
 GQA = Attention(8, 128, "bfloat16")
@@ -65,7 +66,7 @@ def measure(name: str, kind: Kind, order: str, interior: str, page: int, size_by
     found = {}
 
     def digest() -> None:
-        found.update(digest_rank(layout, 0, {"group": table}, {"group": [(0, num_tokens)]}, HostBytes(), b"bench key"))
+        found.update(digest_rank(layout, 0, {"group": table}, {"group": [(0, num_tokens)]}, HostMemory(), b"bench key"))
 
     digest_s = best_s(digest)
     num_bytes = sum(digest.num_bytes for digest in found.values())

@@ -1,4 +1,4 @@
-"""Are exactly the asked bytes zeroed and permuted, through tensors that share a storage?
+"""Are exactly the asked bytes zeroed, permuted and read, through tensors that share a storage?
 
 On the processor: torch does the same on every device, but for the order of things in a stream, which nothing here can show.
 """
@@ -12,12 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvreshard.kinds.assemble import relocate
+from kvreshard.plan import compile_route
 from kvreshard.testing.apply import poison_new_pages, random_memory
 from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
 from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory
+from kvreshard.transport.words import reach
+from kvreshard.verify import Memory, digest_lanes
 from kvreshard.vllm.tensor_memory import TensorMemory
 
 pytestmark = pytest.mark.vllm
@@ -94,3 +98,57 @@ def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: 
         )
         assert differing_bytes(expected, got) == {}, pair.name
     assert staged > NUM_PAIRS
+
+
+def test_devices_are_told_apart() -> None:
+    memory = TensorMemory([torch.zeros(4)])
+    assert isinstance(memory, Memory)
+    assert [memory.reaches(device) for device in ("cpu", "cuda:0")] == [True, False]
+
+
+@pytest.mark.parametrize("word_bytes", [1, 2, 4])
+def test_words_are_those_of_host_memory(word_bytes: int, run_seed: int) -> None:
+    """Steps of either sign, of any size, rows in any order."""
+    rng = np.random.default_rng(run_seed)
+    content = rng.integers(0, 256, 1 << 16, dtype=np.uint8)
+    host, tensors = HostMemory(), TensorMemory([torch.from_numpy(content)])
+    num_backwards = 0
+    for _ in range(200):
+        counts = rng.integers(1, 6, int(rng.integers(2, 5))).tolist()
+        steps = (rng.integers(1, 300, len(counts)) * rng.choice([1, 2, 4])).tolist()
+        steps[1:] = [
+            step * int(sign) for step, sign in zip(steps[1:], rng.choice([-1, 1], len(steps) - 1), strict=True)
+        ]
+        num_backwards += min(steps) < 0
+        low, _ = reach(counts, steps, word_bytes)
+        address = int(content.ctypes.data) - low + int(rng.integers(0, 64))
+        starts = [int(rng.integers(0, count)) for count in counts[1:]]
+        rest = tuple(slice(low, int(rng.integers(low + 1, c + 1))) for low, c in zip(starts, counts[1:], strict=True))
+        rest = rest[: int(rng.integers(0, len(rest) + 1))]
+        for rows in (slice(0, counts[0], 2), rng.integers(0, counts[0], 7)):
+            theirs, mine = (
+                memory.words(address, word_bytes, counts, steps).take(rows, rest) for memory in (host, tensors)
+            )
+            assert theirs.dtype == mine.dtype
+            assert np.array_equal(theirs, mine)
+    assert num_backwards > 50
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_digests_are_those_of_host_memory(layer: PairLayer, run_seed: int) -> None:
+    num_digests = 0
+    for seed in range(run_seed % 10**9, run_seed % 10**9 + NUM_PAIRS // 4):
+        pair, rng = make_pair(layer, seed), np.random.default_rng(seed)
+        memory = random_memory(pair.src, rng)
+        addresses = {
+            rank.rank: {r.name: int(memory[rank.rank, r.name].ctypes.data) for r in rank.regions}
+            for rank in pair.src.ranks
+        }
+        src = relocate(pair.src, addresses)
+        tensors = TensorMemory(torch.from_numpy(array) for array in memory.values() if len(array))
+        for rank in pair.dst.ranks:
+            lanes = compile_route(src, pair.dst, rank.rank).lanes
+            theirs, mine = (digest_lanes(lanes, "src", pair.request, kind, b"key") for kind in (HostMemory(), tensors))
+            assert theirs == mine, pair.name
+            num_digests += len(mine)
+    assert num_digests > NUM_PAIRS // 4

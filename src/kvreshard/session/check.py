@@ -7,7 +7,8 @@
 3. Read the source's board until every answer is there, and compare. Unanswered questions are asked again now and then.
 
 Fail closed: a difference, a refusal, or no answer in time raises DigestError, and the load has failed. What cannot be compared
-at all (device memory, a source of an earlier version) is found before anything is asked, see `find_obstacle`.
+at all is skipped: a rank that cannot read its own memory, a source of an earlier version. The reader's own is found before anything
+is asked (`find_obstacle`), a source's when it says so.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ ASK_AGAIN_S = 1.0
 
 REFUSALS: Mapping[Said, str] = {
     Said.NO_LEASE: "the source no longer keeps the request's pages",
-    Said.NOT_READABLE: "the source cannot read its own memory for a digest",
     Said.NOT_A_QUESTION: "the source cannot make sense of the question; its log says why",
     Said.TOO_MUCH: "the source has too many questions waiting; lower digest_share",
     Said.FAULT: "the source failed; its log says why",
@@ -48,7 +48,9 @@ REFUSALS: Mapping[Said, str] = {
 
 
 class DigestError(KvReshardError):
-    """A load that was to be compared with its source differs, or could not be compared. `result` says which."""
+    """A load that was to be compared with its source differs, or could not be compared. `result` says which; 'skipped' where it cannot
+    be, whatever is tried.
+    """
 
     def __init__(self, text: str, result: CheckResult) -> None:
         super().__init__(text)
@@ -84,10 +86,9 @@ def is_chosen(request: str, share: float) -> bool:
 def find_obstacle(route: Route, src: EngineLayout, boards: Mapping[int, RankCard], mine: Rank, memory: object) -> str:
     """Why a load of this route cannot be compared at all; empty if it can."""
     if readable(memory, mine) is None:
-        return f"digest not available on device memory: rank {mine.rank} here cannot read its own"
+        devices = ", ".join(sorted(set(mine.devices)))
+        return f"digest not available: rank {mine.rank} here cannot read its own memory on {devices}"
     for number in route.src_ranks:
-        if any(region.device != "cpu" for region in src.rank_by_number[number].regions):
-            return f"digest not available on device memory: rank {number} of engine '{src.engine}' has its caches there"
         if not boards[number].board_entries:
             return (
                 f"rank {number} of engine '{src.engine}' is of an earlier version and answers no questions; upgrade it"
@@ -191,6 +192,8 @@ def _read_boards(
 
 
 def _digest_of(answer: Answer, part: Part) -> Digest:
+    if answer.said is Said.NOT_READABLE:
+        raise DigestError(f"digest not available: source rank {part.src_rank} cannot read its own memory", "skipped")
     if answer.said is not Said.DIGEST:
         raise DigestError(f"no digest of {part}: {REFUSALS[answer.said]}", "refused")
     return Digest(answer.value, answer.num_bytes)

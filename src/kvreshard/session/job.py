@@ -151,6 +151,10 @@ class Job:
             num_bytes = yield from check_steps(check, peer.mover, peer.route, self.load.transfer, self._track)
         except DigestError as error:
             self.check = error.result
+            if error.result == "skipped":
+                self.obstacle = f"engine '{peer.remote.engine}': {error}"
+                self.events.add("not checked", self.obstacle)
+                return
             raise
         self.check = "equal"
         self.events.add("checked", f"{num_bytes} bytes are equal")

@@ -71,9 +71,10 @@ class Part:
 
 
 def readable(memory: object, rank: Rank) -> Memory | None:
-    """The rank's memory for digests; None where it cannot be read: on a device, for now."""
-    on_host = all(region.device == "cpu" for region in rank.regions)
-    return memory if on_host and isinstance(memory, Memory) else None
+    """The rank's memory for digests; None where it does not reach all of it."""
+    if isinstance(memory, Memory) and all(memory.reaches(device) for device in set(rank.devices)):
+        return memory
+    return None
 
 
 def make_questions(

@@ -36,7 +36,7 @@ from kvreshard.testing.room import available_bytes
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport
-from kvreshard.verify import HostBytes, Verdict, compare, digest_lanes
+from kvreshard.verify import Verdict, compare, digest_lanes
 
 Outcome = Literal["reproduced", "not in the plan", "never met", "different"]
 POISON = 0xFF
@@ -111,7 +111,7 @@ def _move(flight: Flight, known: Replayed, route: Route, seed: int) -> Replayed:
         moved = pull(memory.mover(), moved_route, known.request, memory.dst)
     except TransportError as error:
         return _with(known, "different", f"the memory transport refuses it: {error}")
-    host = HostBytes()
+    host = HostMemory()
     verdict = compare(
         digest_lanes(moved_route.lanes, "src", known.request, host, KEY),
         digest_lanes(moved_route.lanes, "dst", known.request, host, KEY),
@@ -217,7 +217,7 @@ def _regions(rank: Rank) -> list[MemoryRegion]:
 def _pages(layout: EngineLayout, rank: Rank, tables: Mapping[str, PageTable]) -> list[NDArray[np.uint8]]:
     """Views of the bytes that a request's pages own on a rank; ids outside of their pool are left out."""
     found = []
-    host = HostBytes()
+    host = HostMemory()
     for name, table in tables.items():
         group = layout.group_by_name.get(name)
         if group is None:

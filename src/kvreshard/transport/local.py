@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.transport.words import ArrayWords, words_of
+
 Int64s = NDArray[np.int64]
 
 
@@ -45,11 +47,19 @@ class LocalMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that the processor reaches by address. `read` lets `verify` digest it; device memory has none yet."""
+    """Memory that the processor reaches by address. `reaches` and `words` let `verify` digest it."""
 
     def read(self, low: int, high: int) -> NDArray[np.uint8]:
         """The bytes of addresses `[low, high)`, shape (high - low,), not copied."""
         return np.ndarray(high - low, np.uint8, memoryview((ctypes.c_uint8 * (high - low)).from_address(low)))
+
+    def reaches(self, device: str) -> bool:
+        """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
+        return device == "cpu"
+
+    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> ArrayWords:
+        """See `verify.memory.Memory.words`."""
+        return words_of(self.read, address, word_bytes, counts, steps)
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""

@@ -1,21 +1,21 @@
 """How does a digest see memory, given nothing but addresses?
 
-As flat bytes between two addresses, without a copy; the digest makes strided views of them and never writes. `HostBytes` is
-memory that the processor reaches. `ArrayBytes` is arrays that stand for memory at made-up addresses.
+As words at regular distances, of which it asks for rows (`transport.words`); it never writes. `HostMemory` of `transport.local` is memory
+that the processor reaches, `ArrayBytes` arrays that stand for memory at made-up addresses; a device has its own.
 
-Refused: by `ArrayBytes`, addresses outside its arrays. `HostBytes` trusts addresses of a checked layout and table.
+Refused by `ArrayBytes`: addresses outside its arrays. `HostMemory` trusts addresses of a checked layout and table.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
+from kvreshard.transport.words import ArrayWords, Words, words_of
 
 Bytes = NDArray[np.uint8]
 
@@ -24,27 +24,32 @@ Bytes = NDArray[np.uint8]
 class Memory(Protocol):
     """Readable memory of one or several ranks."""
 
-    def read(self, low: int, high: int) -> Bytes:
-        """The bytes of addresses `[low, high)`, shape (high - low,), not copied. They lie in one region."""
+    def reaches(self, device: str) -> bool:
+        """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
 
+    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> Words:
+        """Little-endian words of `word_bytes` bytes, shape `counts`; word (i, ...) lies at `address + i * steps[0] + ...`.
 
-class HostBytes:
-    """Memory that the processor reaches by address."""
-
-    def read(self, low: int, high: int) -> Bytes:
-        """See `Memory.read`."""
-        return np.ndarray(high - low, np.uint8, memoryview((ctypes.c_uint8 * (high - low)).from_address(low)))
+        All lie in one region; steps are in bytes, the first not negative.
+        """
 
 
 class ArrayBytes:
-    """Arrays of bytes: address of the first byte -> shape (size_bytes,)."""
+    """Arrays of bytes: address of the first byte -> shape (size_bytes,). They stand for memory on any device."""
 
     def __init__(self, arrays: Mapping[int, Bytes]) -> None:
         self._addresses = np.array(sorted(arrays), dtype=np.int64)
         self._arrays = [arrays[address] for address in self._addresses.tolist()]
 
-    def read(self, low: int, high: int) -> Bytes:
-        """See `Memory.read`."""
+    def reaches(self, device: str) -> bool:
+        """See `Memory.reaches`."""
+        return True
+
+    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> ArrayWords:
+        """See `Memory.words`. Raises BindError for addresses outside the arrays."""
+        return words_of(self._read, address, word_bytes, counts, steps)
+
+    def _read(self, low: int, high: int) -> Bytes:
         index = int(np.searchsorted(self._addresses, low, side="right")) - 1
         if index < 0 or high > int(self._addresses[index]) + len(self._arrays[index]):
             raise BindError(

@@ -20,6 +20,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.transport.words import Words
 from kvreshard.verify.interior import Piece
 from kvreshard.verify.memory import Memory
 from kvreshard.verify.modular import (
@@ -143,7 +144,7 @@ def sum_block(block: Block, bases: Int64s, memory: Memory) -> BlockSum:
         for first in range(0, len(views), together):
             part = views[first : first + together]
             for number, view in enumerate(part):
-                found = view[(slice(None), *tile[1:])][at]
+                found = view.take(at, tile[1:])
                 np.copyto(flat.reshape(found.shape), found)
                 np.matmul(flat, columns, out=sums[number])
             tally.add(first, sums[: len(part)], row_limbs)
@@ -203,23 +204,15 @@ def _row_weights(block: Block, tile: tuple[slice, ...]) -> Residues:
     return product(cut).reshape(-1)
 
 
-def _views(block: Block, bases: Int64s, memory: Memory) -> tuple[list[NDArray[np.unsignedinteger]], Int64s]:
-    """Per field a view whose first axis has every place where a row may start, and which of them are rows, in order."""
+def _views(block: Block, bases: Int64s, memory: Memory) -> tuple[list[Words], Int64s]:
+    """Per field the words of every place where a row may start, and which of these places are rows, in order."""
     first = int(block.address.min())
     apart = block.address - first
     step = int(np.gcd.reduce(apart)) or 1
     order = apart // step
-    counts = (*block.outer.counts, *block.inner.counts)
-    steps = (*block.outer.steps, *block.inner.steps)
-    reach = [(count - 1) * distance for count, distance in zip(counts, steps, strict=True)]
-    below = sum(min(0, distance) for distance in reach)
-    above = int(apart.max()) + sum(max(0, distance) for distance in reach) + block.unit_bytes
-    word = np.dtype(f"<u{block.unit_bytes}")
-    views = []
-    for base in bases.tolist():
-        flat = memory.read(base + first + below, base + first + above)
-        views.append(np.ndarray((int(order.max()) + 1, *counts), word, flat, -below, (step, *steps)))
-    return views, order
+    counts = (int(order.max()) + 1, *block.outer.counts, *block.inner.counts)
+    steps = (step, *block.outer.steps, *block.inner.steps)
+    return [memory.words(base + first, block.unit_bytes, counts, steps) for base in bases.tolist()], order
 
 
 def _pick(order: Int64s) -> slice | Int64s:

@@ -1,29 +1,64 @@
-"""How are bytes of a device's memory zeroed and permuted, given addresses inside tensors?
+"""How are bytes of a device's memory zeroed, permuted and read for a digest, given addresses inside tensors?
 
 Each storage below the tensors is seen as bytes once; what is zeroed is a slice of one of them. A permute is one indexed copy per field,
 of views with the steps of the loops, in elements as wide as all addresses and steps allow. A device does its work in its own time and
 in the order of its stream, so both wait for it: afterwards the bytes are there for whoever reads them, and a slot may be filled again.
+
+A digest reads pages that nobody writes any more, a few rows at a time: they are gathered on the device and copied from there. It has a
+stream of its own for that, since the engine's has the steps of other requests before it.
 
 Refused, with TransportError: addresses outside the tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import MoveViews
+from kvreshard.transport.words import Rows, reach
 
 if TYPE_CHECKING:
     import torch
 
 Int64s = NDArray[np.int64]
 WIDEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorWords:
+    """Words of a tensor, which has their bytes as its last axis. Those of the axes `backwards` are in the opposite order."""
+
+    tensor: torch.Tensor
+    word: np.dtype[Any]
+    backwards: tuple[int, ...]
+    stream: torch.cuda.Stream | None
+
+    def take(self, rows: Rows, rest: Sequence[slice]) -> NDArray[np.unsignedinteger]:
+        """See `transport.words.Words.take`. Waits for the device."""
+        import torch
+
+        parts = [slice(None), *rest]
+        for axis in self.backwards:
+            if axis < len(parts):
+                count, part = self.tensor.shape[axis], parts[axis]
+                parts[axis] = slice(count - part.stop, count - part.start)
+        stream: AbstractContextManager[Any] = (
+            contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        )
+        with stream:
+            picked = self.tensor[tuple(parts)]
+            chosen = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(picked.device)
+            found = picked[chosen].contiguous().cpu().numpy().view(self.word)[..., 0]
+        return np.flip(found, self.backwards)
 
 
 class TensorMemory:
@@ -39,6 +74,9 @@ class TensorMemory:
         self._starts = np.array(sorted(found), dtype=np.int64)
         self._storages = [found[start] for start in self._starts.tolist()]
         self._aligned_bytes = gcd(WIDEST_BYTES, *self._starts.tolist())
+        devices = {storage.device for storage in self._storages}
+        self._devices = {str(device) for device in devices}
+        self._streams = {device: torch.cuda.Stream(device) for device in devices if device.type == "cuda"}
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""
@@ -73,6 +111,20 @@ class TensorMemory:
                 numbers = torch.from_numpy(seen.page_numbers).to(dst.device)
             dst.index_copy_(0, numbers, src)
         self._settle()
+
+    def reaches(self, device: str) -> bool:
+        """See `verify.memory.Memory.reaches`."""
+        return device in self._devices
+
+    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> TensorWords:
+        """See `verify.memory.Memory.words`."""
+        low, _ = reach(counts, steps, word_bytes)
+        # A tensor's steps are not negative: such an axis is read from its other end.
+        backwards = tuple(axis for axis, step in enumerate(steps) if step < 0)
+        forwards = [abs(step) for step in steps]
+        width = gcd(self._aligned_bytes, word_bytes, address + low, *forwards)
+        view = self._view(address + low, list(counts), forwards, word_bytes, width)
+        return TensorWords(view, np.dtype(f"<u{word_bytes}"), backwards, self._streams.get(view.device))
 
     def _find(self, low: int, high: int) -> tuple[torch.Tensor, int]:
         """The storage of addresses `[low, high)`, as bytes, and where in it they begin."""

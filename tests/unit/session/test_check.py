@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load
+from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load
 
-from kvreshard.kinds.assemble import relocate
 from kvreshard.session import answers, check, question
 from kvreshard.session.board import ENTRY_BYTES, Answer, AnswerBoard, Said, entry_offset, read_answer
 from kvreshard.session.card import RankCard
@@ -21,6 +20,7 @@ from kvreshard.session.notes import VERSION, Question, write_note
 from kvreshard.session.orders import Failure, Load
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.small import request
+from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fault
 
 CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0, digest_timeout_s=20.0)
@@ -153,10 +153,36 @@ def test_a_lease_that_ends_before_the_answer_fails_the_load(world: World) -> Non
     assert "no longer keeps the request's pages" in failures[0].text
 
 
-def test_device_memory_is_skipped_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    world = make_world(2, 2, CHECKED)
-    addresses = {r.rank: {g.name: g.address for g in r.regions} for r in world.src.layout.ranks}
-    world.src.layout = relocate(world.src.layout, addresses, device="cuda:0")
+class DeviceMemory(HostMemory):
+    """Memory of a device that can be read."""
+
+    def reaches(self, device: str) -> bool:
+        return device == "cuda:0"
+
+
+READ, UNREAD = ("cuda:0", DeviceMemory()), ("cuda:0", HostMemory())
+
+
+@pytest.mark.parametrize("local", [(READ, READ), (READ, HOST), (HOST, READ)], ids=["both", "source", "destination"])
+def test_device_memory_is_compared(local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]]) -> None:
+    world = make_world(2, 3, CHECKED, local=local)
+    load(world)
+    assert results(world) == ({"d"}, {"equal"}, [])
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        ((UNREAD, HOST), "source rank 1 cannot read its own memory"),
+        ((HOST, UNREAD), "rank 1 here cannot read its own memory on cuda:0"),
+    ],
+    ids=["source", "destination"],
+)
+def test_memory_that_cannot_be_read_is_skipped_and_told_once(
+    local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(2, 2, CHECKED, local=local)
     for name in ("a", "b"):
         wanted = request(world.src.layout, world.dst.layout, 21)
         for endpoint in world.dst.endpoints.values():
@@ -164,10 +190,11 @@ def test_device_memory_is_skipped_and_told_once(caplog: pytest.LogCaptureFixture
     world.grant_and_offer()
     world.turn()
     meet(world)
-    world.turn(6)
+    world.turn(12)
     assert results(world) == ({"a", "b"}, {"skipped"}, [])
-    told = [r.message for r in caplog.records if "digest not available on device memory" in r.message]
+    told = [r.message for r in caplog.records if "digest not available" in r.message]
     assert len(told) == len(set(told)) > 0
+    assert any(words in text for text in told)
     world.close()
 
 

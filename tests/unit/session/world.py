@@ -33,10 +33,11 @@ from kvreshard.session.recorder import Recorder
 from kvreshard.session.staging import Staging
 from kvreshard.testing.small import engine, request
 from kvreshard.transport.base import MemoryRegion, Transfer
-from kvreshard.transport.local import HostMemory
+from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
 
 WORD, SLOT = 0xABC, 5
+HOST: tuple[str, LocalMemory] = ("cpu", HostMemory())
 KIND = Attention(2, 8, "bfloat16")
 OPTIONS = EndpointOptions(load_timeout_s=100.0, settle_timeout_s=10.0, heartbeat_s=5.0, retry_s=5.0)
 
@@ -125,17 +126,20 @@ def make_side(
     faults: FaultPlan,
     options: EndpointOptions,
     recorder: Recorder | None = None,
+    local: tuple[str, LocalMemory] = HOST,
 ) -> Side:
+    """One engine whose caches lie on a device, and what reads them there: (device, memory)."""
+    device, local_memory = local
     memory = {(r.rank, g.name): np.full(g.size_bytes, 9, np.uint8) for r in layout.ranks for g in r.regions}
     addresses = {r.rank: {g.name: memory[r.rank, g.name].ctypes.data for g in r.regions} for r in layout.ranks}
-    side = Side(relocate(layout, addresses), memory, {}, {}, {})
+    side = Side(relocate(layout, addresses, device=device), memory, {}, {}, {})
     for rank in side.layout.ranks:
         transport = MemoryTransport(fabric, f"{layout.engine}{rank.rank}", faults=faults)
         table, buffer = LeaseTable(64), np.zeros(1 << 16, np.uint8)
         endpoint = Endpoint(
             rank.rank,
             transport,
-            HostMemory(),
+            local_memory,
             options,
             table=table,
             staging=Staging(buffer.ctypes.data, buffer.size),
@@ -216,8 +220,14 @@ class FakePeers(ScriptedPeers):
             self.forget(peer.remote, peer)
 
 
-def make_world(src_tp: int, dst_tp: int, options: EndpointOptions = OPTIONS, recorder: Recorder | None = None) -> World:
-    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another."""
+def make_world(
+    src_tp: int,
+    dst_tp: int,
+    options: EndpointOptions = OPTIONS,
+    recorder: Recorder | None = None,
+    local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]] = (HOST, HOST),
+) -> World:
+    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`."""
     clock, fabric = Clock(), Fabric()
     faults: dict[int, Fault] = {}
     made = World(clock, fabric, None, None, [], faults, [])
@@ -229,8 +239,8 @@ def make_world(src_tp: int, dst_tp: int, options: EndpointOptions = OPTIONS, rec
         engine(name, tp=tp, page=page, num_pages=24, kind=KIND, stages=(0, 0))
         for name, tp, page in (("prefill", src_tp, 4), ("decode", dst_tp, 6))
     )
-    made.src = make_side(clock, fabric, src, lambda rank: None, lambda i, t: Fault(), options)
-    made.dst = make_side(clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder)
+    made.src = make_side(clock, fabric, src, lambda rank: None, lambda i, t: Fault(), options, None, local[0])
+    made.dst = make_side(clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1])
     for side in (made.src, made.dst):
         for endpoint in side.endpoints.values():
             endpoint.introduce(side.card(), side.layout)

@@ -12,10 +12,10 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
 from kvreshard.model import Axis, Field
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Request
+from kvreshard.transport.local import HostMemory
 from kvreshard.verify import (
     ArrayBytes,
     Digest,
-    HostBytes,
     WrongBytes,
     compare,
     digest_engine,
@@ -222,10 +222,10 @@ def test_memory_that_the_processor_reaches() -> None:
     content, reader = memory_of(layout)
     there = relocate(layout, {0: {"kv": content.ctypes.data}})
     tables, intervals = {"g": PageTable([6, 0, 3], 12)}, {"g": [(2, 12)]}
-    assert digest_rank(there, 0, tables, intervals, HostBytes(), KEY) == digest_rank(
+    assert digest_rank(there, 0, tables, intervals, HostMemory(), KEY) == digest_rank(
         layout, 0, tables, intervals, reader, KEY
     )
-    assert HostBytes().read(content.ctypes.data, content.ctypes.data + 4).tolist() == content[:4].tolist()
+    assert HostMemory().read(content.ctypes.data, content.ctypes.data + 4).tolist() == content[:4].tolist()
 
 
 def test_the_message_names_field_ranks_and_tokens() -> None:
