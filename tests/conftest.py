@@ -1,6 +1,6 @@
 """How every run of the suite is set up: how many examples, from which seed, and what happens without NIXL.
 
-Profiles (`--hypothesis-profile`): `dev` by default and in `make check`, `ci` in `make test`, `deep` by hand.
+Profiles (`--hypothesis-profile`): `dev` by default and in `make check`, `ci` in `make test`, `deep` by hand, with `--timeout=0`.
 A property that wants more examples than the profile gives asks for a multiple of it, so that it still follows the
 profile: `@settings(max_examples=20 * settings.default.max_examples)`.
 """
