@@ -240,13 +240,13 @@ MUTANTS = [
     Mutant(
         "one window for all peers",
         "transport/owner.py",
-        "and windows.is_open(job.peer)), None)",
+        "and windows.is_open(one.peer)), None)",
         "and windows.num_in_flight < self._pace.max_in_flight), None)",
     ),
     Mutant(
         "a slice that has settled stays in its window",
         "transport/owner.py",
-        "        self._windows.leave(job.peer, cost_bytes)\n",
+        "        self._windows.leave(sliced.peer, cost_bytes)\n",
         "",
     ),
 ]

@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         "a torn slice settles before its peer is disconnected",
         "transport/owner.py",
-        "if not (job.is_torn and job.peer in self._leaving)]",
+        "if not (sliced.is_torn and sliced.peer in self._leaving)]",
         "if True]",
     ),
     Mutant(

@@ -49,7 +49,7 @@ from kvreshard.transport.base import (
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, PlacedFrame, place_frame
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
-from kvreshard.transport.owner import Job, Owner
+from kvreshard.transport.owner import Owner, SlicedTransfer
 from kvreshard.transport.placed import Placed
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
@@ -153,7 +153,7 @@ class NixlTransport:
             check_payload(notify)
         cursor = self._cursor(copies, remote_table, f"remote of {peer!r}")
         transfer = Transfer(peer, direction, copies, self._clock)
-        self._owner.post(Job(transfer, own_name, cursor, notify))
+        self._owner.post(SlicedTransfer(transfer, own_name, cursor, notify))
         return transfer
 
     def _cursor(self, copies: Copies | FramedCopies, remote: RegionTable, side: str) -> Cursor:

@@ -3,16 +3,16 @@
 One thread, from birth to death, because an agent is not safe to share. Everybody else hands it work through a queue.
 Each turn of its loop:
 
-1. do what was handed in (register, add a peer, send a notification, a new job);
-2. post one slice of one job, the jobs in turn, as long as its peer's window is open; a post blocks for some 20 ms at most, so
+1. do what was handed in (register, add a peer, send a notification, a new transfer);
+2. post one slice of one transfer, the transfers in turn, as long as its peer's window is open; a post blocks for some 20 ms at most, so
    everything else waits no longer;
 3. ask for the slices in flight; collect the notifications that arrived;
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.
 
 Step 3 serves peers too: without a progress thread, a peer's read of our memory completes only when we poll.
 A slice that failed may have pieces that still move: NIXL shares them over several connections, and gives the slice up when one of them
-fails. So its peer is disconnected, when the other slices with it have settled, and only then have its jobs settled: a failed transfer moves
-no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its job and its peer's window; only `stop` gives it up.
+fails. So its peer is disconnected, when the other slices with it have settled, and only then have its transfers settled: a failed transfer moves
+no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its transfer and its peer's window; only `stop` gives it up.
 
 The agent is a narrow protocol (`agent`), so that this loop runs in tests without NIXL.
 """
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A transfer on its way through the owner. `peer` is the agent's own name, `handles` the slices in flight and their cost.
+class SlicedTransfer:
+    """A transfer on its way through the owner, slice by slice. `peer` is the agent's own name, `handles` the slices in flight and their cost.
 
     `is_torn`: a slice of it failed, of which some pieces may still move.
     """
@@ -84,7 +84,7 @@ class Owner:
         self._pace = pace
         self._clock = clock
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._jobs: deque[Job] = deque()
+        self._under_way: deque[SlicedTransfer] = deque()
         self._leaving: set[str] = set()
         self._torn: set[str] = set()
         self._budget = SliceBudget(pace.post_s)
@@ -129,18 +129,18 @@ class Owner:
             with contextlib.suppress(TransportError):  # stopped: nobody will come
                 self.submit(lambda: None)
 
-    def post(self, job: Job) -> None:
-        """Start a job; does not wait."""
-        self.submit(lambda: self._accept(job))
+    def post(self, sliced: SlicedTransfer) -> None:
+        """Start a transfer; does not wait."""
+        self.submit(lambda: self._accept(sliced))
 
     def cancel(self, transfer: Transfer) -> None:
         """Post no more of a transfer; does not wait."""
 
         def stop() -> None:
-            for job in self._jobs:
-                if job.transfer is transfer and not job.cursor.exhausted:
-                    job.fail(cancelled(transfer))
-            self._settle_jobs()
+            for sliced in self._under_way:
+                if sliced.transfer is transfer and not sliced.cursor.exhausted:
+                    sliced.fail(cancelled(transfer))
+            self._settle_quiet()
 
         self.submit(stop)
 
@@ -159,7 +159,7 @@ class Owner:
         self.call(add)
 
     def remove_peer(self, peer: str, error: TransportError) -> None:
-        """Fail a peer's jobs; disconnect when their slices have settled."""
+        """Fail a peer's transfers; disconnect when their slices have settled."""
 
         def remove(agent: Agent) -> None:
             if peer in self._torn and peer not in self._leaving:
@@ -167,19 +167,19 @@ class Owner:
                 return
             self._torn.discard(peer)
             self._leave(peer, error)
-            self._settle_jobs()
+            self._settle_quiet()
 
         self.call(remove)
 
     def stop(self) -> None:
-        """Fail all jobs, give slices in flight `close_s` seconds, close the agent, end the thread."""
+        """Fail all transfers, give slices in flight `close_s` seconds, close the agent, end the thread."""
 
         def begin() -> None:
             if self._stopping_s is None:
                 self._stopping_s = self._clock() + self._pace.close_s
-            for job in self._jobs:
-                job.fail(closed_while_pending(self.name))
-            self._settle_jobs()
+            for sliced in self._under_way:
+                sliced.fail(closed_while_pending(self.name))
+            self._settle_quiet()
 
         with self._gate:
             if not self._shut:
@@ -203,7 +203,7 @@ class Owner:
         born.set_result(None)
         del born, make_agent
         try:
-            while self._stopping_s is None or (self._jobs and self._clock() < self._stopping_s):
+            while self._stopping_s is None or (self._under_way and self._clock() < self._stopping_s):
                 happened = self._post_slice()
                 happened |= self._check_slices()
                 happened |= self._receive()
@@ -214,8 +214,8 @@ class Owner:
             # Also after a fault of this loop itself: whoever waits must hear of it.
             with self._gate:
                 self._shut = True
-            for job in self._jobs:
-                job.fail(closed_while_pending(self.name))
+            for sliced in self._under_way:
+                sliced.fail(closed_while_pending(self.name))
             self._tear_down()
 
     def _rest_s(self) -> float:
@@ -238,34 +238,34 @@ class Owner:
         except queue.Empty:
             return
 
-    def _accept(self, job: Job) -> None:
+    def _accept(self, sliced: SlicedTransfer) -> None:
         if self._stopping_s is not None:
-            job.fail(closed_while_pending(self.name))
-        if job.peer in self._torn:
-            job.fail(torn_peer(job.peer))
-        self._jobs.append(job)
-        self._settle_jobs()
+            sliced.fail(closed_while_pending(self.name))
+        if sliced.peer in self._torn:
+            sliced.fail(torn_peer(sliced.peer))
+        self._under_way.append(sliced)
+        self._settle_quiet()
 
     def _post_slice(self) -> bool:
-        """Post the next slice of the job whose turn it is; whether there was one."""
+        """Post the next slice of the transfer whose turn it is; whether there was one."""
         windows = self._windows
-        job = next((job for job in self._jobs if not job.cursor.exhausted and windows.is_open(job.peer)), None)
-        if job is None:
+        sliced = next((one for one in self._under_way if not one.cursor.exhausted and windows.is_open(one.peer)), None)
+        if sliced is None:
             return False
-        self._jobs.remove(job)
-        self._jobs.append(job)
-        piece = job.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
+        self._under_way.remove(sliced)
+        self._under_way.append(sliced)
+        piece = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
         started_s = self._clock()
         try:
-            handle = self._agent.start(job.peer, job.transfer.direction, piece)
+            handle = self._agent.start(sliced.peer, sliced.transfer.direction, piece)
         except TransportError as error:
-            self._tear(job, error)
+            self._tear(sliced, error)
         else:
             self._budget.learn(piece.cost_bytes, self._clock() - started_s)
             if handle is not None:
-                job.handles.append((handle, piece.cost_bytes))
-                windows.enter(job.peer, piece.cost_bytes)
-        self._settle_jobs()
+                sliced.handles.append((handle, piece.cost_bytes))
+                windows.enter(sliced.peer, piece.cost_bytes)
+        self._settle_quiet()
         return True
 
     def _check_slices(self) -> bool:
@@ -273,20 +273,22 @@ class Owner:
         before = self._windows.num_in_flight
         if not before:
             return False
-        for job in self._jobs:
-            job.handles = [(handle, cost) for handle, cost in job.handles if not self._settled(job, handle, cost)]
+        for sliced in self._under_way:
+            sliced.handles = [
+                (handle, cost) for handle, cost in sliced.handles if not self._settled(sliced, handle, cost)
+            ]
         if self._windows.num_in_flight == before:
             return False
-        self._settle_jobs()
+        self._settle_quiet()
         return True
 
-    def _settled(self, job: Job, handle: object, cost_bytes: int) -> bool:
+    def _settled(self, sliced: SlicedTransfer, handle: object, cost_bytes: int) -> bool:
         try:
             if not self._agent.is_done(handle):
                 return False
         except TransportError as error:
-            self._tear(job, error)
-        self._windows.leave(job.peer, cost_bytes)
+            self._tear(sliced, error)
+        self._windows.leave(sliced.peer, cost_bytes)
         self._release(handle)
         return True
 
@@ -296,40 +298,40 @@ class Owner:
         except TransportError as error:  # the agent's end frees what is left
             logger.warning("%s: a transfer handle could not be released: %s", self.name, error)
 
-    def _tear(self, job: Job, error: TransportError) -> None:
+    def _tear(self, sliced: SlicedTransfer, error: TransportError) -> None:
         """A slice has failed: nothing more is posted to its peer, which will be disconnected."""
-        job.is_torn = True
-        job.fail(self._transfer_error(job, error))
-        self._torn.add(job.peer)
-        self._leave(job.peer, torn_peer(job.peer))
+        sliced.is_torn = True
+        sliced.fail(self._transfer_error(sliced, error))
+        self._torn.add(sliced.peer)
+        self._leave(sliced.peer, torn_peer(sliced.peer))
 
     def _leave(self, peer: str, error: TransportError) -> None:
         self._leaving.add(peer)
-        for job in self._jobs:
-            if job.peer == peer:
-                job.fail(error)
+        for sliced in self._under_way:
+            if sliced.peer == peer:
+                sliced.fail(error)
 
-    def _settle_jobs(self) -> None:
-        """Settle the jobs that have nothing left, and let leaving peers go; torn ones after their peers."""
-        quiet = [job for job in self._jobs if job.cursor.exhausted and not job.handles]
-        for peer in self._leaving - {job.peer for job in self._jobs if job not in quiet}:
+    def _settle_quiet(self) -> None:
+        """Settle the transfers that have nothing left, and let leaving peers go; torn ones after their peers."""
+        quiet = [sliced for sliced in self._under_way if sliced.cursor.exhausted and not sliced.handles]
+        for peer in self._leaving - {sliced.peer for sliced in self._under_way if sliced not in quiet}:
             self._leaving.discard(peer)
             self._forget(peer)
-        finished = [job for job in quiet if not (job.is_torn and job.peer in self._leaving)]
-        for job in finished:
-            self._jobs.remove(job)
-            if job.error is None and job.notify is not None:
+        finished = [sliced for sliced in quiet if not (sliced.is_torn and sliced.peer in self._leaving)]
+        for sliced in finished:
+            self._under_way.remove(sliced)
+            if sliced.error is None and sliced.notify is not None:
                 try:
-                    self._agent.send(job.peer, job.notify)
+                    self._agent.send(sliced.peer, sliced.notify)
                 except TransportError as error:
-                    job.error = self._transfer_error(job, error)
-        for job in finished:
-            _guarded(job.transfer.settle, job.error)
+                    sliced.error = self._transfer_error(sliced, error)
+        for sliced in finished:
+            _guarded(sliced.transfer.settle, sliced.error)
 
-    def _transfer_error(self, job: Job, error: TransportError) -> TransportError:
-        transfer = job.transfer
+    def _transfer_error(self, sliced: SlicedTransfer, error: TransportError) -> TransportError:
+        transfer = sliced.transfer
         return TransportError(
-            f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({job.peer}) "
+            f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({sliced.peer}) "
             f"failed: {error}; if the peer is gone, remove it and add its successor"
         )
 
@@ -362,18 +364,18 @@ class Owner:
                 self._work.get_nowait()()
             except queue.Empty:
                 break
-        given_up = list(self._jobs)
-        for job in given_up:
-            for handle, _ in job.handles:
+        given_up = list(self._under_way)
+        for sliced in given_up:
+            for handle, _ in sliced.handles:
                 self._release(handle)
         try:
             self._agent.close()
         except TransportError as error:
             logger.warning("%s: the agent did not close cleanly: %s", self.name, error)
         del self._agent
-        self._jobs.clear()
-        for job in given_up:
-            _guarded(job.transfer.settle, job.error)
+        self._under_way.clear()
+        for sliced in given_up:
+            _guarded(sliced.transfer.settle, sliced.error)
 
 
 def _guarded(settle: Callable[[TransportError | None], None], error: TransportError | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
-from kvreshard.transport.owner import Job, Owner
+from kvreshard.transport.owner import Owner, SlicedTransfer
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Slice, SliceCursor
@@ -106,13 +106,13 @@ def owner(agent: FakeAgent) -> Iterator[Owner]:
     owner.stop()
 
 
-def make_job(num_slices: int, peer: str = "bob", notify: bytes | None = b"done") -> Job:
-    """A job of that many slices: each piece's cost is most of a budget."""
+def make_sliced(num_slices: int, peer: str = "bob", notify: bytes | None = b"done") -> SlicedTransfer:
+    """A transfer of that many slices: each piece's cost is most of a budget."""
     size = FIRST_BUDGET_BYTES // 3
     local = [index * size for index in range(2 * num_slices)]
     copies = Copies.of(local, local, size)
     transfer = Transfer(peer, Direction.READ, copies, time.monotonic)
-    return Job(transfer, peer, SliceCursor(copies, SPACE, SPACE, "remote"), notify)
+    return SlicedTransfer(transfer, peer, SliceCursor(copies, SPACE, SPACE, "remote"), notify)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -121,8 +121,8 @@ def until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline_s, "the condition did not come true"
 
 
-def is_done(job: Job) -> bool:
-    return job.transfer.state is TransferState.DONE
+def is_done(sliced: SlicedTransfer) -> bool:
+    return sliced.transfer.state is TransferState.DONE
 
 
 def turns(owner: Owner, count: int = 3) -> None:
@@ -132,34 +132,34 @@ def turns(owner: Owner, count: int = 3) -> None:
 
 
 def test_the_notification_follows_the_last_slice(owner: Owner, agent: FakeAgent) -> None:
-    job = make_job(3)
-    owner.post(job)
+    sliced = make_sliced(3)
+    owner.post(sliced)
     until(lambda: agent.num_posted == 3)
     for number in (2, 0):
         agent.settle(number)
     until(lambda: len(agent.called("release")) == 2)
     turns(owner)
     assert agent.called("send") == []
-    assert job.transfer.state is TransferState.PENDING
+    assert sliced.transfer.state is TransferState.PENDING
     agent.settle(1)
-    job.transfer.wait(10.0)
+    sliced.transfer.wait(10.0)
     assert agent.called("send") == [("send", "bob", b"done")]
     assert len(agent.called("release")) == 3
     assert len(agent.threads) == 1
 
 
 def test_a_failed_slice_waits_for_its_siblings_and_posts_no_more(owner: Owner, agent: FakeAgent) -> None:
-    job = make_job(6)
-    owner.post(job)
+    sliced = make_sliced(6)
+    owner.post(sliced)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     agent.fail(1)
     until(lambda: len(agent.called("release")) == 1)
     turns(owner)
-    assert job.transfer.state is TransferState.PENDING
+    assert sliced.transfer.state is TransferState.PENDING
     agent.settle(0)
     agent.fail(2)
     with pytest.raises(TransportError, match="slice 1 broke"):
-        job.transfer.wait(10.0)
+        sliced.transfer.wait(10.0)
     assert agent.num_posted == PACE.max_in_flight
     assert agent.called("send") == []
     assert len(agent.called("release")) == 3
@@ -167,10 +167,10 @@ def test_a_failed_slice_waits_for_its_siblings_and_posts_no_more(owner: Owner, a
 
 def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, agent: FakeAgent) -> None:
     """NIXL shares a slice's pieces over connections, and gives them all up when one has failed: the others may still write."""
-    job, sibling, other = make_job(1), make_job(1), make_job(1, "carol")
+    sliced, sibling, other = make_sliced(1), make_sliced(1), make_sliced(1, "carol")
     seen: list[int] = []
-    job.transfer.add_done_callback(lambda _: seen.append(len(agent.called("remove"))))
-    for one in (job, sibling, other):
+    sliced.transfer.add_done_callback(lambda _: seen.append(len(agent.called("remove"))))
+    for one in (sliced, sibling, other):
         owner.post(one)
     until(lambda: agent.num_posted == 3)
     slices = {number: peer for _, peer, number in agent.called("start")}
@@ -181,19 +181,19 @@ def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, 
     assert (seen, agent.called("remove")) == ([], [])
     for number in (*of_bob[1:], *(number for number, peer in slices.items() if peer == "carol")):
         agent.settle(number)
-    for failed in (job, sibling):
+    for failed in (sliced, sibling):
         with pytest.raises(TransportError, match=r"broke|was disconnected"):
             failed.transfer.wait(10.0)
     other.transfer.wait(10.0)
     assert (seen, agent.called("remove")) == ([1], [("remove", "bob")])
-    late = make_job(1)
+    late = make_sliced(1)
     owner.post(late)
     with pytest.raises(TransportError, match="remove it and add it again"):
         late.transfer.wait(10.0)
     owner.remove_peer("bob", TransportError("removed"))
     assert len(agent.called("remove")) == 1
     owner.add_peer("bob", b"")
-    again = make_job(1)
+    again = make_sliced(1)
     owner.post(again)
     until(lambda: agent.num_posted == 4)
     agent.settle(3)
@@ -202,25 +202,25 @@ def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, 
 
 def test_a_refused_post_fails_the_transfer(owner: Owner, agent: FakeAgent) -> None:
     agent.refuse_posts = True
-    job = make_job(2)
-    owner.post(job)
+    sliced = make_sliced(2)
+    owner.post(sliced)
     with pytest.raises(TransportError, match=r"'bob'.*the fake refuses.*remove it"):
-        job.transfer.wait(10.0)
+        sliced.transfer.wait(10.0)
 
 
 def test_slices_in_flight_are_bounded(owner: Owner, agent: FakeAgent) -> None:
-    job = make_job(10)
-    owner.post(job)
+    sliced = make_sliced(10)
+    owner.post(sliced)
     for number in range(10):
         until(lambda number=number: agent.num_posted > number)
         turns(owner)
         assert agent.num_posted <= number + PACE.max_in_flight
         agent.settle(number)
-    job.transfer.wait(10.0)
+    sliced.transfer.wait(10.0)
 
 
 def test_a_small_job_does_not_queue_behind_a_large_one(owner: Owner, agent: FakeAgent) -> None:
-    large, small = make_job(50), make_job(1)
+    large, small = make_sliced(50), make_sliced(1)
     owner.post(large)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     owner.post(small)
@@ -234,7 +234,7 @@ def test_a_small_job_does_not_queue_behind_a_large_one(owner: Owner, agent: Fake
 
 
 def test_a_stopped_peer_does_not_hold_up_the_others(owner: Owner, agent: FakeAgent) -> None:
-    stopped, alive = make_job(50, "bob"), make_job(8, "cat")
+    stopped, alive = make_sliced(50, "bob"), make_sliced(8, "cat")
     owner.post(stopped)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     owner.post(alive)
@@ -252,27 +252,27 @@ def test_bytes_in_flight_to_a_peer_are_bounded_and_one_piece_goes_alone(agent: F
     pace = Pace(slow_s=0.001, close_s=0.05, max_in_flight=3, max_in_flight_bytes=max_bytes)
     owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, pace, lambda: agent.now_s)
     piece = FIRST_BUDGET_BYTES // 3
-    jobs = [make_job(4, "bob"), make_job(4, "cat"), make_job(4, "bob")]
-    for job in jobs:
-        owner.post(job)
-    for settled in range(sum(job.transfer.num_descriptors for job in jobs)):
+    transfers = [make_sliced(4, "bob"), make_sliced(4, "cat"), make_sliced(4, "bob")]
+    for sliced in transfers:
+        owner.post(sliced)
+    for settled in range(sum(sliced.transfer.num_descriptors for sliced in transfers)):
         turns(owner)
         for peer in ("bob", "cat"):
             flying = [size for name, size in agent.posted_bytes[settled:] if name == peer]
             assert sum(flying) <= max(max_bytes, piece)
-        until(lambda number=settled: agent.num_posted > number or all(map(is_done, jobs)))
-        if all(map(is_done, jobs)):
+        until(lambda number=settled: agent.num_posted > number or all(map(is_done, transfers)))
+        if all(map(is_done, transfers)):
             break
         agent.settle(settled)
         until(lambda number=settled: len(agent.called("release")) > number)
     owner.stop()
-    assert all(map(is_done, jobs))
-    assert sum(size for _, size in agent.posted_bytes) == sum(job.transfer.num_bytes for job in jobs)
+    assert all(map(is_done, transfers))
+    assert sum(size for _, size in agent.posted_bytes) == sum(sliced.transfer.num_bytes for sliced in transfers)
 
 
 def test_a_removed_peer_stays_connected_until_its_slices_settle(owner: Owner, agent: FakeAgent) -> None:
-    job = make_job(9)
-    owner.post(job)
+    sliced = make_sliced(9)
+    owner.post(sliced)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     owner.remove_peer("bob", TransportError("removed"))
     assert agent.called("remove") == []
@@ -281,32 +281,32 @@ def test_a_removed_peer_stays_connected_until_its_slices_settle(owner: Owner, ag
     for number in range(PACE.max_in_flight):
         agent.settle(number)
     with pytest.raises(TransportError, match="removed"):
-        job.transfer.wait(10.0)
+        sliced.transfer.wait(10.0)
     assert agent.called("remove") == [("remove", "bob")]
     owner.add_peer("bob", b"")
     assert agent.num_posted == PACE.max_in_flight
 
 
 def test_stop_gives_up_a_stuck_slice_after_the_agent_is_closed(owner: Owner, agent: FakeAgent) -> None:
-    job = make_job(9)
+    sliced = make_sliced(9)
     order: list[str] = []
-    job.transfer.add_done_callback(lambda _transfer: order.append("closed" if agent.called("close") else "open"))
-    owner.post(job)
+    sliced.transfer.add_done_callback(lambda _transfer: order.append("closed" if agent.called("close") else "open"))
+    owner.post(sliced)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     owner.stop()
     with pytest.raises(TransportError, match="closed"):
-        job.transfer.wait(0.0)
+        sliced.transfer.wait(0.0)
     assert order == ["closed"]
     assert len(agent.called("release")) == PACE.max_in_flight
     with pytest.raises(TransportError, match="closed"):
-        owner.post(make_job(1))
+        owner.post(make_sliced(1))
     with pytest.raises(TransportError, match="closed"):
         owner.call(lambda _agent: None)
     owner.stop()
 
 
 def test_a_callback_may_post_and_may_raise(owner: Owner, agent: FakeAgent) -> None:
-    first, second = make_job(1), make_job(1)
+    first, second = make_sliced(1), make_sliced(1)
 
     def follow(_transfer: Transfer) -> None:
         owner.post(second)
