@@ -26,9 +26,10 @@ from kvreshard.session.answers import Answerer
 from kvreshard.session.board import AnswerBoard
 from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
+from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.lease import LeaseBook, LeaseTable
-from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, heartbeats, read_note, write_note
+from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, read_note
 from kvreshard.session.orders import (
     Cancel,
     CheckResult,
@@ -39,20 +40,17 @@ from kvreshard.session.orders import (
     Offer,
     Order,
     Release,
-    RemoteEngine,
-    RemoteLease,
     Results,
     Revoke,
     Unwatch,
     Watch,
 )
 from kvreshard.session.outbox import Outbox
-from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.peers import Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
-from kvreshard.session.renewals import Renewals, by_source
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
-from kvreshard.transport.base import MemoryRegion, Transport, TransportError
+from kvreshard.transport.base import MemoryRegion, Transport
 from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
@@ -92,14 +90,11 @@ class Endpoint:
         self._recorder = recorder
         self._obstacles: set[str] = set()
         self._peers = peers or Peers(options, clock, self.wake)
+        self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._jobs: list[Job] = []
         self._given_up: list[Job] = []
-        self._waiting_releases: list[Release] = []
-        self._watched: dict[str, Watch] = {}
-        self._kept: dict[str, Load] = {}
-        self._renewals = Renewals(options.heartbeat_s)
         self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = False
@@ -152,6 +147,11 @@ class Endpoint:
         return len(self._scratch)
 
     @property
+    def num_kept(self) -> int:
+        """Requests that are loaded and whose source waits for a word."""
+        return self._holder.num_kept
+
+    @property
     def num_leases(self) -> int:
         """Leases that are granted or offered here."""
         return len(self._book)
@@ -177,15 +177,15 @@ class Endpoint:
         if self._me is not None:
             self._answerer.work(self._me.layout)
         self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
-        self._send_releases()
-        quiet_s = self._send_heartbeats(now_s)
+        self._holder.send_releases(self._me)
+        quiet_s = self._renew(now_s)
         self._outbox.free(self._book.take_finished())
         self._attend()
         if self._me is not None and len(self._answerer):
             return 0.0
         if self._book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
-        return min(REST_WITH_LOADS_S if self._jobs or self._waiting_releases else REST_IDLE_S, quiet_s)
+        return min(REST_WITH_LOADS_S if self._jobs or self._holder.is_releasing else REST_IDLE_S, quiet_s)
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
@@ -212,7 +212,7 @@ class Endpoint:
                 except Exception as error:  # an order that cannot be obeyed must not take the others with it
                     logger.exception("%s", order)
                     if isinstance(order, Load):
-                        self._watched.pop(order.request, None)
+                        self._holder.unwatch(order.request)
                         self._fail(order.request, to_failure(error))
 
     def _obey(self, order: Order, now_s: float) -> None:
@@ -233,24 +233,17 @@ class Endpoint:
             case Load():
                 self._load(order, now_s)
             case Release():
-                source = order.remote, order.lease
-                self._kept = {name: kept for name, kept in self._kept.items() if (kept.remote, kept.lease) != source}
                 if not self._release_own(order):
-                    self._release(*source)
+                    self._holder.release(order)
             case Cancel():
-                kept = self._kept.pop(order.request, None)
-                if kept is not None:
-                    self._release(kept.remote, kept.lease)
+                self._holder.cancel(order.request)
                 for job in self._jobs:
                     if job.load.request == order.request:
                         job.stop(Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
-                self._watched[order.request] = order
-                self._renewals.expect()
-                if self._me is not None:
-                    self._peers.get(self._me, order.remote)
+                self._holder.watch(order, self._me)
             case Unwatch():
-                self._watched.pop(order.request, None)
+                self._holder.unwatch(order.request)
 
     def _release_own(self, release: Release) -> bool:
         """End this rank's own lease, if it is one: every rank of an engine that was to read from itself is told so."""
@@ -269,6 +262,7 @@ class Endpoint:
         self._jobs.append(
             Job(load, meeting, now_s, self._me.layout, self._options, self.wake, self._scratch.take, events)
         )
+        self._holder.begin(load)
 
     def _read_notes(self, now_s: float) -> None:
         for message in self._transport.notifications():
@@ -284,18 +278,14 @@ class Endpoint:
         for job in [job for job in self._jobs if job.outcome is not None]:
             self._jobs.remove(job)
             request, outcome = job.load.request, job.outcome
-            self._watched.pop(request, None)
             failed = isinstance(outcome, Failure)
             if failed and not job.is_settled:
                 self._given_up.append(job)
             else:
                 self._free_scratch(job)
-            if not (failed or job.is_stopped or job.load.gives_back):
-                self._kept[request] = job.load
-            elif job.peer is None:  # given up before its source was met: the source hears of it as soon as it is
-                self._release(job.load.remote, job.load.lease)
-            elif not self._is_wanted(job.load.remote, job.load.lease):
-                self._report(job.peer, job.load.lease, is_good=not failed)
+            if self._me is not None:
+                is_kept = not (failed or job.is_stopped or job.load.gives_back)
+                self._holder.end(self._me, job.load, job.peer, is_good=not failed, is_kept=is_kept)
             self._tell_obstacle(job)
             if isinstance(outcome, Failure):
                 self._fail(request, outcome, job.check)
@@ -342,58 +332,8 @@ class Endpoint:
         if job.scratch_address is not None:
             self._scratch.give(job.scratch_address)
 
-    def _release(self, remote: RemoteEngine, lease: RemoteLease) -> None:
-        if not self._is_wanted(remote, lease):
-            self._waiting_releases.append(Release(remote, lease))
-
-    def _is_wanted(self, remote: RemoteEngine, lease: RemoteLease) -> bool:
-        """Whether another request of this engine has the same source, and will report when it has done: one of several choices."""
-        users: list[Watch | Load] = [*self._watched.values(), *(job.load for job in self._jobs)]
-        return any((user.lease, user.remote) == (lease, remote) for user in users)
-
-    def _send_releases(self) -> None:
-        """A release needs its source's route: who reports to whom. One that cannot be met keeps its lease until it ends."""
-        still: list[Release] = []
-        for release in self._waiting_releases:
-            if self._me is None:
-                still.append(release)
-                continue
-            meeting = self._peers.get(self._me, release.remote)
-            if not meeting.done():
-                still.append(release)
-            elif meeting.exception() is None:
-                self._report(meeting.result(), release.lease, is_good=True)
-        self._waiting_releases = still
-
-    def _report(self, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
-        consumer = "/".join(self._me.name) if self._me is not None else ""
-        for rank in peer.told_ranks:
-            report = Report(
-                peer.note_version, consumer, lease.request, lease.word, self._rank, peer.route.reporters[rank], is_good
-            )
-            self._notify(peer, rank, write_note(report))
-
-    def _send_heartbeats(self, now_s: float) -> float:
-        """Tell the sources that it is time for which leases are wanted; how long nobody else need be told."""
+    def _renew(self, now_s: float) -> float:
+        """Renew the leases that are wanted; how long nobody need be told."""
         if self._me is None or now_s > self._collected_s + self._options.silence_s:
             return REST_IDLE_S  # a paused engine must not keep its sources from resting
-        if not self._renewals.is_time(now_s):
-            return self._renewals.rest_s(now_s)
-        wanted = by_source([*self._watched.values(), *self._kept.values()])
-        peers = {remote: self._peers.met(remote) for remote in wanted}
-        cards = ((remote, None if peer is None else peer.card) for remote, peer in peers.items())
-        for remote in self._renewals.due(cards, now_s):
-            peer = peers[remote]
-            if peer is None:
-                self._peers.get(self._me, remote)
-                continue
-            for note in heartbeats(self._me.card.engine, wanted[remote], peer.note_version):
-                for rank in peer.told_ranks:
-                    self._notify(peer, rank, write_note(note))
-        return self._renewals.rest_s(now_s)
-
-    def _notify(self, peer: Peer, rank: int, payload: bytes) -> None:
-        try:
-            self._transport.notify(peer.mover.peers[rank], payload)
-        except TransportError as error:
-            logger.warning("rank %d of engine %s was not told: %s", rank, peer.remote.engine, error)
+        return self._holder.renew(self._me, now_s)

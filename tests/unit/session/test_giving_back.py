@@ -11,7 +11,6 @@ from tests.unit.session.world import (
     REMOTE,
     SLOT,
     WORD,
-    FakePeers,
     World,
     collect,
     meet,
@@ -49,7 +48,7 @@ def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: Wor
             endpoint.submit(Release(REMOTE, lease) if end == "release" else Cancel(end))
         world.turn()
         assert (collect(world.src)[2], world.words()) == ({end}, {FREE})
-        assert not any(endpoint._kept for endpoint in world.dst.endpoints.values())
+        assert not any(endpoint.num_kept for endpoint in world.dst.endpoints.values())
 
 
 @pytest.mark.parametrize("is_met", [False, True])
@@ -89,7 +88,6 @@ def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World
     ):
         assert world.words() == {WORD}
         for endpoint in world.src.endpoints.values():
-            endpoint._peers = FakePeers(world, 0)
             endpoint.submit(Release(remote, lease))
         world.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})

@@ -239,7 +239,9 @@ def make_world(
         engine(name, tp=tp, page=page, num_pages=24, kind=KIND, stages=(0, 0))
         for name, tp, page in (("prefill", src_tp, 4), ("decode", dst_tp, 6))
     )
-    made.src = make_side(clock, fabric, src, lambda rank: None, lambda i, t: Fault(), options, None, local[0])
+    made.src = make_side(
+        clock, fabric, src, lambda rank: FakePeers(made, rank), lambda i, t: Fault(), options, None, local[0]
+    )
     made.dst = make_side(clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1])
     for side in (made.src, made.dst):
         for endpoint in side.endpoints.values():

@@ -342,7 +342,7 @@ class World:
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
             assert endpoint.num_scratch_places == 0, engine.name
-            assert not endpoint._kept, (engine.name, list(endpoint._kept))
+            assert endpoint.num_kept == 0, engine.name
 
     def run(self, num_requests: int, ticks_between: int = 25) -> None:
         """A whole life."""

@@ -1,0 +1,170 @@
+"""Whom does a rank tell what of the leases that it has, and when does it forget them? Without endpoints, loads and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tests.unit.session.world import LEASE, REMOTE, SLOT, World, make_world, meet
+
+from kvreshard.model.tables import Request
+from kvreshard.session.holder import LeaseHolder
+from kvreshard.session.notes import Heartbeat, Note, Report, read_note
+from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
+from kvreshard.session.peers import Peer
+from kvreshard.transport.base import TransportError
+
+OTHER = RemoteLease("s", SLOT + 1, 0xDEF)
+ABSENT = RemoteEngine("prefill", "life", replace(REMOTE.address, port=2))
+NOTHING = Request({}, {}, {}, {})
+
+
+class Told:
+    """A holder on rank 0 of an engine of two, and what it tells its source of one rank."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        endpoint = world.dst.endpoints[0]
+        transport = world.dst.transports[0]
+        assert endpoint._me is not None
+        self.world, self.me = world, endpoint._me
+        self.notes: list[Note | None] = []
+        monkeypatch.setattr(transport, "notify", lambda peer, payload: self.notes.append(read_note(payload)))
+        self.holder = LeaseHolder(transport, endpoint._peers, usual_s=5.0)
+
+    def meet(self) -> Peer:
+        meeting = self.world.dst.endpoints[0]._peers.get(self.me, REMOTE)
+        meet(self.world)
+        return meeting.result()
+
+    def load(self, name: str = "d", lease: RemoteLease = LEASE, *, begin: bool = True) -> Load:
+        load = Load(name, REMOTE, lease, NOTHING, gives_back=True)
+        if begin:
+            self.holder.begin(load)
+        return load
+
+    def end(self, load: Load, peer: Peer | None, *, is_good: bool = True, is_kept: bool = False) -> None:
+        self.holder.end(self.me, load, peer, is_good=is_good, is_kept=is_kept)
+
+    def reports(self) -> list[tuple[str, bool]]:
+        """(request, whether it went well) since the last call."""
+        found = [(note.request, note.is_good) for note in self.notes if isinstance(note, Report)]
+        self.notes.clear()
+        return found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    return Told(make_world(1, 2), monkeypatch)
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_load_that_is_over_is_reported_with_its_word(told: Told, is_good: bool) -> None:
+    peer = told.meet()
+    told.end(told.load(), peer, is_good=is_good)
+    assert told.notes == [Report(1, "decode/life", "r", LEASE.word, 0, (0, 1), is_good)]
+
+
+def test_the_last_of_several_loads_reports(told: Told) -> None:
+    peer = told.meet()
+    first, second, other = told.load("a"), told.load("b"), told.load("c", OTHER)
+    told.end(first, peer, is_good=False)
+    assert told.reports() == []
+    told.end(other, peer)
+    assert told.reports() == [("s", True)]
+    told.end(second, peer)
+    assert told.reports() == [("r", True)]
+
+
+def wait_for(told: Told) -> None:
+    told.holder.watch(Watch("other", REMOTE, LEASE), told.me)
+
+
+@pytest.mark.parametrize("use", [wait_for, lambda told: told.load("other")], ids=["waits", "is loaded"])
+def test_a_lease_that_another_wants_is_not_given_back(told: Told, use: Callable[[Told], object]) -> None:
+    peer = told.meet()
+    use(told)
+    told.end(told.load(), peer)
+    told.end(told.load(), None)
+    told.holder.release(Release(REMOTE, LEASE))
+    told.holder.send_releases(told.me)
+    assert (told.reports(), told.holder.is_releasing) == ([], False)
+
+
+@pytest.mark.parametrize("word", ["release", "cancel"])
+def test_what_is_kept_goes_with_a_word_and_once(told: Told, word: str) -> None:
+    told.end(told.load(), told.meet(), is_kept=True)
+    assert (told.reports(), told.holder.num_kept) == ([], 1)
+    for _ in range(2):
+        if word == "release":
+            told.holder.release(Release(REMOTE, OTHER))
+            told.holder.release(Release(REMOTE, LEASE))
+        else:
+            told.holder.cancel("another")
+            told.holder.cancel("d")
+    told.holder.send_releases(told.me)
+    assert told.holder.num_kept == 0
+    # A release is not looked up: what has been read on another rank is nothing here.
+    assert told.reports() == ([("s", True), ("r", True)] * 2 if word == "release" else [("r", True)])
+
+
+def test_a_release_waits_for_the_engine_and_for_its_source(told: Told) -> None:
+    told.end(told.load(), None, is_good=False)
+    for me in (None, told.me, told.me):
+        told.holder.send_releases(me)
+        assert (told.reports(), told.holder.is_releasing) == ([], True)
+    meet(told.world)
+    told.holder.send_releases(told.me)
+    assert (told.reports(), told.holder.is_releasing) == ([("r", True)], False)
+
+
+def test_a_release_whose_source_cannot_be_met_is_dropped(told: Told) -> None:
+    told.world.meeting_error.append(ConnectionError("nobody is there"))
+    told.holder.release(Release(ABSENT, LEASE))
+    told.holder.send_releases(told.me)
+    meet(told.world)
+    told.holder.send_releases(told.me)
+    assert (told.notes, told.holder.is_releasing) == ([], False)
+
+
+def test_what_waits_and_what_is_kept_is_renewed(told: Told) -> None:
+    peer = told.meet()
+    told.holder.watch(Watch("waits", REMOTE, LEASE), told.me)
+    told.holder.watch(Watch("again", REMOTE, LEASE), told.me)
+    told.end(told.load("kept", OTHER), peer, is_kept=True)
+    assert told.holder.renew(told.me, 100.0) == 5.0
+    assert told.notes == [Heartbeat(1, "decode", (("r", LEASE.word), ("s", OTHER.word)))]
+    assert told.holder.renew(told.me, 103.0) == 2.0
+    told.holder.unwatch("waits")
+    told.holder.unwatch("again")
+    told.holder.renew(told.me, 105.0)
+    assert told.notes[1:] == [Heartbeat(1, "decode", (("s", OTHER.word),))]
+
+
+def test_a_load_takes_its_watch_with_it(told: Told) -> None:
+    peer = told.meet()
+    told.holder.watch(Watch("d", REMOTE, LEASE), told.me)
+    told.end(told.load("d"), peer)
+    assert told.reports() == [("r", True)]
+    told.holder.renew(told.me, 100.0)
+    assert told.notes == []
+
+
+def test_a_source_is_asked_for_as_soon_as_it_is_wanted(told: Told) -> None:
+    told.holder.watch(Watch("early", REMOTE, LEASE), None)
+    assert not told.world.met
+    told.holder.renew(told.me, 100.0)
+    assert len(told.world.met) == 1
+    told.holder.watch(Watch("late", ABSENT, LEASE), told.me)
+    assert len(told.world.met) == 2
+
+
+def test_a_source_that_cannot_be_told_takes_nothing_with_it(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise TransportError("closed")
+
+    peer = told.meet()
+    monkeypatch.setattr(told.world.dst.transports[0], "notify", refuse)
+    told.end(told.load(), peer)
+    told.holder.watch(Watch("waits", REMOTE, LEASE), told.me)
+    assert told.holder.renew(told.me, 100.0) == 5.0
