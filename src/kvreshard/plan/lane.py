@@ -1,7 +1,7 @@
 """What does one destination rank read from one source rank, as one box, and how do its pages overlap?
 
 A `Lane` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
-tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept.
+tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept (`kept`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Coordinates, Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, count_in_windows
+from kvreshard.plan.kept import Kept
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
 from kvreshard.plan.refine import Strip, count_cuts, refine
 from kvreshard.plan.slot import Boxes, Slot, find_boxes, join_patterns, make_slot
 
-# Patterns differ by where pages overlap; page sizes 64 and 63 give 126, clipped ends a few more per request.
-MAX_KEPT_PATTERNS = 4096
 # Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
 LAPS_LOOKED_AT = 8
 # Where one side's pages are much smaller than the other's, that many overlaps, evenly spread, tell as much as all.
 OVERLAPS_LOOKED_AT = 32
 MAX_CUTS = 1 << 14
-
-# How a source page meets the pages of the other side: one way in the middle of a request, one more at either end.
-MAX_KEPT_JOINTS = 64
 
 Joint = tuple[Pattern, Slot]
 Overlap = tuple[int, int, int]
@@ -84,11 +80,7 @@ class Lane:
     src_span: Span
     dst_span: Span
     choice: Choice | None = None
-    _patterns: dict[Overlap, Pattern] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _slots: dict[Overlap, Slot] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _joints: dict[tuple[Overlap, ...], Joint | None] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    kept: Kept = field(default_factory=Kept, compare=False, repr=False)
 
     @property
     def along(self) -> LaneAxis | None:
@@ -101,24 +93,17 @@ class Lane:
         return all(axis.extent is not None for axis in self.axes)
 
     def pattern(self, overlap: Overlap) -> Pattern:
-        """The runs where a source page and a destination page overlap; computed once per overlap."""
-        found = self._patterns.get(overlap)
-        if found is None:
-            if len(self._patterns) >= MAX_KEPT_PATTERNS:
-                self._patterns.clear()
-            found = build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
-            self._patterns[overlap] = found
-        return found
+        """The runs where a source page and a destination page overlap; kept for the next time."""
+        # The bases are the lane's own object, and stay so in every choice of it.
+        return self.kept.get((self.bases, overlap), lambda: self._make_pattern(overlap), Pattern.kept_bytes)
+
+    def _make_pattern(self, overlap: Overlap) -> Pattern:
+        return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
 
     def slot(self, overlap: Overlap) -> Slot:
-        """What staging makes of an overlap that is not empty; computed once per overlap."""
-        found = self._slots.get(overlap)
-        if found is None:
-            if len(self._slots) >= MAX_KEPT_PATTERNS:
-                self._slots.clear()
-            found = make_slot(self.pattern(overlap), self.boxes(overlap))
-            self._slots[overlap] = found
-        return found
+        """What staging makes of an overlap that is not empty; kept for the next time."""
+        key = (self.bases, self._max_gap_bytes, overlap)
+        return self.kept.get(key, lambda: make_slot(self.pattern(overlap), self.boxes(overlap)), Slot.kept_bytes)
 
     def boxes(self, overlap: Overlap) -> Boxes:
         """What staging would read of an overlap that is not empty: all that a choice between the ways needs."""
@@ -126,14 +111,12 @@ class Lane:
 
     def joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
         """Pattern and slot of what one source span gives to several overlaps, none of them empty; None where each needs its own."""
-        if overlaps not in self._joints:
-            if len(self._joints) >= MAX_KEPT_JOINTS:
-                self._joints.clear()
-            pattern, joint = join_patterns([self.pattern(overlap) for overlap in overlaps]), None
-            if pattern is not None:
-                joint = pattern, make_slot(pattern, find_boxes(pattern, self._max_gap_bytes))
-            self._joints[overlaps] = joint
-        return self._joints[overlaps]
+        key = (self.bases, self._max_gap_bytes, overlaps)
+        return self.kept.get(key, lambda: self._make_joint(overlaps), lambda joint: _joint_bytes(joint, len(overlaps)))
+
+    def _make_joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
+        pattern = join_patterns([self.pattern(overlap) for overlap in overlaps])
+        return None if pattern is None else (pattern, make_slot(pattern, find_boxes(pattern, self._max_gap_bytes)))
 
     @property
     def _max_gap_bytes(self) -> int:
@@ -141,9 +124,7 @@ class Lane:
 
     def chosen(self, choice: Choice) -> Lane:
         """The same lane, read in one way."""
-        lane = replace(self, choice=choice)
-        lane._patterns.update(self._patterns)
-        return lane
+        return replace(self, choice=choice)
 
     def _strips(self, axis: LaneAxis, overlap: Overlap) -> list[Strip]:
         if axis.extent is None:
@@ -181,6 +162,12 @@ class Lane:
                 common = count_common(axis.extent, axis.chosen, axis.dst.owned)
             cuts, kept = cuts + here, kept + min(here, common)
         return cuts, kept
+
+
+def _joint_bytes(joint: Joint | None, num_overlaps: int) -> int:
+    """With the overlaps that it is kept by."""
+    overlap_bytes = 200 * num_overlaps
+    return overlap_bytes if joint is None else overlap_bytes + joint[0].kept_bytes() + joint[1].kept_bytes()
 
 
 @lru_cache(maxsize=64)

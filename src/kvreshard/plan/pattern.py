@@ -28,6 +28,8 @@ Int64s = NDArray[np.int64]
 # Pages of real engines overlap in a few nests. These take a second or so, and a peer's layout may be made to have them.
 MAX_NESTS = 1 << 15
 MAX_RUNS = 1 << 22
+# Of a run, and of each of its loops: numbers as Python has them.
+RUN_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,12 @@ class Pattern:
     def num_bytes(self) -> int:
         """Bytes that the pattern moves over all its fields."""
         return int(self.lengths.sum()) * len(self.bases.src)
+
+    def kept_bytes(self) -> int:
+        """About what it takes in memory."""
+        nests = RUN_BYTES * sum(1 + len(run.loops) for run in self.runs)
+        columns = (self.src_offsets, self.dst_offsets, self.lengths, self.src_pages, self.dst_pages)
+        return nests + sum(column.nbytes for column in columns) + 3 * self.bases.src.nbytes
 
 
 def coalesce(length: int, loops: Sequence[Loop]) -> tuple[int, tuple[Loop, ...]]:

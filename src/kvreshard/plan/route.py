@@ -29,6 +29,7 @@ from kvreshard.plan.budget import (
 from kvreshard.plan.cost import CostModel, Way, choose
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.family import Box, Family
+from kvreshard.plan.kept import Kept
 from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pattern import Bases
@@ -70,11 +71,12 @@ def compile_route(
     election: Election | None = None,
     cost: CostModel = CostModel(),  # noqa: B008 (frozen)
     way: Way | None = None,
+    kept: Kept | None = None,
 ) -> Route:
     """The proved route of one destination rank. Raises LayoutMismatch naming field, axis, both values and the remedy.
 
     `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
-    whether it is read directly or through staging; `way` forces it.
+    whether it is read directly or through staging; `way` forces it. `kept`: where what the lanes compute stays, if routes share it.
     """
     from kvreshard.plan.check import prove
 
@@ -92,8 +94,9 @@ def compile_route(
             "or sizes that divide one another"
         )
     budget = Budget(src, dst)
+    kept = Kept() if kept is None else kept
     lanes = tuple(
-        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget), cost, way, budget)
+        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget, kept), cost, way, budget)
         for index, family in enumerate(table.families)
         for src_rank, box in table.boxes.get((dst_rank, index), ())
     )
@@ -116,7 +119,14 @@ def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lan
 
 
 def _lane(
-    src: EngineLayout, dst: EngineLayout, family: Family, src_rank: int, dst_rank: int, box: Box, budget: Budget
+    src: EngineLayout,
+    dst: EngineLayout,
+    family: Family,
+    src_rank: int,
+    dst_rank: int,
+    box: Box,
+    budget: Budget,
+    kept: Kept,
 ) -> Lane:
     steps = LANE_STEPS + FIELD_STEPS * len(family.fields)
     budget.spend(family.fields[0], steps, "too many parts that one rank reads")
@@ -145,6 +155,7 @@ def _lane(
         keep_partial=sequence.keep_partial if sequence else False,
         src_span=_span(family, src, along.src, along.chosen) if along else state,
         dst_span=_span(family, dst, along.dst, Interval(0, None)) if along else state,
+        kept=kept,
     )
 
 

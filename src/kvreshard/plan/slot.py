@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.plan.pattern import Pattern
+from kvreshard.plan.pattern import RUN_BYTES, Pattern
 from kvreshard.plan.refine import Loop, Strip, fold
 
 Int64s = NDArray[np.int64]
@@ -79,6 +79,12 @@ class Slot:
     shift_bytes: int
     copied_bytes: int
     form: object
+
+    def kept_bytes(self) -> int:
+        """About what it takes in memory, its form included."""
+        boxes, steps = self.boxes, RUN_BYTES * sum(1 + len(step.loops) for step in self.steps)
+        listed = 2 * (boxes.src_offsets.nbytes + boxes.lengths.nbytes)
+        return steps + listed + boxes.src_pages.nbytes + boxes.slot_offsets.nbytes + boxes.run_slot_offsets.nbytes
 
 
 def make_slot(pattern: Pattern, boxes: Boxes) -> Slot:

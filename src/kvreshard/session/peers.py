@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard, check_facts
@@ -82,7 +83,8 @@ class Peer:
 class Self:
     """This rank: its engine's card and layout, its memory and what it moves bytes with.
 
-    `refused`: cards of engines that could not be worked with, for the record of a failed load.
+    `refused`: cards of engines that could not be worked with, for the record of a failed load. `kept`: what the routes from all of
+    its sources keep.
     """
 
     card: EngineCard
@@ -92,6 +94,7 @@ class Self:
     memory: LocalMemory
     staging: Staging | None
     refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
+    kept: Kept = field(default_factory=Kept, compare=False)
 
     @property
     def name(self) -> tuple[str, str]:
@@ -293,7 +296,7 @@ def describe_route(route: Route) -> str:
 def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
     check_facts(me.card, card, options.allow_mismatch)
     layout = card.decode_layout()
-    route = compile_route(layout, me.layout, me.rank, cost=options.cost)
+    route = compile_route(layout, me.layout, me.rank, cost=options.cost, kept=me.kept)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
     names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
     added: list[str] = []

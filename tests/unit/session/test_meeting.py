@@ -45,7 +45,9 @@ def sides() -> Iterator[tuple[Side, Side]]:
 def meet(dst: Side, listener: Listener, keys: Keys | None) -> object:
     me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
     options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
-    return meet_engine(me, RemoteEngine("prefill", "life", listener.address), options).route.src_ranks
+    route = meet_engine(me, RemoteEngine("prefill", "life", listener.address), options).route
+    assert all(lane.kept is me.kept for lane in route.lanes), "it has a bound of its own"
+    return route.src_ranks
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
