@@ -17,7 +17,12 @@ def main() -> None:
 
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == 128 + signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the second of an impatient person must not change what was told
+        raise
 
 
 def _stop(*_: object) -> None:
