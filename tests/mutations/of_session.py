@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "a load gives back what it was told to keep",
         "session/endpoint.py",
-        "is_kept = not (failed or job.is_stopped or job.load.gives_back)",
+        "is_kept = is_good and not (job.is_stopped or job.load.gives_back)",
         "is_kept = False",
     ),
     Mutant(

@@ -15,8 +15,9 @@ import msgspec
 MAX_NAME = 256
 MAX_SHOWN = 400
 
-# Control characters, line and paragraph separators, and the marks that reverse the direction of writing.
-_UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+# Control characters, line and paragraph separators, the marks that reverse the direction of writing, and halves of characters, which
+# JSON can say ("\\ud800") and no message can carry.
+_UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _unseen = re.compile(f"[{_UNSEEN}]")
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=rf"^[^{_UNSEEN}]*\Z")]

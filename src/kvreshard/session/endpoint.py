@@ -171,6 +171,7 @@ class Endpoint:
         self._take_orders(now_s)
         self._read_notes(now_s)
         self._book.expire(now_s)
+        self._outbox.free(self._book.take_finished())
         for job in self._jobs:
             job.advance(now_s)
         self._finish_jobs()
@@ -179,7 +180,6 @@ class Endpoint:
         self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
         self._holder.send_releases(self._me)
         quiet_s = self._renew(now_s)
-        self._outbox.free(self._book.take_finished())
         self._attend()
         if self._me is not None and len(self._answerer):
             return 0.0
@@ -283,9 +283,7 @@ class Endpoint:
                 self._given_up.append(job)
             else:
                 self._free_scratch(job)
-            if self._me is not None:
-                is_kept = not (failed or job.is_stopped or job.load.gives_back)
-                self._holder.end(self._me, job.load, job.peer, is_good=not failed, is_kept=is_kept)
+            self._let_go(job, is_good=not failed)
             self._tell_obstacle(job)
             if isinstance(outcome, Failure):
                 self._fail(request, outcome, job.check)
@@ -298,6 +296,16 @@ class Endpoint:
             job.close()
             self._free_scratch(job)
             self._outbox.settle(job.load.request)
+
+    def _let_go(self, job: Job, *, is_good: bool) -> None:
+        """Whatever goes wrong with what is said to the source, the request must end."""
+        if self._me is None:
+            return
+        is_kept = is_good and not (job.is_stopped or job.load.gives_back)
+        try:
+            self._holder.end(self._me, job.load, job.peer, is_good=is_good, is_kept=is_kept)
+        except Exception:
+            logger.exception("request %s: its source is not told that it is over", job.load.request)
 
     def _look_after(self, job: Job, failure: Failure) -> None:
         """Of a source from which a load has failed. One that is late may be gone or slow, and others are reading from it."""

@@ -42,7 +42,7 @@ def test_other_forms_and_versions_are_refused(name: str, version: int) -> None:
         THIRD.lower({"version": 3}, version if version != 1 else 9)
 
 
-@pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "a\u2028b", "\u202edlrow", "\x00", "\x85"])
+@pytest.mark.parametrize("text", ["a\nb", "\x1b[2J", "a\u2028b", "\u202edlrow", "\x00", "\x85", "\ud800"])
 def test_a_text_stays_in_its_line(text: str) -> None:
     assert plain(text).isprintable()
     assert len(plain(text)) == len(text)

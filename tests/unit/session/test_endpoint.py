@@ -380,3 +380,37 @@ def test_the_engines_thread_may_wait_for_a_load_and_sees_it_end(world: World) ->
     threading.Timer(0.05, meet, (world,)).start()
     for endpoint in world.dst.endpoints.values():
         assert endpoint.collect(patience_s=10.0).received.keys() == {"d"}
+
+
+def test_a_source_that_cannot_be_told_takes_no_request_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is that goes wrong with it: without its end, the request would hang."""
+    world.grant_and_offer()
+    for endpoint in world.dst.endpoints.values():
+
+        def refuse(*_: object, **__: object) -> None:
+            raise RuntimeError("a surprise")
+
+        monkeypatch.setattr(endpoint._holder, "end", refuse)
+    order_load(world)
+    world.turn()
+    meet(world)
+    world.turn()
+    assert collect(world.dst)[0] == {"d"}
+
+
+def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that reads and is read from: what it cannot say to its sources is not its readers' affair."""
+    world.grant_and_offer(ttl_s=5.0)
+    world.src.turn()
+    endpoints = world.src.endpoints.values()
+    for endpoint in endpoints:
+
+        def refuse(*_: object) -> float:
+            raise RuntimeError("a surprise")
+
+        monkeypatch.setattr(endpoint._holder, "renew", refuse)
+    world.clock.now_s += 6.0
+    for endpoint in endpoints:
+        with pytest.raises(RuntimeError, match="a surprise"):
+            endpoint.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})

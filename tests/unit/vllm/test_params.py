@@ -117,6 +117,7 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
         (put("a\nb", "remote_host"), "remote_host is 'a?b'"),
         (put("", "remote_host"), "remote_host is ''"),
         (put("a\nb", "remote_engine_id"), "remote_engine_id"),
+        (put("cmpl-\ud800", "remote_request_id"), "matching regex"),
         (put("x" * 300, "remote_request_id"), "length <= 256 - at `$.remote_request_id`"),
         (put([[1 << 62], [1]], "remote_block_ids"), "remote_block_ids"),
         (put([[-1], [1]], "remote_block_ids"), "remote_block_ids"),
