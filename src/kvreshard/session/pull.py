@@ -9,7 +9,8 @@ the staging buffer; whoever drives it resumes it then. What it does, in order:
 3. Zero what no copy writes in newly allocated pages, once, while the first reads run or another load has the buffer. That may be before,
    between or after reads and moves into the same pages: by its definition it shares no byte with them.
 4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
-5. Read each source rank's lease word. Another word than expected: the pages may have been freed while they were read.
+5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed while they were
+   read.
 
 Refused: BindError before anything moves. Raises TransportError or StaleLease after all transfers have settled.
 """
@@ -122,7 +123,7 @@ def pull_steps(
         error = failed
     for transfer in posted:
         error = (yield from settled(transfer)) or error
-    if error is None and lease is not None:
+    if error is None and lease is not None and (posted or batches):
         tell("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
         error = yield from _check_words(mover, lease, route.src_ranks, note)
     if error is not None:

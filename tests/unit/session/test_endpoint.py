@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from tests.unit.session.world import (
@@ -414,3 +415,15 @@ def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeyp
         with pytest.raises(RuntimeError, match="a surprise"):
             endpoint.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_a_rank_that_reads_nothing_needs_no_lease(world: World) -> None:
+    """Its word proves pages that were read; what waits for nothing else must not fail for it."""
+    wanted = request(world.src.layout, world.dst.layout, 21)
+    empty = replace(wanted, intervals={name: [] for name in wanted.intervals})
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Load("d", REMOTE, LEASE, empty, gives_back=True))
+    world.turn()
+    meet(world)
+    world.turn()
+    assert collect(world.dst)[:2] == ({"d"}, {})
