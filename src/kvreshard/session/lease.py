@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from kvreshard.model.errors import KvReshardError
+from kvreshard.model.parts import MAX_RANKS
 from kvreshard.session.notes import Heartbeat, Report
 from kvreshard.transport.base import MemoryRegion
 
@@ -81,12 +82,17 @@ class LeaseBook:
         return sum(grant.deadline_s is not None for grant in self._grants.values())
 
     def grant(self, request: str, slot: int, word: int) -> None:
-        """Write a request's word. Raises KvReshardError for a slot outside the table or a word that means free."""
+        """Write a request's word; one of its former life is cleared. Raises KvReshardError for a slot outside the table or a word that
+        means free.
+        """
         if not 0 <= slot < len(self._table) or not FREE < word < 2**64:
             raise KvReshardError(
                 f"request '{request}': lease slot {slot} of {len(self._table)} with word {word:#x}; a slot must be in the "
                 "table and a word positive"
             )
+        former = self._grants.get(request)
+        if former is not None and self._table[former.slot] == former.word:
+            self._table[former.slot] = FREE
         self._grants[request] = _Grant(slot, word)
         self._table[slot] = word
 
@@ -124,6 +130,8 @@ class LeaseBook:
         if report.consumer not in grant.reported and len(grant.reported) >= MAX_CONSUMERS_PER_GRANT:
             return
         reported = grant.reported.setdefault(report.consumer, set())
+        if len(reported) >= MAX_RANKS:
+            return
         reported.add(report.reporter)
         if reported.issuperset(report.reporters):
             grant.is_complete = True

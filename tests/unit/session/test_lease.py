@@ -3,6 +3,7 @@
 import pytest
 
 from kvreshard.model import KvReshardError
+from kvreshard.model.parts import MAX_RANKS
 from kvreshard.session.lease import FREE, LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report
 
@@ -114,3 +115,23 @@ def test_slots_and_words_out_of_range_are_refused(table: LeaseTable, slot: int, 
 
 def test_the_table_lies_in_memory_that_can_be_registered(table: LeaseTable) -> None:
     assert (table.region.size_bytes, table.region.address % 4096) == (4096, 0)
+
+
+def test_a_request_that_is_granted_again_leaves_no_word_behind(table: LeaseTable, book: LeaseBook) -> None:
+    """A reader of its first life would find it, and take the pages for its own, whoever has them now."""
+    book.grant("r", 4, WORD + 1)
+    assert (table[3], table[4]) == (FREE, WORD + 1)
+    book.grant("r", 4, WORD + 2)
+    assert table[4] == WORD + 2
+
+
+def test_the_word_of_another_that_has_the_slot_by_now_stays(table: LeaseTable, book: LeaseBook) -> None:
+    book.grant("s", 3, WORD + 1)
+    book.grant("r", 4, WORD + 2)
+    assert (table[3], table[4]) == (WORD + 1, WORD + 2)
+
+
+def test_reporters_without_end_are_not_remembered(book: LeaseBook) -> None:
+    for reporter in range(2 * MAX_RANKS):
+        book.report(report(reporter, (reporter, 10**6)))
+    assert len(book._grants["r"].reported["d/1"]) == MAX_RANKS
