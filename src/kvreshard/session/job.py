@@ -160,9 +160,11 @@ class Job:
         self.events.add("checked", f"{num_bytes} bytes are equal")
 
     def _track(self, transfer: Transfer) -> None:
-        """A read of the board: one of many, of which only the outcome is told."""
-        self._posted.append(transfer)
-        transfer.add_done_callback(lambda _: self.wake())
+        """A read of the board: one of many, of which only the outcome is told, and none is remembered that is over."""
+        self._posted = [one for one in self._posted if one.state is TransferState.PENDING]
+        if transfer.state is TransferState.PENDING:
+            self._posted.append(transfer)
+            transfer.add_done_callback(lambda _: self.wake())
 
     def _note(self, transfer: Transfer) -> None:
         self._posted.append(transfer)

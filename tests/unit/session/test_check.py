@@ -242,6 +242,24 @@ def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:
     world.close()
 
 
+def test_a_source_that_takes_its_time_is_not_asked_without_rest(world: World) -> None:
+    """Each look at its board is a read, and nothing is kept of those that are over."""
+    world.grant_and_offer()
+    world.src.turn()
+    order_load(world)
+    world.dst.turn()
+    meet(world)
+    world.dst.turn(10)
+    for endpoint in world.dst.endpoints.values():
+        (job,) = endpoint._jobs
+        for _ in range(200):
+            endpoint.turn()
+        assert len(job._posted) < 20
+        assert not endpoint._event.is_set(), "a session that comes back at once has no rest"
+    world.turn(20)
+    assert results(world) == ({"d"}, {"equal"}, [])
+
+
 def test_nobody_is_asked_without_a_share() -> None:
     world = make_world(1, 2)
     load(world)
