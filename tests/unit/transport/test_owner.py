@@ -200,6 +200,23 @@ def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, 
     again.transfer.wait(10.0)
 
 
+def test_a_peer_that_was_removed_before_its_slice_failed_can_be_added_again(owner: Owner, agent: FakeAgent) -> None:
+    sliced, again = make_sliced(1), make_sliced(1)
+    owner.post(sliced)
+    until(lambda: agent.num_posted == 1)
+    owner.remove_peer("bob", TransportError("removed"))
+    agent.fail(0)
+    with pytest.raises(TransportError, match="removed"):
+        sliced.transfer.wait(10.0)
+    owner.add_peer("bob", b"")
+    owner.post(again)
+    until(lambda: agent.num_posted == 2 or again.transfer.state is not TransferState.PENDING)
+    agent.settle(1)
+    again.transfer.wait(10.0)
+    owner.remove_peer("bob", TransportError("removed again"))
+    assert len(agent.called("remove")) == 2
+
+
 def test_a_refused_post_fails_the_transfer(owner: Owner, agent: FakeAgent) -> None:
     agent.refuse_posts = True
     sliced = make_sliced(2)
