@@ -257,11 +257,11 @@ class Owner:
             return False
         self._under_way.remove(sliced)
         self._under_way.append(sliced)
-        piece = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
-        started_s = self._clock()
         try:
+            piece = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
+            started_s = self._clock()
             handle = self._agent.start(sliced.peer, sliced.transfer.direction, piece)
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the others go on
             self._tear(sliced, error)
         else:
             self._budget.learn(piece.cost_bytes, self._clock() - started_s)
@@ -289,7 +289,7 @@ class Owner:
         try:
             if not self._agent.is_done(handle):
                 return False
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001  nothing is known of the slice: it counts as failed
             self._tear(sliced, error)
         self._windows.leave(sliced.peer, cost_bytes)
         self._release(handle)
@@ -298,10 +298,10 @@ class Owner:
     def _release(self, handle: object) -> None:
         try:
             self._agent.release(handle)
-        except TransportError as error:  # the agent's end frees what is left
+        except Exception as error:  # noqa: BLE001  the agent's end frees what is left
             logger.warning("%s: a transfer handle could not be released: %s", self.name, error)
 
-    def _tear(self, sliced: SlicedTransfer, error: TransportError) -> None:
+    def _tear(self, sliced: SlicedTransfer, error: Exception) -> None:
         """A slice has failed: nothing more is posted to its peer, which will be disconnected."""
         sliced.is_torn = True
         sliced.fail(self._transfer_error(sliced, error))
@@ -326,22 +326,24 @@ class Owner:
             if sliced.error is None and sliced.notify is not None:
                 try:
                     self._agent.send(sliced.peer, sliced.notify)
-                except TransportError as error:
+                except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
                     sliced.error = self._transfer_error(sliced, error)
         for sliced in finished:
             _guarded(sliced.transfer.settle, sliced.error)
 
-    def _transfer_error(self, sliced: SlicedTransfer, error: TransportError) -> TransportError:
-        transfer = sliced.transfer
+    def _transfer_error(self, sliced: SlicedTransfer, error: Exception) -> TransportError:
+        transfer, reason = sliced.transfer, str(error)
+        if not isinstance(error, TransportError):
+            reason = f"{type(error).__name__} {reason}".strip()
         return TransportError(
             f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({sliced.peer}) "
-            f"failed: {error}; if the peer is gone, remove it and add its successor"
+            f"failed: {reason}; if the peer is gone, remove it and add its successor"
         )
 
     def _receive(self) -> bool:
         try:
             messages = self._agent.receive()
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001  they may be read next time
             logger.warning("%s: notifications could not be read: %s", self.name, error)
             return False
         for peer, payload in messages:
@@ -351,13 +353,13 @@ class Owner:
     def _send(self, peer: str, payload: bytes) -> None:
         try:
             self._agent.send(peer, payload)
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001  delivery is never certain
             logger.warning("%s: notification to %s was not sent: %s", self.name, peer, error)
 
     def _forget(self, peer: str) -> None:
         try:
             self._agent.remove_peer(peer)
-        except TransportError as error:
+        except Exception as error:  # noqa: BLE001  its transfers must settle
             logger.warning("%s: peer %s was not disconnected: %s", self.name, peer, error)
 
     def _tear_down(self) -> None:

@@ -225,6 +225,43 @@ def test_a_refused_post_fails_the_transfer(owner: Owner, agent: FakeAgent) -> No
         sliced.transfer.wait(10.0)
 
 
+@pytest.mark.parametrize(
+    ("call", "end"),
+    [
+        ("start", "failed: MemoryError full"),
+        ("is_done", "failed: MemoryError full"),
+        ("send", "failed: MemoryError full"),
+        ("release", None),
+        ("receive", None),
+        ("remove_peer", None),
+    ],
+)
+def test_a_surprise_from_the_agent_fails_what_it_belongs_to_and_nothing_else(
+    owner: Owner, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, call: str, end: str | None
+) -> None:
+    real, surprises = getattr(agent, call), [MemoryError("full")]
+
+    def surprise(*arguments: object) -> object:
+        if surprises:
+            raise surprises.pop()
+        return real(*arguments)
+
+    for number in range(4):
+        agent.settle(number)
+    monkeypatch.setattr(agent, call, surprise)
+    first, second = make_sliced(1), make_sliced(1, "carol")
+    owner.post(first)
+    if end is None:
+        first.transfer.wait(10.0)
+    else:
+        with pytest.raises(TransportError, match=f"'bob'.*{end}"):
+            first.transfer.wait(10.0)
+    owner.remove_peer("bob", TransportError("removed"))
+    until(lambda: not surprises)
+    owner.post(second)
+    second.transfer.wait(10.0)
+
+
 def test_slices_in_flight_are_bounded(owner: Owner, agent: FakeAgent) -> None:
     sliced = make_sliced(10)
     owner.post(sliced)
