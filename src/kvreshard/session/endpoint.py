@@ -50,7 +50,7 @@ from kvreshard.session.peers import Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
-from kvreshard.transport.base import MemoryRegion, Transport
+from kvreshard.transport.base import MemoryRegion, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Endpoint:
         self._given_up: list[Job] = []
         self._collected_s = clock()
         self._outbox = Outbox()
-        self._is_expecting = self._is_attentive = False
+        self._is_expecting = self._is_attentive = self._is_deaf = False
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -265,7 +265,13 @@ class Endpoint:
         self._holder.begin(load)
 
     def _read_notes(self, now_s: float) -> None:
-        for message in self._transport.notifications():
+        try:
+            messages = self._transport.notifications()
+        except TransportError as error:  # closed: its transfers have failed, and their loads must end
+            if not self._is_deaf:
+                logger.error("rank %d hears nothing any more: %s", self._rank, error)
+            self._is_deaf, messages = True, ()
+        for message in messages:
             note = read_note(message.payload)
             if isinstance(note, Report):
                 self._book.report(note)

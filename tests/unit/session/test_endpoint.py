@@ -427,3 +427,18 @@ def test_a_rank_that_reads_nothing_needs_no_lease(world: World) -> None:
     meet(world)
     world.turn()
     assert collect(world.dst)[:2] == ({"d"}, {})
+
+
+def test_a_transport_that_was_closed_under_it_fails_the_loads(world: World) -> None:
+    world.grant_and_offer()
+    world.faults[-1] = Fault(delay_steps=3)
+    order_load(world)
+    world.turn()
+    meet(world)
+    world.turn()
+    for transport in world.dst.transports.values():
+        transport.close()
+    world.dst.turn()
+    received, failed, _ = collect(world.dst)
+    assert (received, failed["d"].kind, failed["d"].is_quarantined) == (set(), "transfer", False)
+    assert "was closed while this transfer was pending" in failed["d"].text
