@@ -40,6 +40,12 @@ MUTANTS = [
         "        if grant is not None:\n            pass\n",
     ),
     Mutant(
+        "a word stays when its request is granted again",
+        "session/lease.py",
+        "        if former is not None and self._table[former.slot] == former.word:\n",
+        "        if False:\n",
+    ),
+    Mutant(
         "a lease never runs out",
         "session/lease.py",
         "g.deadline_s <= now_s]",
@@ -236,6 +242,12 @@ MUTANTS = [
         "transport/window.py",
         "        if not num_slices:\n            return True\n",
         "        if not num_slices:\n            return self.share_bytes > _LARGEST_PIECE\n",
+    ),
+    Mutant(
+        "a peer that is added again stays torn",
+        "transport/owner.py",
+        "says nothing of this one.\n            self._torn.discard(peer)\n",
+        "says nothing of this one.\n",
     ),
     Mutant(
         "one window for all peers",

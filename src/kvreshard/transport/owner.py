@@ -155,9 +155,8 @@ class Owner:
             if peer in self._leaving:
                 raise TransportError(f"peer {peer} was removed with transfers in flight; wait until they have settled")
             agent.add_peer(peer, native)
-            self._torn.discard(
-                peer
-            )  # a slice of its former time, which failed after it had been removed, says nothing of this one
+            # A slice of its former time, which failed after it had been removed, says nothing of this one.
+            self._torn.discard(peer)
 
         self.call(add)
 
