@@ -26,6 +26,7 @@ import numpy as np
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
+from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.prompt import count_matching
@@ -69,9 +70,11 @@ class Consumer:
         *,
         whole_prompts: bool = False,
         may_load: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
         self._me, self._may_load = me, may_load
         self._groups = tuple(groups)
+        self._adapters = adapters or Adapters()
         self._note_fallback = note_fallback
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
@@ -228,7 +231,8 @@ class Consumer:
     def _count(self, request: Request, prefill: RemotePrefill) -> int:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""
         name, num_prompt = request.request_id, int(request.num_prompt_tokens)
-        same = count_matching(prefill.prompt, read_prompt(request))
+        mine = read_prompt(request, self._adapters)
+        same = count_matching(prefill.prompt, mine)
         limit = num_prompt - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
         count = int(min(same, prefill.num_tokens, limit))
         if self._has_state or prefill.has_state:
@@ -252,7 +256,8 @@ class Consumer:
         if same < min(prefill.num_tokens, num_prompt):
             if not same:
                 self._note_fallback("prompt")
-            logger.info("request %s: the prompts agree on %d of %d tokens", name, same, num_prompt)
+            adapter = f" with adapter {mine.adapter}" if mine.adapter else ""
+            logger.info("request %s%s: the prompts agree on %d of %d tokens", name, adapter, same, num_prompt)
         missing = self._find_missing(prefill, count)
         if missing:
             self._note_fallback("window")

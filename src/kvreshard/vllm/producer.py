@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
+from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
@@ -48,10 +49,12 @@ class Producer:
         num_backoff_tokens: int,
         lease_s: float,
         num_slots: int,
+        adapters: Adapters | None = None,
     ) -> None:
         self._engine, self._incarnation, self._groups, self._sizes = engine, incarnation, tuple(groups), sizes
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
+        self._adapters = adapters or Adapters()
         self.last_pages = LastPages(groups)
         self.address: Address | None = None
 
@@ -143,7 +146,7 @@ class Producer:
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),
             tuple(ids for _, ids in pages),
-            digest_prompt(read_prompt(request), num_tokens),
+            digest_prompt(read_prompt(request, self._adapters), num_tokens),
         )
 
     def freed(self, request_id: str) -> None:

@@ -24,7 +24,7 @@ MAX_MARKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens of a request, and what they do not say: (first token, hash) of multimodal items, and the adapter's name."""
+    """Tokens of a request, and what they do not say: (first token, hash) of multimodal items, and the adapter (`adapters`)."""
 
     token_ids: Sequence[int]
     items: tuple[tuple[int, str], ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 MIN_COMPUTED_TOKENS = 1
 
 
-def read_prompt(request: Request) -> Prompt:
-    """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash and their tokens, the adapter by its name.
+def read_prompt(request: Request, adapters: Adapters) -> Prompt:
+    """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash and their tokens, the adapter by its
+    name and digest.
 
     A prompt given as embeddings has no token ids; vLLM puts zeros there, and the embeddings' bytes are an item at its start.
     """
@@ -26,8 +28,7 @@ def read_prompt(request: Request) -> Prompt:
     embeds = getattr(request, "prompt_embeds", None)
     if embeds is not None:
         items.append((0, hash_tensor(embeds)))
-    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-    return Prompt(request.all_token_ids, tuple(items), adapter)
+    return Prompt(request.all_token_ids, tuple(items), adapters.identify(request.lora_request))
 
 
 def count_settled(request: Request) -> int:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvreshard.session.card import encode_card
 from kvreshard.session.orders import Order
+from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.idleness import Idleness
@@ -69,6 +70,7 @@ class SchedulerSide:
         parallel = vllm_config.parallel_config
         groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
+        adapters = Adapters(vllm_config.lora_config)
         self._reception = Reception(vllm_config, engine, options)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
@@ -79,6 +81,7 @@ class SchedulerSide:
             backoff,
             options.kv_lease_duration,
             options.lease_slots,
+            adapters,
         )
         self.stats = ReshardStats()
         me = engine, self._reception.incarnation
@@ -89,6 +92,7 @@ class SchedulerSide:
             lambda cause: self.stats.count("fallbacks", cause),
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
+            adapters=adapters,
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvreshard.session.card import encode_card
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Load, RemoteLease
+from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.options import Options
@@ -58,7 +59,8 @@ class ShadowScheduler:
         self._sizes = read_sizes(parallel)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._reception = Reception(vllm_config, engine, options)
-        self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1)
+        adapters = Adapters(vllm_config.lora_config)
+        self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1, adapters)
         self._fallback = ""
         self._groups = groups
         self._consumer = Consumer(
@@ -68,6 +70,7 @@ class ShadowScheduler:
             self._note_fallback,
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
+            adapters=adapters,
         )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}

@@ -1,0 +1,125 @@
+"""Which adapter (LoRA) does a request name, and is it the one that another engine knows by that name?
+
+Each engine is given its adapters by itself, so that one name may stand for other weights there: an older version, for example. An
+adapter is therefore its name and a digest of
+
+1. `adapter_config.json` and the file of weights that vLLM takes, with their sizes (vLLM 0.32.0, `lora/lora_model.py:239`);
+2. of files above a megabyte only pieces at equal distances, since a scheduler has no time to read gigabytes. Training changes
+   all tensors; a change of few bytes between two pieces is not seen;
+3. what the engine makes of adapters: their dtype, the modules that get one, whether the towers of a multimodal model do.
+
+A worker reads an adapter once, so its digest is taken once, when it is first asked for. With `load_inplace` it is read anew for
+each batch (`lora/worker_manager.py:298`), and the digest is taken anew when a file has changed. What cannot be read in the
+scheduler's process is known by its name and path, as to vLLM's own prefix cache (`v1/core/kv_cache_utils.py:578`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+WHOLE_BYTES = 1 << 20
+# 64 pieces of a file of 400 MB that a worker has just read take less than a millisecond.
+PIECES, PIECE_BYTES = 64, 4096
+MAX_KNOWN = 10_000
+
+
+class Adapters:
+    """Those that one engine was asked for. `settings`: what the engine makes of all of them."""
+
+    def __init__(self, lora_config: Any = None) -> None:
+        self.settings = _read_settings(lora_config)
+        self._known: OrderedDict[tuple[Any, ...], str] = OrderedDict()
+
+    def identify(self, lora: LoRARequest | None) -> str:
+        """Name and digest of a request's adapter; empty without one."""
+        if lora is None:
+            return ""
+        folder = Path(lora.lora_path).expanduser()
+        stamps = _stamps(folder) if lora.load_inplace else ()
+        key = (lora.lora_name, lora.lora_int_id, lora.lora_path, stamps)
+        if key not in self._known:
+            self._known[key] = self._digest(lora)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+    def _digest(self, lora: LoRARequest) -> str:
+        digest = hashlib.blake2b(self.settings.encode(), digest_size=8)
+        try:
+            for path in _files(_find_folder(lora.lora_path)):
+                _feed(digest, path)
+        except OSError as error:
+            logger.warning(
+                "kvreshard: adapter '%s' cannot be read here (%s); another engine's is taken for the same if name and path are equal",
+                *(lora.lora_name, error),
+            )
+            digest = hashlib.blake2b(f"{self.settings} {lora.lora_path}".encode(), digest_size=8)
+        found = f"{lora.lora_name} {digest.hexdigest()}"
+        logger.info("kvreshard: adapter '%s' of %s has digest %s", lora.lora_name, lora.lora_path, digest.hexdigest())
+        return found
+
+
+def _read_settings(lora_config: Any) -> str:
+    if lora_config is None:
+        return ""
+    modules = lora_config.target_modules
+    return json.dumps(
+        {
+            "dtype": str(lora_config.lora_dtype),
+            "modules": None if modules is None else sorted(modules),
+            "towers": bool(lora_config.enable_tower_connector_lora),
+        }
+    )
+
+
+def _find_folder(path: str) -> Path:
+    """Where vLLM finds it (0.32.0, `lora/utils.py:329`), without asking the network. Raises OSError."""
+    folder = Path(path).expanduser()
+    if folder.exists() or folder.is_absolute():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except ValueError as error:  # no name of a repository
+        raise FileNotFoundError(f"no folder '{path}'") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that vLLM reads. Raises OSError if one is missing."""
+    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), folder / WEIGHTS[0])
+    return [folder / CONFIG, weights]
+
+
+def _stamps(folder: Path) -> tuple[tuple[int, int], ...]:
+    """When the files were last written; a file that cannot be looked at has no stamp."""
+    try:
+        found = [path.stat() for path in _files(folder)]
+    except OSError:
+        return ()
+    return tuple((state.st_mtime_ns, state.st_size) for state in found)
+
+
+def _feed(digest: Any, path: Path) -> None:
+    """Give a file to a digest: its size, and all of it or pieces, the first and the last among them. Raises OSError."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+            return
+        for number in range(PIECES):
+            file.seek(number * (size - PIECE_BYTES) // (PIECES - 1))
+            digest.update(file.read(PIECE_BYTES))
