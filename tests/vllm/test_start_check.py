@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm.start_check import check_start
+from kvreshard.vllm.start_check import check_outer_role, check_start
 
 pytestmark = pytest.mark.vllm
 
@@ -36,3 +37,30 @@ def test_what_is_refused(pcp: int, dcp: int, role: str, sleeps: bool, refusal: s
         return
     with pytest.raises(LayoutError, match=refusal):
         check_start(config)
+
+
+@pytest.mark.parametrize(
+    ("outer", "role", "is_refused"),
+    [
+        ("kv_producer", "kv_consumer", True),
+        ("kv_producer", "kv_both", True),
+        ("kv_producer", "kv_producer", False),
+        ("kv_consumer", "kv_both", False),
+        ("kv_both", "kv_consumer", False),
+        (None, "kv_consumer", False),
+    ],
+)
+def test_a_child_loads_only_where_the_outer_role_does(
+    outer: str | None, role: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    around = None
+    if outer is not None:
+        config = KVTransferConfig(kv_connector="MultiConnector", kv_role=outer)
+        around = SimpleNamespace(_kv_transfer_config=config)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", around)
+    config = KVTransferConfig(kv_connector="ReshardConnector", kv_role=role)
+    if not is_refused:
+        check_outer_role(config)
+        return
+    with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
+        check_outer_role(config)

@@ -4,6 +4,9 @@
 |---|---|
 | sleep mode | it gives the memory of caches back, and takes other memory at the same addresses (vLLM 0.32, `device_allocator/cumem.py`), of which NIXL's registrations know nothing: a peer may read what was there before |
 | prefill context parallelism without decode context parallelism, and a role that loads | the ranks hold the same, and vLLM hands out only what one of them says of itself (`gpu_worker.py:827`): the others would never be loaded |
+| a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
+
+The last is looked at when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child is told its own role only.
 
 Raises LayoutError with the remedy.
 """
@@ -23,6 +26,18 @@ def check_start(vllm_config: Any) -> None:
             "--enable-sleep-mode"
         )
     _check_replicas(vllm_config)
+
+
+def check_outer_role(config: Any) -> None:
+    """`config`: the `KVTransferConfig` of this connector. Raises LayoutError."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    outer = get_kv_transfer_group()._kv_transfer_config if has_kv_transfer_group() else config
+    if config.is_kv_consumer and not outer.is_kv_consumer:
+        raise LayoutError(
+            f"{config.kv_connector} has kv_role {config.kv_role}, and {outer.kv_connector} around it {outer.kv_role}: vLLM would not keep "
+            "steps that are under way from writing what is loaded; set the outer kv_role to kv_both"
+        )
 
 
 def _check_replicas(vllm_config: Any) -> None:

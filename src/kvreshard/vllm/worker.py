@@ -30,6 +30,7 @@ from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
+from kvreshard.vllm.start_check import check_outer_role
 from kvreshard.vllm.tensor_memory import TensorMemory
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the caches, start the session; neither in a replica, which nobody reads."""
+        check_outer_role(self._vllm_config.kv_transfer_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
             logger.info("kvreshard: prefill context rank %d holds what rank 0 does, and is not read", place.pcp_rank)
