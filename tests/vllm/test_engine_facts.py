@@ -51,6 +51,29 @@ def test_the_factors_of_long_rope_are_those_that_vllm_takes(
     assert read_facts(config)["rope_factors"] == factors == ("long" if rope.use_long_rope else "short")
 
 
+def test_a_length_that_is_fitted_to_memory_afterwards_changes_no_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--max-model-len -1`: the model has been built for all that it was made for, then vLLM shortens what it allows.
+
+    Of models that name the length only beside their factors, as Phi's do not; those are built for the original length then.
+    """
+    llama = {key: value for key, value in PHI.items() if key != "original_max_position_embeddings"}
+    llama |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=-1)
+    config = VllmConfig(model_config=model)
+    with set_current_vllm_config(config):
+        rope: Any = rotary_embedding.get_rope(
+            16, 2048, rope_parameters=model.hf_config.rope_parameters, dtype=torch.float32
+        )
+    assert rope.use_long_rope
+    assert read_facts(config)["rope_factors"] == "long"
+    model.max_model_len = 500
+    assert read_facts(config)["rope_factors"] == "long"
+
+
 def test_facts_are_those_of_a_process_that_has_the_model() -> None:
     """The scheduler's has it with one rank, and has not with two: models write into their configuration."""
     layout = build("p", {models.name(0): models.attention(4, 8)}).layout

@@ -40,9 +40,14 @@ def read_facts(vllm_config: Any) -> dict[str, str]:
         "dtype": str(model.dtype),
         "cache_dtype": str(model.dtype if cache == "auto" else cache),
         "quantization": str(model.quantization),
-        **read_rope(config, int(model.max_model_len)),
+        **read_rope(config, _built_length(model)),
         **read_media(model.multimodal_config),
     }
+
+
+def _built_length(model: Any) -> int:
+    """`max_model_len` when the model was built. With `--max-model-len -1` vLLM fits it to memory afterwards (0.32.0, `v1/engine/core.py:337`)."""
+    return int(model.get_and_verify_max_len(-1) if model.original_max_model_len == -1 else model.max_model_len)
 
 
 def read_rope(config: dict[str, Any], max_model_len: int) -> dict[str, str]:
