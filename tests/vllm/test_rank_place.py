@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from tests.vllm import models
 from tests.vllm.engines import build, refused, reshard
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
 from kvreshard.session.orders import Grant, Offer, Revoke
@@ -86,7 +86,7 @@ def test_the_ranks_that_share_a_sequence_are_vllms(
 
 
 def test_a_replica_has_nothing_to_say_and_vllm_hears_of_every_rank() -> None:
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    config = SimpleNamespace(kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role="kv_producer"))
     worker = WorkerSide(config, None, "p", read_options({}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "read_place", lambda _: RankPlace(pcp_rank=1, pcp_size=2))
