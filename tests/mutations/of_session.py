@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "a word stays when a lease is revoked",
         "session/lease.py",
-        "        if grant is not None:\n            self._table[grant.slot] = FREE\n",
-        "        if grant is not None:\n            pass\n",
+        "            del self._grants[request]\n            self._table[grant.slot] = FREE\n",
+        "            del self._grants[request]\n",
     ),
     Mutant(
         "a word stays when its request is granted again",

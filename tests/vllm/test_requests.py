@@ -252,6 +252,21 @@ def test_a_prefill_that_did_not_end_well_offers_nothing(status: RequestStatus) -
     assert side.finish(asked, [[1]]) == (None, None)
 
 
+def test_a_reset_takes_back_what_is_offered_and_nothing_else() -> None:
+    side = producer(groups(full(64)))
+    held, freed, running = (request(f"p-{number}", TOKENS) for number in range(3))
+    for asked in (held, freed, running):
+        list(side.schedule(asked))
+    for asked in (held, freed):
+        side.finish(asked, [[1, 2, 3, 4, 5]])
+    side.freed("p-1")
+    assert list(side.reset()) == [Revoke("p-0")]
+    assert list(side.reset()) == []
+    assert side.is_offering  # its slot is free when every rank has ended the lease
+    side.freed("p-0")
+    assert isinstance(side.finish(running, [[1, 2, 3, 4, 5]])[1], Offer)
+
+
 def test_without_a_slot_nothing_is_offered_and_a_preempted_request_keeps_its_own() -> None:
     side = producer(groups(full(64)), slots=1)
     first, second = request("p-1", TOKENS), request("p-2", TOKENS)

@@ -117,9 +117,12 @@ class LeaseBook:
         return True
 
     def revoke(self, request: str) -> None:
-        """End a lease that was never offered (the request was aborted); nothing is reported for it."""
-        grant = self._grants.pop(request, None)
-        if grant is not None:
+        """End a lease: of one that was never offered (the request was aborted) nothing is reported; of another its readers fail."""
+        grant = self._grants.get(request)
+        if grant is not None and grant.deadline_s is not None:
+            self._end(request, "revoked")
+        elif grant is not None:
+            del self._grants[request]
             self._table[grant.slot] = FREE
 
     def report(self, report: Report) -> None:

@@ -102,7 +102,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """The request will not be offered."""
+    """The request will not be offered, or is no longer: its pages may be used again, and whoever reads them fails."""
 
     request: str
 

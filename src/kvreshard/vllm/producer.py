@@ -5,6 +5,7 @@
 3. It finishes: its blocks stay, with those that the decode side's first token looks at (`last_pages`), every rank keeps the lease, and
    the router gets `kv_transfer_params`.
 4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
+5. vLLM's caches are reset, connector included: the leases are revoked, since what they hold is of before (`reset`).
 
 A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt. So does one
 whose state or ring has gone beyond its tokens, in a step that is still under way, or whose state is somewhere among its drafts'.
@@ -55,6 +56,7 @@ class Producer:
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
         self._adapters = adapters or Adapters()
+        self._offered: set[str] = set()
         self.last_pages = LastPages(groups)
         self.address: Address | None = None
 
@@ -110,6 +112,7 @@ class Producer:
         prefill = self.describe(
             request, block_ids, RemoteLease(request.request_id, grant.slot, grant.word), self.address
         )
+        self._offered.add(request.request_id)
         return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
 
     def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
@@ -149,7 +152,16 @@ class Producer:
             digest_prompt(read_prompt(request, self._adapters), num_tokens),
         )
 
+    def reset(self) -> Iterator[Order]:
+        """What is held for readers is theirs no longer: other weights may have come."""
+        if self._offered:
+            logger.warning("kvreshard: the cache was reset; %d prefills are no longer offered", len(self._offered))
+        for request_id in sorted(self._offered):
+            yield Revoke(request_id)
+        self._offered.clear()
+
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
+        self._offered.discard(request_id)
         self.last_pages.release(request_id)
         self._slots.give(request_id)

@@ -169,6 +169,7 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """vLLM's cache was reset; False while loads are under way that may bring back what was there before."""
+        self._order(self._producer.reset())
         self._order(self._consumer.reset())
         return not self._consumer.is_loading
 

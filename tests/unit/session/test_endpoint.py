@@ -329,6 +329,15 @@ def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
     assert (collect(world.src), world.words()) == ((set(), {}, set()), {FREE})
 
 
+def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages(world: World) -> None:
+    world.grant_and_offer()
+    world.turn()
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Revoke("r"))
+    world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
 def test_an_offer_without_a_grant_is_freed_at_once(world: World) -> None:
     for endpoint in world.src.endpoints.values():
         endpoint.submit(Offer("never", 30.0))

@@ -88,6 +88,15 @@ def test_heartbeats_with_the_right_word_renew(table: LeaseTable, book: LeaseBook
     assert (table[3], book.take_finished()) == (FREE, {"r": "expired"})
 
 
+def test_an_offered_lease_is_revoked_aloud_and_once(table: LeaseTable, book: LeaseBook) -> None:
+    book.offer("r", 30.0, now_s=0.0)
+    book.revoke("r")
+    assert (table[3], book.take_finished(), len(book)) == (FREE, {"r": "revoked"}, 0)
+    book.revoke("r")
+    book.expire(1e9)
+    assert book.take_finished() == {}
+
+
 def test_what_was_granted_and_not_offered_never_expires_and_is_revoked_in_silence(
     table: LeaseTable, book: LeaseBook
 ) -> None:
