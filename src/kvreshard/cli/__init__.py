@@ -21,9 +21,8 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code == 128 + signal.SIGINT:
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # the second of an impatient person must not change what was told
+            # The second one of an impatient person must not change what was told.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise
 
 
