@@ -14,6 +14,7 @@ from tests.vllm.engines import build, refused, reshard
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
+from kvreshard.kinds.assemble import Grid
 from kvreshard.session.orders import Grant, Offer, Revoke
 from kvreshard.vllm import worker as worker_module
 from kvreshard.vllm.options import read_options
@@ -83,6 +84,9 @@ def test_the_ranks_that_share_a_sequence_are_vllms(
         place = RankPlace(numbers["tp"], tp, numbers["pp"], pp, dcp, 1, numbers["pcp"], pcp)
         assert place.sharing_sequence().dcp_rank == numbers["dcp"]
         assert place.rank == (rank if dcp > 1 else numbers["pp"] * tp + numbers["tp"])
+        if not place.is_replica:  # the catalog's engines are the same
+            grid = Grid(tp, pp, dcp, 1, pcp)
+            assert (grid.place(place.rank), grid.labels(place.rank)) == (place.sharing_sequence(), place.labels)
 
 
 def test_a_replica_has_nothing_to_say_and_vllm_hears_of_every_rank() -> None:

@@ -78,6 +78,8 @@ def _family(layer: ModelLayer) -> str:
 def _context_parallel(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
     if spec.dcp == 1:
         return
+    if spec.pcp > 1 and not any(isinstance(layer.kind, ScaledRows) for layer in plan.layers):
+        yield f"pcp={spec.pcp} with dcp={spec.dcp}: only models with sparse indexers have both (`v1/worker/gpu/pcp_manager.py`)"
     for layer in plan.layers:
         kind = layer.kind
         if kind.window_tokens is not None:

@@ -8,7 +8,8 @@
 
 Groups are named by what they keep: `full`, `window`, `latent`, `compressor`, `state`, with a number where there are several
 (`window.0`). Names of layers and fields never depend on parallel sizes. Refused: stages that do not add up to the model's
-layers, `page.<group>` of a group that the engine does not have or that keeps states, and what `assemble` refuses.
+layers, `page.<group>` of a group that the engine does not have or that keeps states, `pcp` of models that have other caches than latents, and
+what `assemble` refuses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import cache
 from kvreshard.catalog.layers import Model, ModelLayer
 from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid_page_tokens
 from kvreshard.catalog.spec import EngineSpec, unknown
-from kvreshard.kinds import Attention, Kind, Place, Ring, ShortConv, Style
+from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
 
@@ -58,7 +59,7 @@ def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None 
         engine,
         layers,
         plan.groups,
-        Grid(spec.tp, spec.pp, spec.dcp, spec.interleave),
+        grid_of(spec),
         order=plan.order,
         num_pages=num_pages or spec.pages or DEFAULT_PAGES,
         style=plan.style,
@@ -72,6 +73,7 @@ def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
     order = ALIASES.get(order, order)
     style = Style(spec.interior, spec.conv_dim_first, spec.spec, spec.kernel)
     layers = engine_layers(model, spec)
+    _check_prefill_context(model, spec, layers)
     page_bytes = _PageBytes(spec, style)
     page_tokens = _page_tokens(layers, spec.page or model.default_page, page_bytes)
     pages = _layer_pages(layers, page_tokens, page_bytes)
@@ -94,6 +96,23 @@ def engine_layers(model: Model, spec: EngineSpec) -> tuple[ModelLayer, ...]:
         for layer in model.layers
         if not layer.optional or (spec.spec >= layer.min_drafts if layer.predicts else spec.draft)
     )
+
+
+def _check_prefill_context(model: Model, spec: EngineSpec, layers: Sequence[ModelLayer]) -> None:
+    """vLLM 0.32 has PCP for caches of latents only (`v1/worker/gpu/pcp_manager.py:135`), so nothing says who would hold what of others."""
+    for layer in layers if spec.pcp > 1 else ():
+        kind = layer.kind
+        if not isinstance(kind, Latent | ScaledRows) or kind.tokens_per_state > 1 or kind.window_tokens is not None:
+            remedy = "leave pcp out" + ("" if not layer.optional or layer.predicts else ", or say draft=off")
+            raise LayoutError(
+                f"engine option 'pcp': {spec.pcp}, but vLLM 0.32 has prefill context parallelism only where all caches are latents of single "
+                f"tokens (MLA), and model '{model.name}' has '{layer.family}' caches of another kind, as in '{layer.name}'; {remedy}"
+            )
+
+
+def grid_of(spec: EngineSpec) -> Grid:
+    """The ranks that an engine describes."""
+    return Grid(spec.tp, spec.pp, spec.dcp, spec.interleave, spec.pcp)
 
 
 def stage_of_layers(model: Model, spec: EngineSpec) -> tuple[int, ...]:
@@ -121,7 +140,8 @@ class _PageBytes:
     """Bytes of one page of a kind on the largest rank of an engine."""
 
     def __init__(self, spec: EngineSpec, style: Style) -> None:
-        self._places = [Place(rank, spec.tp, spec.dcp, spec.interleave) for rank in range(spec.tp)]
+        grid = grid_of(spec)
+        self._places = [grid.place(rank) for rank in range(grid.stage_ranks)]
         self._style = style
         self.of = cache(self._of)
 

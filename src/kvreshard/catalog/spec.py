@@ -7,6 +7,7 @@
 | `tp` | tensor-parallel ranks |
 | `pp` | pipeline stages, or the decoder layers of each: `pp=20+21+20` |
 | `dcp`, `interleave` | ranks that share the sequence, and how many tokens each takes in turn |
+| `pcp` | ranks that a prompt is computed on; they hold the same, or share the sequence where `dcp` says so too |
 | `page` | tokens per manager block on one rank, before page sizes of a hybrid are unified |
 | `page.<group>` | the same for one group, or one family of groups (`page.window`), after they are |
 | `order` | `NHD`, `HND`, or an order of dimensions, block-outermost ones too |
@@ -36,6 +37,7 @@ from kvreshard.model import LayoutError
 from kvreshard.model.text import counted, escaped
 
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
+SIZES = ("tp", "pp", "dcp", "interleave", "pcp", "page", "kernel", "pages")
 MAX_SIZE = 1 << 32
 MAX_DIGITS = 20
 # Of a word that a person typed, in a message.
@@ -62,6 +64,7 @@ class EngineSpec:
     stages: tuple[int, ...] = ()
     dcp: int = 1
     interleave: int = 1
+    pcp: int = 1
     page: int | None = None
     page_of: tuple[tuple[str, int], ...] = ()
     order: str | None = None
@@ -74,7 +77,7 @@ class EngineSpec:
     pages: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("tp", "pp", "dcp", "interleave", "page", "kernel", "pages")}
+        sizes = {name: getattr(self, name) for name in SIZES}
         sizes |= {f"page.{group}": tokens for group, tokens in self.page_of}
         sizes |= {f"pp (stage {number})": size for number, size in enumerate(self.stages)}
         for key, value in sizes.items():
@@ -82,9 +85,10 @@ class EngineSpec:
                 raise LayoutError(f"engine option '{key}': {value}; a size must be positive")
             if value is not None and value > MAX_SIZE:
                 raise LayoutError(f"engine option '{key}': {value}; a size must be at most {MAX_SIZE}")
-        if self.tp * self.pp > MAX_RANKS:
+        if (num_ranks := self.tp * self.pp * self.pcp) > MAX_RANKS:
+            more = f" x pcp={self.pcp}" if self.pcp > 1 else ""
             raise LayoutError(
-                f"engine option 'tp': {self.tp} x pp={self.pp} are {self.tp * self.pp} ranks; at most {MAX_RANKS} are described"
+                f"engine option 'tp': {self.tp} x pp={self.pp}{more} are {num_ranks} ranks; at most {MAX_RANKS} are described"
             )
         if self.spec > MAX_DRAFTS:
             raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; at most {MAX_DRAFTS}")
@@ -94,8 +98,7 @@ class EngineSpec:
             raise LayoutError(
                 f"engine option 'pp': {counted(self.pp, 'stage')}, but the layers of {len(self.stages)} are given"
             )
-        if self.dcp > self.tp or self.tp % self.dcp:
-            raise LayoutError(f"engine option 'dcp': {self.dcp} does not divide tp={self.tp}; use a divisor of it")
+        self._check_sequence()
         for key, value, known in (
             ("order", self.order, [*ALIASES, *ORDERS]),
             ("interior", self.interior, INTERIORS),
@@ -103,6 +106,17 @@ class EngineSpec:
         ):
             if value is not None and value not in known:
                 raise unknown(f"engine option '{key}': value", value, known)
+
+    def _check_sequence(self) -> None:
+        """What vLLM 0.32 asks of DCP (`config/parallel.py:588`)."""
+        if self.pcp == 1 and self.tp % self.dcp:
+            raise LayoutError(f"engine option 'dcp': {self.dcp} does not divide tp={self.tp}; use a divisor of it")
+        allowed = sorted({1, self.pcp, self.tp * self.pcp})
+        if self.pcp > 1 and self.dcp not in allowed:
+            raise LayoutError(
+                f"engine option 'dcp': {self.dcp} with tp={self.tp},pcp={self.pcp}; ranks of PCP hold the same, or share the sequence "
+                f"among them or with those of TP: use one of {', '.join(map(str, allowed))}"
+            )
 
     def __str__(self) -> str:
         """The shortest text that reads as this engine."""
@@ -114,6 +128,7 @@ class EngineSpec:
                 "pp",
                 "dcp",
                 "interleave",
+                "pcp",
                 "page",
                 "order",
                 "dtype",
@@ -197,7 +212,7 @@ def unknown(what: str, value: str, known: Iterable[str], more: str = "") -> Layo
 
 
 _READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
-    **{name: (name, _count) for name in ("tp", "pp", "dcp", "interleave", "page", "kernel", "pages")},
+    **{name: (name, _count) for name in SIZES},
     "order": ("order", _one_of({name: name for name in (*ALIASES, *ORDERS)})),
     "conv": ("conv_dim_first", _one_of(CONVOLUTIONS)),
     "dtype": ("dtype", _one_of(DTYPES)),

@@ -120,6 +120,17 @@ def describe_engine(model: str, engine: str, name: str, pages: int | None, draft
     return _describe(load(model, draft), engine, name, pages)
 
 
+def describe_side(model: Model, side: Side, engine: str, pages: int | None) -> Described:
+    """One side of a pair. Raises InputError for a decode engine that our connector refuses (`kvreshard.vllm.start_check`)."""
+    spec = parse_engine(engine)
+    if side == "decode" and spec.pcp > 1 and spec.dcp == 1:
+        raise InputError(
+            f"--decode {escaped(engine, 60)}: the {spec.pcp} ranks of pcp={spec.pcp} hold the same, and the connector could load only one of "
+            f"them; write dcp={spec.pcp} too, or leave pcp out"
+        )
+    return _describe(model, engine, side, pages)
+
+
 def _describe(model: Model, engine: str, name: str, pages: int | None) -> Described:
     spec = parse_engine(engine)
     return Described(describe(model, spec, name, pages), judge(model, spec, name))
@@ -169,4 +180,4 @@ def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int 
         raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
     if read_model is None:
         raise InputError(f"--{side} {asked.engine} needs a model; give --model ID or --model config.json")
-    return _describe(read_model(), asked.engine, side, pages)
+    return describe_side(read_model(), side, asked.engine, pages)

@@ -60,19 +60,38 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Parallel sizes of an engine: `num_stages` pipeline stages of `tp_size` tensor-parallel ranks each."""
+    """Parallel sizes of an engine: `num_stages` pipeline stages of `tp_size` tensor-parallel ranks each.
+
+    With prefill context parallelism each of these is `pcp_size` ranks. Without decode context parallelism they hold the same, and
+    one of them is described; with it they share the sequence, counted over PCP first (vLLM 0.32, `parallel_state.py:2222`).
+    """
 
     tp_size: int = 1
     num_stages: int = 1
     dcp_size: int = 1
     interleave: int = 1
+    pcp_size: int = 1
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage that are described: those of PCP only where they hold different tokens."""
+        return self.tp_size * (self.pcp_size if self.dcp_size > 1 else 1)
 
     @property
     def num_ranks(self) -> int:
-        return self.num_stages * self.tp_size
+        return self.num_stages * self.stage_ranks
 
     def place(self, rank: int) -> Place:
-        return Place(rank % self.tp_size, self.tp_size, self.dcp_size, self.interleave)
+        pcp_rank, tp_rank = divmod(rank % self.stage_ranks, self.tp_size)
+        shared_by = self.stage_ranks // self.tp_size
+        return Place(tp_rank * shared_by + pcp_rank, self.stage_ranks, self.dcp_size, self.interleave)
+
+    def labels(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """The place for people."""
+        pcp_rank, tp_rank = divmod(rank % self.stage_ranks, self.tp_size)
+        pcp = (("pcp", pcp_rank),) if self.pcp_size > 1 else ()
+        dcp = (("dcp", self.place(rank).dcp_rank),) if self.dcp_size > 1 else ()
+        return (("pp", rank // self.stage_ranks), *pcp, ("tp", tp_rank), *dcp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +205,7 @@ def _rank(
     fields: dict[str, Field],
     address: int,
 ) -> Rank:
-    stage, place = number // grid.tp_size, grid.place(number)
+    stage, place = number // grid.stage_ranks, grid.place(number)
     shapes = {
         group.name: [
             (name, shape, max(shape.aligned_page_bytes, group.padded_page_bytes))
@@ -219,8 +238,7 @@ def _rank(
             slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes, padded[tensor.layer, tensor.shape.name])))
     size = block_bytes * num_pages
     regions = (Region(REGION, address, size),) if size else ()
-    pp_tp = (("pp", stage), ("tp", place.tp_rank), *((("dcp", place.dcp_rank),) if grid.dcp_size > 1 else ()))
-    return Rank.of(number, pp_tp, regions, tuple(slabs), tuple(shards))
+    return Rank.of(number, grid.labels(number), regions, tuple(slabs), tuple(shards))
 
 
 def _place_tensors(

@@ -10,7 +10,7 @@ import pytest
 
 from kvreshard.catalog import MODELS, describe, fit_stages, load, parse_engine, shrink, warnings
 from kvreshard.catalog.engine import even_stages, stage_of_layers
-from kvreshard.model import EngineLayout, LayoutError, wire
+from kvreshard.model import Cyclic, EngineLayout, LayoutError, Ownership, wire
 from kvreshard.plan import compile_route, elect, match_fields
 
 ENGINES = (
@@ -32,6 +32,8 @@ ENGINES = (
 )
 DCP_ENGINES = ("tp=4,dcp=2", "tp=16,dcp=2,interleave=16", "tp=6,dcp=3,page=8,interleave=4")
 DCP_MODELS = ("llama-3.1-8b", "qwen3-32b", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2", "kimi-k2.5-eagle3")
+PCP_ENGINES = ("tp=2,pcp=4", "tp=2,pcp=3,dcp=3,interleave=2", "tp=2,pcp=2,dcp=4,pp=2,page=8")
+PCP_MODELS = ("deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2")
 # A state of 128 tokens needs pages of a multiple of them.
 V4_PAGES = {"page=48": "page=384", "page=64": "page=128"}
 
@@ -49,7 +51,8 @@ def layouts(model: str, engines: tuple[str, ...]) -> list[EngineLayout]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_any_engine_reaches_any_other(model: str) -> None:
-    engines = layouts(model, ENGINES + (DCP_ENGINES if model in DCP_MODELS else ()))
+    shared = DCP_ENGINES * (model in DCP_MODELS) + PCP_ENGINES * (model in PCP_MODELS)
+    engines = layouts(model, ENGINES + shared)
     shuffled = list(engines)
     random.Random(model).shuffle(shuffled)
     for src, dst in zip(engines, shuffled, strict=True):
@@ -107,6 +110,25 @@ def test_drafts_lie_on_the_last_stage() -> None:
     assert "draft.0.attn.k" not in without.field_by_name
 
 
+def test_prefill_context_ranks_hold_the_same_or_share_the_sequence() -> None:
+    model = shrink(load("deepseek-v3"), 2)
+
+    def ranks(engine: str) -> list[tuple[dict[str, int], Ownership]]:
+        found = describe(model, parse_engine(engine), "e", 2).ranks
+        return [(dict(rank.place), rank.shards[0].geometry.axes[0].owned) for rank in found]
+
+    alone = ranks("tp=2")
+    assert ranks("tp=2,pcp=4") == [({**place, "pcp": 0}, owned) for place, owned in alone]
+    assert ranks("tp=2,pcp=2,dcp=2") == [
+        ({"pp": 0, "pcp": pcp, "tp": tp, "dcp": pcp}, Cyclic(pcp, 1, 2)) for pcp in (0, 1) for tp in (0, 1)
+    ]
+    assert ranks("tp=2,pcp=2,dcp=4,interleave=8") == [
+        ({"pp": 0, "pcp": pcp, "tp": tp, "dcp": 2 * tp + pcp}, Cyclic(8 * (2 * tp + pcp), 8, 32))
+        for pcp in (0, 1)
+        for tp in (0, 1)
+    ]
+
+
 def test_prediction_layers_come_with_speculation() -> None:
     model = load("deepseek-v3")
     assert "mtp.0.attn.latent" not in describe(model, parse_engine("tp=1"), "e", 2).field_by_name
@@ -148,6 +170,10 @@ def test_page_overrides_reach_one_group_or_a_family() -> None:
         ("deepseek-v4-flash", "tp=2,dcp=2,interleave=4", "no multiple of 128 tokens per state; set interleave"),
         ("gemma-4-26b-a4b", "tp=1,order=LHBNC", "order 'LHBNC': overlaid groups cut their pages differently"),
         ("llama-3.1-8b", "tp=2,interior=tiles", "interiors with planes or tiles need"),
+        ("llama-3.1-8b", "tp=2,pcp=2", r"'pcp': 2, .* latents .*'full' caches of another kind, .*; leave pcp out$"),
+        ("jamba-1.5-mini", "tp=2,pcp=2,dcp=2", "'state' caches of another kind"),
+        ("deepseek-v4-flash", "tp=2,pcp=2", "'window' caches of another kind"),
+        ("kimi-k2.5-eagle3", "tp=2,pcp=2", r"as in 'draft.0.attn'; leave pcp out, or say draft=off$"),
     ],
 )
 def test_what_cannot_be_described_is_one_clear_error(model: str, engine: str, message: str) -> None:
@@ -162,6 +188,7 @@ def test_what_cannot_be_described_is_one_clear_error(model: str, engine: str, me
         ("llama-3.1-8b", "tp=5", "tp=5 does not divide the 32 query heads"),
         ("falcon-h1-34b", "tp=4", "tp=4 does not divide the 2 groups"),
         ("llama-3.1-8b", "tp=4,dcp=2", "must hold the same of 8 KV heads"),
+        ("deepseek-v3", "tp=2,pcp=2,dcp=2", "pcp=2 with dcp=2: only models with sparse indexers have both"),
         ("gpt-oss-120b", "tp=16,dcp=2", "sliding windows cannot be shared"),
         ("deepseek-v3", "tp=2,dcp=2,interleave=3", "interleave=3 does not divide the 16 tokens"),
         ("deepseek-v3.2", "tp=1,page=32", "page=32: caches of quantised rows need a multiple of 64"),
@@ -187,6 +214,11 @@ def test_an_engine_that_vllm_runs_has_no_warnings(model: str) -> None:
     assert warnings(load(model), parse_engine("tp=1")) == []
     assert warnings(load(model), parse_engine("tp=2,kernel=16")) == []
     assert warnings(load(model), parse_engine("tp=2,pp=2,spec=1")) == []
+
+
+def test_prefill_context_parallelism_that_vllm_runs_has_no_warnings() -> None:
+    assert warnings(load("deepseek-v3"), parse_engine("tp=2,pcp=2")) == []
+    assert warnings(load("deepseek-v3.2"), parse_engine("tp=2,pcp=2,dcp=4")) == []
 
 
 @pytest.mark.parametrize("option", ["page=3", "dtype=float16", "pp=20+21", "page.windw=4"])

@@ -32,6 +32,7 @@ def test_uneven_stages() -> None:
         "tp=8,pp=20+21+20,page=16",
         "tp=4,dcp=2,interleave=8,page.full=64,conv=dim-first,draft=off",
         "tp=2,spec=1",
+        "tp=2,dcp=4,pcp=2",
     ],
 )
 def test_text_reads_back(text: str) -> None:
@@ -74,6 +75,10 @@ def test_text_reads_back(text: str) -> None:
         ("tp=1," + "x" * 300 + "=1", r"option 'x{60}\.\.\. \(300 characters\)'"),
         ("tp=4,dcp=3", "'dcp': 3 does not divide tp=4"),
         ("tp=2,dcp=4", "'dcp': 4 does not divide tp=2"),
+        ("tp=4,pcp=2,dcp=4", r"'dcp': 4 with tp=4,pcp=2; .*: use one of 1, 2, 8"),
+        ("pcp=3,dcp=2", r"'dcp': 2 with tp=1,pcp=3; .*: use one of 1, 3$"),
+        ("pcp=0", "'pcp': 0; must be at least 1"),
+        ("tp=64,pcp=32", "'tp': 64 x pp=1 x pcp=32 are 2048 ranks; at most 1024"),
     ],
 )
 def test_a_typo_is_answered(text: str, message: str) -> None:

@@ -32,6 +32,10 @@ BAD = [
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1,dtype=fp8"], "encoding is 'bfloat16' in engine 'prefill'"),
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--rank", "1"], "has no rank 1; its ranks are [0]"),
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--copies"], "--tables FILE"),
+    (
+        ["plan", "--model", "deepseek-v3", "--prefill", "tp=1", "--decode", "tp=2,pcp=4"],
+        "write dcp=4 too, or leave pcp out",
+    ),
     (["plan", *LLAMA, "--prefill", "tp=1", "--decode", "tp=1", "--way", "fast"], "'fast' is not one of"),
     (["plan", "a.json"], "arguments: 1 layout file; give two, prefill then decode"),
     (["plan", "a.json", "b.json"], "layout file 'a.json' cannot be read: No such file"),
