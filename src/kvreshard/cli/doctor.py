@@ -2,7 +2,7 @@
 
 1. This machine (`doctor_host`), then NIXL and UCX on it (`doctor_nixl`), a transfer between two processes included.
 2. With `--peer`: reach it, read its card, compare, route (`doctor_peer`). This side is a layout file, or `--model` with `--decode`
-   (or `--prefill`, if the peer decodes); with two peers, the first is the prefill engine.
+   (or `--prefill`, if the peer decodes), with the warnings that `plan` gives; with two peers, the first is the prefill engine.
 3. Every line is ok, a warning, an error with its remedy, or skipped with the reason.
 
 Exit codes: 0 no error, 1 at least one, 2 options that do not go together. Every check is bounded in time; nothing is changed.
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from kvreshard.catalog import load
 from kvreshard.cli import doctor_host as host
 from kvreshard.cli.doctor_line import Check, Line, bounded
 from kvreshard.cli.doctor_nixl import check_loopback, check_nixl, check_ucx
 from kvreshard.cli.doctor_peer import Peer, check_pair, check_peer, check_route, parse_peer
-from kvreshard.cli.inputs import InputError, describe_engine, read_layout
+from kvreshard.cli.inputs import Described, InputError, describe_side, read_layout
 from kvreshard.cli.terminal import Column, Sheet, show_line, show_sheet, write_json
-from kvreshard.model import EngineLayout
 from kvreshard.model.text import counted
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def doctor(
         Path | None, typer.Option(help="This side's layout, of `kvreshard describe`; it decodes.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="This side's model: id of the catalog, or a config.json.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Model of this side's draft, where it has one: id or path.")] = None,
     decode: Annotated[str | None, typer.Option(help="This side decodes, as in tp=8; the peer prefills.")] = None,
     prefill: Annotated[str | None, typer.Option(help="This side prefills, as in tp=4; the peer decodes.")] = None,
     key: Annotated[Path | None, typer.Option(help="This side's .key_secret file, for engines that want keys.")] = None,
@@ -58,7 +59,7 @@ def doctor(
     """Check this machine, NIXL on it, and whether it can work with an engine."""
     keys = read_key_options(key, trusted)
     peers = [replace(parse_peer(text), keys=keys) for text in peer or ()]
-    mine = read_side(peers, layout, model, decode, prefill)
+    mine = read_side(peers, layout, model, draft, decode, prefill)
     lines = [*check_host(port, loopback), *check_peers(peers, mine, prefill is not None)]
     num_errors = sum(line.status == "error" for line in lines)
     if as_json:
@@ -86,9 +87,14 @@ def read_key_options(key: Path | None, trusted: Path | None) -> Keys | None:
 
 
 def read_side(
-    peers: list[Peer], layout: Path | None, model: str | None, decode: str | None, prefill: str | None
-) -> EngineLayout | None:
-    """This side's layout, None if nothing says what it is. Raises InputError or what the catalog refuses."""
+    peers: list[Peer],
+    layout: Path | None,
+    model: str | None,
+    draft: str | None,
+    decode: str | None,
+    prefill: str | None,
+) -> Described | None:
+    """This side, None if nothing says what it is. Raises InputError or what the catalog refuses."""
     given = [
         name for name, value in (("layout", layout), ("decode", decode), ("prefill", prefill)) if value is not None
     ]
@@ -98,11 +104,13 @@ def read_side(
         )
     if (model is None) == bool(decode or prefill):
         raise InputError("--model goes with --decode or --prefill tp=..., and they with --model")
+    if draft is not None and model is None:
+        raise InputError(f"--draft {draft}: goes with --model; a layout file says all there is")
     if layout is not None:
-        return read_layout(layout)
+        return Described(read_layout(layout))
     if model is None:
         return None
-    return describe_engine(model, str(decode or prefill), "decode" if decode else "prefill", None, None).layout
+    return describe_side(load(model, draft), "decode" if decode else "prefill", str(decode or prefill), None)
 
 
 def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
@@ -124,8 +132,10 @@ def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
         yield from bounded(name, check, timeout_s)
 
 
-def check_peers(peers: list[Peer], mine: EngineLayout | None, is_prefill: bool) -> Iterator[Line]:
-    """The engines that were named, and whether caches can go between them or to us."""
+def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> Iterator[Line]:
+    """The engines that were named, what is odd about ours, and whether caches can go between them."""
+    for found in mine.warnings if mine is not None else ():
+        yield Line("this side", "warning", found, "intended? then nothing needs to be done")
     for peer in peers:
         yield from bounded(peer.name, partial(check_peer, peer), SLOW_CHECK_S)
     if len(peers) == 2:
@@ -139,7 +149,7 @@ def check_peers(peers: list[Peer], mine: EngineLayout | None, is_prefill: bool) 
         if theirs is None:
             yield Line("route", "skipped", "the peer's layout is not known")
         else:
-            src, dst = (mine, theirs) if is_prefill else (theirs, mine)
+            src, dst = (mine.layout, theirs) if is_prefill else (theirs, mine.layout)
             yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
 
 

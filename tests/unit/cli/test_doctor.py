@@ -314,6 +314,19 @@ def test_a_peer_that_does_not_fit_says_what_differs(run: Run, serve: Serve) -> N
         assert "fields 'layers.0" in result.stdout
 
 
+def test_this_side_is_warned_of_as_by_plan(run: Run, serve: Serve) -> None:
+    where = serve(engine("prefill", tp=2))
+    mine = ("--model", "llama-3.1-8b", "--draft", "llama-3.1-8b", "--decode", "tp=3")
+    found = json.loads(run("doctor", "--no-loopback", "--json", "--peer", where, *mine).stdout)
+    told = [(line["status"], line["text"]) for line in found["lines"] if line["check"] == "this side"]
+    assert [text.removeprefix("vLLM 0.32 would not run engine 'decode': tp=3 ") for _, text in told] == [
+        "does not divide the 32 query heads; use a divisor",
+        "and the 8 KV heads of 'full' layers do not divide one another",
+        "and the 8 KV heads of 'draft full' layers do not divide one another",
+    ]
+    assert {status for status, _ in told} == {"warning"}
+
+
 def test_a_peer_that_wants_keys_is_asked_with_one(run: Run, tmp_path: Path) -> None:
     secret = write_keys(tmp_path, "room")[1]
     layout = engine("prefill")
@@ -379,6 +392,8 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         ("--peer", "a:1", "--decode", "tp=1"),
         ("--peer", "a:1", "--model", "llama-3.1-8b"),
         ("--peer", "a:1", "--model", "llama-3.1-8b", "--decode", "tp=1", "--prefill", "tp=1"),
+        ("--peer", "a:1", "--layout", "x.json", "--draft", "llama-3.1-8b"),
+        ("--peer", "a:1", "--model", "deepseek-v3", "--decode", "tp=1,pcp=2"),
         ("--port", "0"),
         ("--peer", "a:1", "--trusted", "."),
         ("--peer", "a:1", "--key", "nowhere.key_secret"),
