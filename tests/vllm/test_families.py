@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vllm.families.asking import SECONDS, Answers, as_json, ask_vllm
 from tests.vllm.families.caches import ORDERS, caches_of, expected_fields, tables_of
 from tests.vllm.families.configs import CASES, DECLARING, PREDICTING, read_config
 
@@ -31,8 +29,6 @@ FILES = tuple(
     for name in ("deepseek-v3", "deepseek-v3.2", "falcon-h1-34b", "gqa-mla-draft", "granite-4-h-small", "jamba-1.5-mini",
                  "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b", "qwen3-next-80b-a3b")
 )  # fmt: skip
-SECONDS = 600
-QUIET = {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 # (ranks, which of them, draft tokens). What vLLM cannot divide so, it refuses; what is written here is all that it says then.
 ENGINES = ((1, 0, 0), (4, 3, 0), (8, 5, 0), (1, 0, 2), (8, 5, 2))
@@ -43,7 +39,6 @@ REFUSALS = (
     "must divide num heads",
     "supports tp_size <= num_kv_heads",
 )
-Answers = dict[str, tuple[dict[str, Any] | None, str | None]]
 
 
 @dataclass(frozen=True)
@@ -70,19 +65,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 @pytest.fixture(scope="module")
 def answers(engine: Engine) -> Answers:
     """What vLLM says of every case, or why it says nothing."""
-    asked = "\n".join(json.dumps(case) for case in engine.configs.items())
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.families", *map(str, (engine.spec.tp, engine.rank, engine.spec.spec))],
-        input=asked,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(REPOSITORY / "src")},
-        timeout=SECONDS,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return {name: (said, error) for name, said, error in map(json.loads, ran.stdout.splitlines())}
+    return ask_vllm(engine.configs.items(), engine.spec, engine.rank)
 
 
 @pytest.mark.timeout(SECONDS)
@@ -129,11 +112,6 @@ def test_the_oracle_tells_models_apart(answers: Answers, engine: Engine) -> None
         assert said[case]["caches"] != said[other]["caches"]
     first, second = (said["gemma4_text unequal"]["tables"][order] for order in ORDERS)
     assert first != second
-
-
-def as_json(value: Any) -> Any:
-    """The same as it comes back from the other process."""
-    return json.loads(json.dumps(value))
 
 
 def orders_of(said: dict[str, Any]) -> list[str]:

@@ -91,10 +91,12 @@ def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
 def engine_layers(model: Model, spec: EngineSpec) -> tuple[ModelLayer, ...]:
     """The caches that this engine has, in its dtype."""
     model.check_dtype(spec.dtype)
+    # vLLM 0.32 speculates in one way: with a separate draft, the model's own prediction layers are not made.
+    num_drafts = 0 if spec.draft and any(layer.optional and not layer.predicts for layer in model.layers) else spec.spec
     return tuple(
         replace(layer, kind=layer.kind_for(spec.dtype))
         for layer in model.layers
-        if not layer.optional or (spec.spec >= layer.min_drafts if layer.predicts else spec.draft)
+        if not layer.optional or (num_drafts >= layer.min_drafts if layer.predicts else spec.draft)
     )
 
 

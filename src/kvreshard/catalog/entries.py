@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvreshard.catalog.drafts import read_draft
 from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
 from kvreshard.catalog.spec import MAX_SHOWN
@@ -56,10 +57,14 @@ class Entry:
     notes: tuple[str, ...]
 
     def load(self) -> Model:
-        model = read_model(self.id, _packaged(f"{self.id}.json"))
+        model = read_model(self.id, self.read())
         if not (CONFIGS / f"{self.id}.draft.json").is_file():
             return model
-        return as_draft(model, read_model(f"{self.id} draft", _packaged(f"{self.id}.draft.json")))
+        return as_draft(model, read_draft(f"{self.id} draft", _packaged(f"{self.id}.draft.json"), model))
+
+    def read(self) -> dict[str, Any]:
+        """The fields of its file."""
+        return _packaged(f"{self.id}.json")
 
     @property
     def model_type(self) -> str:
@@ -73,8 +78,12 @@ class Entry:
 
 def load(model: str, draft: str | None = None) -> Model:
     """The model of an id or a path; with `draft` (an id or a path too), its caches behind. Raises LayoutError."""
-    found = MODELS[model].load() if model in MODELS else _from_path(model)
-    return as_draft(found, load(draft)) if draft is not None else found
+    found = MODELS[model].load() if model in MODELS else _from_path(model, read_model)
+    if draft is None:
+        return found
+    if draft in MODELS:
+        return as_draft(found, read_draft(draft, MODELS[draft].read(), found))
+    return as_draft(found, _from_path(draft, lambda name, raw: read_draft(name, raw, found)))
 
 
 def geometry(model: Model) -> str:
@@ -113,7 +122,7 @@ def _sizes(layer: ModelLayer) -> str:
             return ""
 
 
-def _from_path(model: str) -> Model:
+def _from_path(model: str, read: Callable[[str, Mapping[str, Any]], Model]) -> Model:
     path = Path(model)
     try:
         path = path / "config.json" if path.is_dir() else path
@@ -124,7 +133,7 @@ def _from_path(model: str) -> Model:
         if path.name == "config.json" and raw.get(QUANTISATION) is None and beside.is_file():
             raw = {**raw, QUANTISATION: _read(beside)}
         name = path.parent.name if path.name == "config.json" else path.stem
-        return read_model(name if path.is_file() else str(path), raw)
+        return read(name if path.is_file() else str(path), raw)
     except RecursionError:
         raise LayoutError(f"config '{path}': is nested too deep for a config.json; give another file") from None
     except OSError as error:

@@ -109,7 +109,11 @@ HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_loca
 
 def read_model(name: str, raw: Mapping[str, Any]) -> Model:
     """The model of a parsed config.json."""
-    config = language_part(name, raw)
+    return read_config(language_part(name, raw))
+
+
+def read_config(config: Config) -> Model:
+    """The model of the fields of its language part."""
     if config.fields.get(WINDOW) == 0:  # as `config/model.py` has it
         config = config.with_fields(**{WINDOW: None})
     if config.model_type not in READ_PER_LAYER:

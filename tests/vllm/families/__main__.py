@@ -2,13 +2,13 @@
 
     python -m tests.vllm.families TP_SIZE TP_RANK NUM_DRAFTS
 
-Reads JSON lines `[name, config]` and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
+Reads JSON lines `[name, config]`, or `[name, config, {"method": ..., "config": ...}]` with a separate draft, and writes `[name, answer, error]`, one of the last two null. An answer has the `caches`, in the order in
 which vLLM registers them, the `tables` for each of two dimension orders (places of their layers among the caches, tokens per page; null for
 an order in which vLLM cannot have the model), and the `fields` of each cache as the connector describes them.
 
 1. The config becomes a directory, and that an engine's configuration.
 2. The model is made on torch's meta device: every layer is there, no weight is. Of the other ranks it hears nothing. If it speculates,
-   its own prediction layers are made beside it.
+   its own prediction layers or the draft are made beside it.
 3. Each layer that has a cache gives its specification; vLLM groups them, and makes the tensors that it would register.
 4. The connector describes them.
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, fields_of, of_spec
 from tests.vllm.families.refusals import join_nobody, learn, take_out
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, replace, set_current_vllm_config
 from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
@@ -53,10 +53,20 @@ NUM_PAGES = 2
 ENOUGH_BYTES = 1 << 40
 
 
-def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_drafts: int) -> dict[str, Any]:
+def ask(
+    config: dict[str, Any], draft: dict[str, Any] | None, folder: Path, tp_size: int, tp_rank: int, num_drafts: int
+) -> dict[str, Any]:
     """What vLLM says of a model on one rank."""
     (folder / "config.json").write_text(json.dumps(config))
     learn(config)
+    speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": num_drafts} if num_drafts else None
+    if draft is not None:
+        (folder / "draft").mkdir()
+        (folder / "draft" / "config.json").write_text(json.dumps(draft["config"]))
+        if "model_type" in draft["config"]:
+            learn(draft["config"])
+        speculative = {"model": str(folder / "draft"), "num_speculative_tokens": num_drafts}
+        speculative |= {"method": draft["method"]} if draft["method"] else {}
     engine = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -68,9 +78,7 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_dr
         block_size=PAGE_TOKENS,
         tensor_parallel_size=tp_size,
         num_gpu_blocks_override=NUM_PAGES,
-        speculative_config={"method": "mtp", "model": str(folder), "num_speculative_tokens": num_drafts}
-        if num_drafts
-        else None,
+        speculative_config=speculative,
         engram_config={"cpu_offload": False} if config.get("ple_layer_ids") else None,
     ).create_engine_config()
     with set_current_vllm_config(engine):
@@ -81,7 +89,7 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_dr
         with torch.device("meta"), set_default_torch_dtype(engine.model_config.dtype):
             initialize_model(engine)
             if engine.speculative_config is not None:
-                initialize_model(engine, model_config=engine.speculative_config.draft_model_config)
+                _make_draft(engine)
         engine.cache_config.block_size = PAGE_TOKENS
         if engine.model_config.is_hybrid:
             CpuPlatform._align_hybrid_block_size(engine, FlashAttentionBackend)
@@ -96,6 +104,20 @@ def ask(config: dict[str, Any], folder: Path, tp_size: int, tp_rank: int, num_dr
         order = next(order for order in ORDERS if tables[order] is not None)
         fields = fields_of(_describe(engine, specs, order), tp_rank, list(specs))
     return {"caches": [of_spec(spec) for spec in specs.values()], "tables": tables, "fields": fields}
+
+
+def _make_draft(engine: VllmConfig) -> None:
+    """Beside the model, as the proposers do (`v1/worker/gpu/spec_decode/`): one that stands alone has a configuration of its own."""
+    speculative = engine.speculative_config
+    drafts = speculative.draft_model_config
+    if speculative.method == "draft_model":
+        alone = replace(
+            engine, model_config=drafts, quant_config=None, parallel_config=speculative.draft_parallel_config
+        )
+        with set_current_vllm_config(alone):
+            initialize_model(alone, prefix="draft_model")
+    else:
+        initialize_model(engine, model_config=drafts)
 
 
 def _groups(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[KVCacheGroupSpec]:
@@ -137,11 +159,11 @@ def main() -> None:
     tp_size, tp_rank, num_drafts = map(int, sys.argv[1:])
     join_nobody(tp_size, tp_rank)
     for line in sys.stdin:
-        name, config = json.loads(line)
+        name, config, *more = json.loads(line)
         answer, said = None, None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                answer = ask(config, Path(folder), tp_size, tp_rank, num_drafts)
+                answer = ask(config, more[0] if more else None, Path(folder), tp_size, tp_rank, num_drafts)
             except Exception as error:  # noqa: BLE001 - whatever a class cannot do is its answer
                 said = f"{type(error).__name__}: {error}"
         answers.write(json.dumps((name, answer, said)) + "\n")

@@ -7,6 +7,7 @@
 | sparse attention is refused, FlashAttention asked for | layers are made, nothing attends |
 | a hybrid's pages are made for the kernels of a CPU | the catalog's are made for FlashAttention's |
 | pages of GPU backends are opaque on a CPU | their inside is known where they run |
+| what the older model runner has not | nothing runs, and the newer one wants Triton |
 | what a GPU can | constructors ask for recipes of kernels: SM100's |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
@@ -29,6 +30,7 @@ from unittest.mock import MagicMock
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.models import registry
@@ -109,6 +111,7 @@ def take_out() -> None:
         return find(config, backend, layer, spec) if backend in CPU_BACKENDS else "cuda"
 
     layer_facts._platform = platform
+    VllmConfig._get_v1_model_runner_unsupported_features = lambda self: []
     layer_facts._scales = lambda name, layer: None
     # They want what has just been taken out, and one another: the model first.
     qwen4 = importlib.import_module("vllm.models.qwen4_exp.nvidia.model")
