@@ -63,6 +63,9 @@ class NixlTransport:
         name: the start of the agent's name; process id and a random part are added, so that it is unique.
         options: how to set up the agent.
         clock: seconds, for `Transfer.seconds` and the owner's pace.
+        enter: what the thread that talks to NIXL does first. Registered memory of a device wants that device to be current there: a new
+            thread has no CUDA context, and where UCX finds none it leaves `cuda_ipc` out, and with it NVLink (vLLM#36475; UCX 1.20,
+            `cuda_ipc_md.c`).
 
     Raises:
         TransportError: NIXL is not installed, or its backend does not start.
@@ -74,6 +77,7 @@ class NixlTransport:
         options: NixlOptions | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        enter: Callable[[], None] = lambda: None,
     ) -> None:
         options = options or NixlOptions()
         own_name = f"{name}-{os.getpid()}-{secrets.token_hex(6)}"
@@ -89,9 +93,14 @@ class NixlTransport:
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         self._frames: Placed[Frame, PlacedFrame] = Placed(place_frame)
         self._wholes: Placed[Copies, PlacedCopies] = Placed(PlacedCopies.of)
+
+        def make_agent() -> NixlAgent:
+            enter()
+            return NixlAgent(own_name, options)
+
         self._owner = Owner(
             own_name,
-            lambda: NixlAgent(own_name, options),
+            make_agent,
             lambda peer, payload: inbox.append((peer, payload)),
             options.pace,
             clock,

@@ -76,8 +76,11 @@ class WorkerSide:
         )
         rank = part.ranks[0]
         self._rank = rank.rank
-        transport = NixlTransport(f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl)
         devices = {region.device for region in rank.regions}
+        self._tell_unused_buffer(devices)
+        transport = NixlTransport(
+            f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=lambda: _enter(devices)
+        )
         table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
         self._buffer = buffer  # the session knows it by address only
         tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
@@ -159,6 +162,13 @@ class WorkerSide:
         if self._transport is not None:
             self._transport.close()
 
+    def _tell_unused_buffer(self, devices: set[str]) -> None:
+        if self._vllm_config.kv_transfer_config.kv_buffer_device == "cpu" and devices != {"cpu"}:
+            logger.warning(
+                "kvreshard: kv_buffer_device is cpu, and is not used: caches are read from and into %s; leave it out",
+                ", ".join(sorted(devices)),
+            )
+
     def _make_recorder(self) -> Recorder | None:
         where = self._options.flight_recorder_dir
         return None if where is None else Recorder(Path(where).expanduser(), self._options.flight_recorder_files)
@@ -171,3 +181,12 @@ class WorkerSide:
         if not self._options.staging_bytes or len(devices) != 1 or not is_allowed:
             return None
         return torch.empty(self._options.staging_bytes, dtype=torch.uint8, device=next(iter(devices)))
+
+
+def _enter(devices: set[str]) -> None:
+    """Make a thread of ours one of a device's threads, as vLLM's own NIXL connector does before it meets a peer."""
+    import torch
+    from vllm.platforms import current_platform
+
+    for device in sorted(devices - {"cpu"}):
+        current_platform.set_device(torch.device(device))

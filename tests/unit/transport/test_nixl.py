@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvreshard.transport import nixl
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
@@ -68,6 +70,25 @@ class TestAgent:
         """Not closed on purpose: an engine that dies of an exception must not hang or print more than that."""
         result = run_script("from kvreshard.transport.nixl import NixlTransport; t = NixlTransport(); t.metadata()")
         assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+    def test_its_thread_enters_a_device_before_it_makes_an_agent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        entered: list[str] = []
+        made: list[str] = []
+        make = nixl.NixlAgent.__init__
+        monkeypatch.setattr(
+            nixl.NixlAgent, "__init__", lambda *args: (made.append(f"agent after {entered}"), make(*args))[1]
+        )
+        transport = NixlTransport("rank0", enter=lambda: entered.append(threading.current_thread().name))
+        transport.close()
+        assert entered == [transport.name]
+        assert made == [f"agent after {entered}"]
+
+    def test_a_device_that_cannot_be_entered_is_told(self) -> None:
+        def enter() -> None:
+            raise RuntimeError("no such device")
+
+        with pytest.raises(RuntimeError, match="no such device"):
+            NixlTransport(enter=enter)
 
     def test_a_wrong_backend_is_named(self) -> None:
         with pytest.raises(TransportError, match=r"no plugin 'NONE'; it has: .*UCX"):
