@@ -1,4 +1,4 @@
-"""Which devices does the thread that talks to NIXL enter, and is an unused host buffer told?"""
+"""What is done for the devices that caches are on: who enters them, who waits for them, and what is told of them?"""
 
 import logging
 from types import SimpleNamespace
@@ -7,41 +7,73 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm.platforms import current_platform
 
 from kvreshard.vllm import worker
+from kvreshard.vllm.connector import ReshardConnector
+from kvreshard.vllm.draft import has_draft
 from kvreshard.vllm.options import read_options
+from kvreshard.vllm.scheduler import ReshardMetadata
 from kvreshard.vllm.worker import WorkerSide
 
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize(
-    ("devices", "entered"),
-    [({"cpu"}, []), ({"cuda:3"}, ["cuda:3"]), ({"cuda:1", "cpu", "cuda:0"}, ["cuda:0", "cuda:1"])],
-)
-def test_a_thread_enters_the_devices_of_its_caches(
-    devices: set[str], entered: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+DEVICES = [(), ("cuda:3",), ("cuda:0", "cuda:1")]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_thread_enters_the_devices_of_its_caches(devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     monkeypatch.setattr(current_platform, "set_device", lambda device: found.append(str(device)), raising=False)
     worker._enter(devices)
-    assert found == entered
+    assert tuple(found) == devices
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_a_step_waits_for_the_devices_of_its_caches(devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: found.append(str(device)))
+    side = WorkerSide(None, None, "engine", read_options({}))
+    side._devices = devices
+    side.wait_for_draft()
+    assert tuple(found) == devices
+
+
+@pytest.mark.parametrize("metadata", [ReshardMetadata(), ReshardMetadata(waits_for_draft=True), None])
+def test_the_end_of_a_step_waits_if_it_is_told_to(metadata: ReshardMetadata | None) -> None:
+    waited: list[bool] = []
+    connector = ReshardConnector.__new__(ReshardConnector)
+    connector._worker = SimpleNamespace(wait_for_draft=lambda: waited.append(True))
+    connector._connector_metadata = metadata
+    connector.wait_for_save()
+    assert waited == ([True] if metadata is not None and metadata.waits_for_draft else [])
 
 
 @pytest.mark.parametrize(
     ("buffer", "devices", "is_told"),
-    [("cpu", {"cpu"}, False), ("cuda", {"cuda:0"}, False), ("cpu", {"cuda:0"}, True)],
+    [("cpu", (), False), ("cuda", ("cuda:0",), False), ("cpu", ("cuda:0",), True)],
 )
 def test_a_host_buffer_that_is_not_used_is_told(
-    buffer: str, devices: set[str], is_told: bool, caplog: pytest.LogCaptureFixture
+    buffer: str, devices: tuple[str, ...], is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer))
     side = WorkerSide(config, None, "engine", read_options({}))
+    side._devices = devices
     with caplog.at_level(logging.WARNING, logger="kvreshard"):
-        side._tell_unused_buffer(devices)
+        side._tell_unused_buffer()
     assert [record.message for record in caplog.records] == (
         ["kvreshard: kv_buffer_device is cpu, and is not used: caches are read from and into cuda:0; leave it out"]
         if is_told
         else []
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [(None, False), ("ngram", False), ("suffix", False), ("mtp", True), ("eagle3", True), ("draft_model", True)],
+)
+def test_who_has_a_draft(method: str | None, expected: bool) -> None:
+    speculative = None if method is None else SimpleNamespace(method=method)
+    assert has_draft(SimpleNamespace(speculative_config=speculative)) is expected

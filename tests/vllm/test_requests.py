@@ -76,6 +76,18 @@ def test_a_local_prefix_hit_is_not_loaded_again() -> None:
     assert order.transfer.dst_new_pages["g0"].tolist() == [8, 9]
 
 
+def test_a_prefill_may_finish_with_the_step_of_its_last_token() -> None:
+    side, asked = producer(groups(full(64))), request("p-1", TOKENS, num_computed_tokens=0)
+    assert not side.may_finish({"p-1": len(TOKENS)})  # nobody wants it
+    list(side.schedule(asked))
+    assert [side.may_finish({"p-1": count}) for count in (len(TOKENS) - 1, len(TOKENS))] == [False, True]
+    assert not side.may_finish({"p-2": len(TOKENS)})
+    asked.num_computed_tokens = len(TOKENS) - 1
+    assert side.may_finish({"p-2": 5, "p-1": 1})
+    side.finish(asked, [[1, 2, 3, 4, 5]])
+    assert not side.may_finish({"p-1": 1})
+
+
 def test_a_full_hit_releases_the_source() -> None:
     decode = Decode(full(128))
     asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)

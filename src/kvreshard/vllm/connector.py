@@ -189,7 +189,9 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         """Readers take pages where they are."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing is saved, but what a draft model writes must be there: see `WorkerSide.wait_for_draft`."""
+        if isinstance(self._connector_metadata, ReshardMetadata) and self._connector_metadata.waits_for_draft:
+            self._working.wait_for_draft()
 
     def shutdown(self) -> None:
         """End threads, sockets and the agent."""

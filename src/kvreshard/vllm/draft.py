@@ -20,6 +20,8 @@ from kvreshard.kinds import Place
 from kvreshard.vllm.rank_place import RankPlace
 
 DRAFT_PARTS = ("mtp", "draft_model")
+# Ways to guess tokens that look at texts only (`config/speculative.py`).
+WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 
 def layer_index(name: str) -> int | None:
@@ -45,6 +47,12 @@ def num_target_layers(vllm_config: Any) -> int | None:
     text = getattr(vllm_config.model_config, "hf_text_config", None)
     count = getattr(text, "num_hidden_layers", None)
     return int(count) if isinstance(count, int) else None
+
+
+def has_draft(vllm_config: Any) -> bool:
+    """Whether a model drafts tokens, and so may write a cache."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in WITHOUT_MODEL
 
 
 def draft_place(vllm_config: Any, place: RankPlace) -> Place:

@@ -14,7 +14,7 @@ whose state or ring has gone beyond its tokens, in a step that is still under wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -56,6 +56,7 @@ class Producer:
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
         self._adapters = adapters or Adapters()
+        self._computing: dict[str, Request] = {}
         self._offered: set[str] = set()
         self.last_pages = LastPages(groups)
         self.address: Address | None = None
@@ -64,6 +65,14 @@ class Producer:
     def is_offering(self) -> bool:
         """Whether blocks are held, or will be, for other engines."""
         return bool(len(self._slots))
+
+    def may_finish(self, num_scheduled: Mapping[str, int]) -> bool:
+        """Whether a request that may be offered has a token after a step of so many tokens of each, and so may be over."""
+        return any(
+            name in self._computing
+            and self._computing[name].num_computed_tokens + num_tokens >= self._computing[name].num_prompt_tokens
+            for name, num_tokens in num_scheduled.items()
+        )
 
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives in the scheduler again."""
@@ -94,12 +103,14 @@ class Producer:
             else:
                 if self._num_backoff_tokens < MIN_COMPUTED_TOKENS:
                     self.last_pages.expect(request.request_id, request.num_prompt_tokens)
+                self._computing[request.request_id] = request
                 yield grant
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any] | None, Order | None]:
         """(parameters for the router, order), or (None, ...) if the blocks can be freed at once."""
+        self._computing.pop(request.request_id, None)
         grant = self._slots.find(request.request_id)
         if grant is None:
             return None, None

@@ -18,6 +18,7 @@ from kvreshard.session.card import encode_card
 from kvreshard.session.orders import Order
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
+from kvreshard.vllm.draft import has_draft
 from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.idleness import Idleness
 from kvreshard.vllm.metrics import ReshardStats
@@ -39,12 +40,14 @@ logger = logging.getLogger(__name__)
 @dataclass
 class ReshardMetadata(KVConnectorMetadata):
     """What the ranks are told in one step. `card`: the engine's own, once. `is_idle`: nothing is computed in this step or in
-    another that is still under way, so that a rank may wait a moment for its loads.
+    another that is still under way, so that a rank may wait a moment for its loads. `waits_for_draft`: a prefill may end with this step,
+    and the engine has a draft model (`WorkerSide.wait_for_draft`).
     """
 
     orders: list[Order] = field(default_factory=list)
     card: bytes | None = None
     is_idle: bool = False
+    waits_for_draft: bool = False
 
 
 @dataclass
@@ -99,6 +102,7 @@ class SchedulerSide:
         self._manager: KVCacheManager | None = None
         self._idleness = Idleness(parallel.data_parallel_size)
         self._standstill = Standstill(options.kv_lease_duration)
+        self._has_draft = has_draft(vllm_config)
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
         """What every rank says of itself: make the engine's card, and listen if others read from here."""
@@ -140,14 +144,15 @@ class SchedulerSide:
             self._metadata.orders.append(order)
         return params is not None, params
 
-    def take_metadata(self, scheduled: Iterable[str], finished: Iterable[str]) -> ReshardMetadata:
-        """Everything that the ranks have to know by now. Requests `scheduled` in this step, `finished` before it."""
-        scheduled = tuple(scheduled)
+    def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
+        """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
+        scheduled = tuple(num_scheduled)
         is_still = not scheduled and self._producer.is_offering and self._consumer.is_waiting
         if self._standstill.step(is_still):
             self._order(self._consumer.give_up_one())
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.is_idle = self._idleness.step(scheduled, finished)
+        metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)
         self._producer.last_pages.keep()
         return metadata
 

@@ -7,7 +7,7 @@ thread only passes orders on and collects what has ended; everything else is the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class WorkerSide:
         self._endpoint: Endpoint | None = None
         self._transport: NixlTransport | None = None
         self._buffer: torch.Tensor | None = None
+        self._devices: tuple[str, ...] = ()
         self._rank = 0
         self._patience_s = 0.0
         self._metadata = ReshardWorkerMetadata()
@@ -77,9 +78,10 @@ class WorkerSide:
         rank = part.ranks[0]
         self._rank = rank.rank
         devices = {region.device for region in rank.regions}
-        self._tell_unused_buffer(devices)
+        self._devices = tuple(sorted(devices - {"cpu"}))
+        self._tell_unused_buffer()
         transport = NixlTransport(
-            f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=lambda: _enter(devices)
+            f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=lambda: _enter(self._devices)
         )
         table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
         self._buffer = buffer  # the session knows it by address only
@@ -148,6 +150,17 @@ class WorkerSide:
             failed_recving=set(results.failed),
         )
 
+    def wait_for_draft(self) -> None:
+        """At the end of a step with which a prefill may end: wait for the devices, which may still write the cache of a draft model.
+
+        vLLM hands a token out when the target model has said it, before the draft has looked at the prompt (0.32.0, `gpu/model_runner.py:2183`;
+        the older runner does so without asynchronous scheduling): a reader could be there first. Nobody hears of the token before this ends.
+        """
+        import torch
+
+        for device in self._devices:
+            torch.accelerator.synchronize(torch.device(device))
+
     def take_metadata(self) -> ReshardWorkerMetadata | None:
         """What the scheduler must know beside the results."""
         if not self._metadata.quarantined and not self._metadata.settled:
@@ -162,11 +175,11 @@ class WorkerSide:
         if self._transport is not None:
             self._transport.close()
 
-    def _tell_unused_buffer(self, devices: set[str]) -> None:
-        if self._vllm_config.kv_transfer_config.kv_buffer_device == "cpu" and devices != {"cpu"}:
+    def _tell_unused_buffer(self) -> None:
+        if self._vllm_config.kv_transfer_config.kv_buffer_device == "cpu" and self._devices:
             logger.warning(
                 "kvreshard: kv_buffer_device is cpu, and is not used: caches are read from and into %s; leave it out",
-                ", ".join(sorted(devices)),
+                ", ".join(self._devices),
             )
 
     def _make_recorder(self) -> Recorder | None:
@@ -183,10 +196,10 @@ class WorkerSide:
         return torch.empty(self._options.staging_bytes, dtype=torch.uint8, device=next(iter(devices)))
 
 
-def _enter(devices: set[str]) -> None:
+def _enter(devices: Sequence[str]) -> None:
     """Make a thread of ours one of a device's threads, as vLLM's own NIXL connector does before it meets a peer."""
     import torch
     from vllm.platforms import current_platform
 
-    for device in sorted(devices - {"cpu"}):
+    for device in devices:
         current_platform.set_device(torch.device(device))

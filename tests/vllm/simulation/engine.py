@@ -365,6 +365,9 @@ class Engine:
                 said.extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     del self._said[output.request_id]
+                    if output.kv_transfer_params is not None and self.shape.num_drafts:
+                        # A reader may come at once: the draft's cache must be there when the token is.
+                        assert step.scheduled.kv_connector_metadata.waits_for_draft
                     self.finished[output.request_id] = Finished(
                         str(output.finish_reason), said, output.kv_transfer_params
                     )
