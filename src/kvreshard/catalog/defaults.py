@@ -74,8 +74,8 @@ HEAD_SIZES: Mapping[str, int] = {
 DERIVED_HEAD_SIZE = frozenset({
     "bailing_hybrid", "bailing_moe", "bailing_moe_v2", "bloom", "chatglm", "cohere2", "dbrx", "ernie4_5_moe", "exaone", "exaone4",
     "exaone_moe", "falcon", "RefinedWeb", "RefinedWebModel", "falcon_h1", "glm4_moe", "gpt2", "gptj", "granite", "granitemoe",
-    "gpt_bigcode", "gpt_neox", "granitemoehybrid", "hunyuan_vl_text", "inkling_model", "jamba", "lfm2", "lfm2_moe", "llama", "mimo", "mistral", "mixtral", "nemotron", "nemotron-nas",
-    "olmo", "olmo2", "olmo_hybrid", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3_moe", "smollm3", "starcoder2", "step3p5",
+    "gpt_bigcode", "gpt_neox", "granitemoehybrid", "hunyuan_vl_text", "inkling_model", "jamba", "lfm2", "lfm2_moe", "llama", "mimo", "mistral", "mixtral", "moondream3", "nemotron", "nemotron-nas",
+    "olmo", "olmo2", "olmo_hybrid", "opt", "phi3", "qwen2", "qwen2_moe", "qwen3_moe", "smollm3", "starcoder2", "step1", "step3p5",
     # Families that have no reader of their own.
     "apertus", "arcee", "aria_text", "bitnet", "cohere", "csm", "diffllama", "doge", "dots1", "emu3_text_model", "ernie4_5_vl_moe_text",
     "flex_olmo", "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "granite_swa", "granitemoe_swa", "granitemoeshared",

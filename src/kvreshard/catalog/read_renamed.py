@@ -9,6 +9,8 @@
 | `dbrx` | `attn_config.kv_n_heads` | `DbrxConfig` |
 | `chatglm` | `multi_query_group_num`, or one per query head | vLLM 0.32 `chatglm.py` |
 | `exaone` | `num_key_value_heads` | vLLM 0.32 `exaone.py` |
+| `step1` | `num_attention_groups`, else `num_key_value_heads`, else one | vLLM 0.32 `step1.py` |
+| `moondream3`, `moondream3_text` | `n_kv_heads`; the file has these under `config.text`, and vLLM knows what it leaves out | vLLM 0.32 `configs/moondream3.py` |
 | `step3_text` | one | vLLM 0.32 `step3_text.py` |
 | `nemotron-nas` | per layer: query heads over `block_configs[].attention.n_heads_in_group`; none where it is a `no_op` | vLLM 0.32 `nemotron_nas.py` |
 """
@@ -16,6 +18,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.layers import Model, attention_layer
@@ -30,6 +33,13 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "telechat": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     "exaone": {"num_hidden_layers": "num_layers"},
 }
+MOONDREAM_NAMES = {
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "hidden_size": "dim",
+}
+MOONDREAM_DEFAULTS = {"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048}
 # The oldest Falcon files. This size is that of the one which had the newer architecture before it had a field for that.
 REFINED_WEB = ("RefinedWeb", "RefinedWebModel")
 REFINED_WEB_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"}
@@ -74,6 +84,24 @@ def read_chatglm(config: Config) -> Model:
     usual = config.renamed({"num_hidden_layers": "num_layers"})
     name = "multi_query_group_num" if config.flag("multi_query_attention", False) else "num_attention_heads"
     return read_plain(usual.with_fields(num_key_value_heads=config.count(name), head_dim=None))
+
+
+def read_step1(config: Config) -> Model:
+    """Groups of query heads share K and V; the width is derived, as in vLLM, for which a name that is there decides even if it says null."""
+    name = "num_attention_groups" if "num_attention_groups" in config.fields else "num_key_value_heads"
+    return read_plain(config.with_fields(num_key_value_heads=config.count(name, 1), head_dim=None))
+
+
+def read_moondream3(config: Config) -> Model:
+    """The language model is an object inside of an object."""
+    text = config.part("config").part("text") if config.model_type == "moondream3" else config
+    known = {**MOONDREAM_DEFAULTS, **{name: value for name, value in text.fields.items() if value is not None}}
+    usual = replace(text, fields=known).renamed(MOONDREAM_NAMES)
+    return read_plain(
+        usual.with_fields(
+            model_type="moondream3", dtype=config.dtype(), head_dim=None, sliding_window=None, layer_types=None
+        )
+    )
 
 
 def read_step3_text(config: Config) -> Model:

@@ -52,6 +52,15 @@ def read_unknown(config: Config) -> Model:
     return read_plain(config)
 
 
+def refuse_listening(config: Config) -> Model:
+    """Voxtral's encoder of sound attends to what it has heard before (vLLM 0.32 `whisper_causal.py`), which the text part does not tell."""
+    raise config.error(
+        "model_type",
+        f"is '{config.model_type}', whose encoder of sound keeps caches beside the language model's",
+        "these are not described; ask an engine that runs for its layout (`kvreshard doctor --peer`)",
+    )
+
+
 def _understood(config: Config, width: int | None) -> set[str]:
     """Fields that may be set, though in another model they would shape the cache."""
     found = {"num_key_value_heads", "layer_types"}

@@ -159,6 +159,7 @@ def test_lfm2_in_both_forms_of_its_file() -> None:
         (changed(PLAIN, model_type="minimax_m2", head_dim=128, attn_type_list=[1, 0, 1, 1]),
          r"attn_type_list\[1\]': is 0; only 1, full attention"),
         (changed(PLAIN, model_type="smollm3", use_sliding_window=True), "use_sliding_window': is True"),
+        (changed(PLAIN, model_type="voxtral_realtime_text"), "model_type': is 'voxtral_realtime_text', whose encoder of sound keeps caches"),
         (changed(MIMO, swa_num_key_value_heads=None), "swa_num_key_value_heads': is missing"),
         (changed(MIMO, hybrid_layer_pattern=[0, 1]), "hybrid_layer_pattern': has 2 entries for 4 decoder layers"),
         (changed(PLAIN, model_type="exaone_moe", sliding_windows=[128]), r"sliding_windows': is \[128\]"),

@@ -61,6 +61,10 @@ ZAMBA: dict[str, Any] = {**PLAIN, "model_type": "zamba2", "layers_block_type": [
                  multi_query_group_num=2), Attention(32, 128, "bfloat16")),
         (changed(PLAIN, model_type="step3_text", num_attention_groups=1, num_key_value_heads=None, head_dim=256, share_q_dim=2048),
          Attention(1, 256, "bfloat16")),
+        *(({**changed(PLAIN, model_type="step1", head_dim=None), **fields}, Attention(heads, 128, "bfloat16"))
+          for fields, heads in (({"num_attention_groups": 4}, 4), ({"num_attention_groups": None}, 1), ({}, 8))),
+        ({**DTYPE, "model_type": "moondream3", "config": {"text": {"n_layers": 3}}}, Attention(32, 64, "bfloat16")),
+        ({**DTYPE, "model_type": "moondream3_text", "n_layers": 3, "n_heads": 24, "n_kv_heads": 8, "dim": 1536}, Attention(8, 64, "bfloat16")),
         (changed(LATENT, model_type="minicpm3", num_key_value_heads=40, qk_nope_head_dim=64, qk_rope_head_dim=32),
          Attention(32, 96, "bfloat16")),
         *((changed(LATENT, model_type=name), Latent(576, "bfloat16")) for name in ("axk1", "pangu_ultra_moe", "sarvam_mla")),

@@ -11,6 +11,7 @@
 | what a GPU can | constructors ask for recipes of kernels: SM100's |
 | CUDA streams, an accelerator's memory, Triton's allocator | made by constructors, used by nobody here |
 | modules of pictures and kernels that are not installed | imported by model files, used by nobody here |
+| slopes of ALiBi and their roots, how far a chunk looks back | they are values, of which the CPU's kernel knows not all |
 | scales of fp8 caches | they are values, which nothing here has |
 | ranks meet one another | a rank's layers do not depend on what the others say |
 | configuration classes that come with the weights | in their place stands one that keeps what the file says |
@@ -38,6 +39,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 from vllm.triton_utils import triton
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 from kvreshard.vllm import layer_facts
@@ -86,6 +88,9 @@ class _Absent(MetaPathFinder, Loader):
         """Nothing to do."""
 
 
+UNKNOWN_TO_CPU = ("chunk_lookback", "use_alibi_sqrt")
+
+
 def take_out() -> None:
     """For the whole process."""
     sys.meta_path.append(_Absent())
@@ -113,6 +118,15 @@ def take_out() -> None:
     layer_facts._platform = platform
     VllmConfig._get_v1_model_runner_unsupported_features = lambda self: []
     layer_facts._scales = lambda name, layer: None
+    listed = torch.Tensor.tolist
+    torch.Tensor.tolist = lambda tensor: [0.0] * tensor.numel() if tensor.is_meta else listed(tensor)
+    CPUAttentionBackend.supports_alibi_sqrt = classmethod(lambda cls: True)
+    make = CPUAttentionBackendImpl.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **{name: value for name, value in kwargs.items() if name not in UNKNOWN_TO_CPU})
+
+    CPUAttentionBackendImpl.__init__ = made
     # They want what has just been taken out, and one another: the model first.
     qwen4 = importlib.import_module("vllm.models.qwen4_exp.nvidia.model")
     sys.modules[qwen4.Qwen4ExpQSAAttention.__module__].is_flash_attn_varlen_func_available = lambda: True
