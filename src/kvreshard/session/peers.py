@@ -38,8 +38,9 @@ from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
 
-# Meetings wait for peers, some of which may not be there.
-MAX_MEETINGS_AT_ONCE = 16
+# A meeting waits for its peer, which may not be there, and those of a fleet that is down must not keep others waiting. A thread is
+# made when none is free; each holds some five file descriptors while it asks.
+MAX_MEETINGS_AT_ONCE = 64
 SWEEP_S = 60.0
 MAX_REFUSED = 16
 

@@ -176,6 +176,24 @@ def test_a_wrong_address_does_not_stand_in_the_way_of_the_right_one(room: Room) 
         assert room.peers.get(room.me, wrong).result(PATIENCE_S) is right.result()
 
 
+def test_a_fleet_that_is_not_there_does_not_keep_others_waiting(room: Room) -> None:
+    absent = [RemoteEngine(f"absent-{number}", "life", Address("127.0.0.1", 1)) for number in range(48)]
+
+    def meet(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
+        if remote in absent:
+            assert room.gate.wait(PATIENCE_S)
+            raise HandshakeError("nobody is there")
+        return meet_engine(me, remote, options)
+
+    several = Peers(OPTIONS, room.clock, room.woken.set, meet)
+    for remote in absent:
+        several.get(room.me, remote)
+    assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote
+    assert several.met(absent[0]) is None
+    room.gate.set()
+    several.close()
+
+
 def test_a_source_that_cannot_be_told_the_outcome_is_known_all_the_same(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
