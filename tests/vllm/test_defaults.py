@@ -40,6 +40,7 @@ FOREIGN = {
     "orion",
     "phi3_v",
     "phi4mm",
+    "step1",
     "telechat",
 }
 # Multiples of the most KV heads that a class has by default, and another width.
