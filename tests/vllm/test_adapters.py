@@ -109,11 +109,11 @@ def test_what_was_loaded_keeps_its_digest_until_it_is_loaded_again(tmp_path: Pat
 
 
 def test_what_the_engine_makes_of_adapters_counts() -> None:
-    model = SimpleNamespace(dtype="bfloat16")
+    model: Any = SimpleNamespace(dtype="bfloat16")
 
     def settings(**options: Any) -> str:
         config = LoRAConfig(**options)
-        config.verify_with_model_config(model)  # type: ignore[arg-type]
+        config.verify_with_model_config(model)
         return Adapters(config).settings
 
     usual = settings()

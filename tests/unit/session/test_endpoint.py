@@ -1,4 +1,4 @@
-"""Does an endpoint load, report, renew and free as it should, with peers that are slow, wrong, stopped or gone?
+"""Does an endpoint load and report as it should, with peers that are slow, wrong, stopped or gone?
 
 Two engines of several ranks in one process: memory transports, a clock that the test turns, no threads of the endpoint's own.
 """
@@ -32,9 +32,6 @@ from kvreshard.session.orders import (
     Load,
     Offer,
     RemoteLease,
-    Revoke,
-    Unwatch,
-    Watch,
 )
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.small import request
@@ -55,17 +52,6 @@ def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World)
     assert differing_bytes(expected, world.dst.memory) == {}
     assert collect(world.src) == (set(), {}, {"r"})
     assert world.words() == {FREE}
-
-
-def test_a_word_stands_as_soon_as_its_grant_is_handed_in(world: World) -> None:
-    """The reader may be told of it, and come, before the session's thread gets its turn."""
-    for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("r", SLOT, WORD))
-    assert world.words() == {WORD}
-    for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("beyond", 64, WORD))
-        endpoint.submit(Grant("free", SLOT, FREE))
-    assert world.words() == {WORD}
 
 
 def test_nothing_is_reported_while_a_byte_may_still_move(world: World) -> None:
@@ -266,85 +252,6 @@ def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
     assert "lease slot 64, but rank" in collect(world.dst)[1]["d"].text
 
 
-def watch(world: World) -> None:
-    """Every rank waits for the request, and knows its source."""
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch("d", REMOTE, LEASE))
-    world.turn()
-    meet(world)
-
-
-def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:
-    world.grant_and_offer(ttl_s=10.0)
-    watch(world)
-    for _ in range(10):
-        world.clock.now_s += 5.0
-        world.turn()
-    assert (collect(world.src)[2], world.words()) == (set(), {WORD})
-    for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("d"))
-    world.turn()
-    for _ in range(3):
-        world.clock.now_s += 5.0
-        world.turn()
-    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
-
-
-def test_an_engine_that_does_not_step_lets_its_sources_rest(world: World) -> None:
-    """A pause keeps its requests; the leases of what they wait for run out, as those of a NixlConnector do."""
-    world.grant_and_offer(ttl_s=10.0)
-    watch(world)
-    for is_stepping in (True, False):
-        for _ in range(20):
-            world.clock.now_s += 5.0
-            if is_stepping:
-                collect(world.dst)
-            world.turn()
-        assert world.words() == ({WORD} if is_stepping else {FREE})
-
-
-def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.grant_and_offer(ttl_s=10.0)
-    watch(world)
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    for endpoint in world.dst.endpoints.values():
-        monkeypatch.setattr(endpoint._peers, "get", refuse)
-    order_load(world)
-    world.turn()
-    assert collect(world.dst)[1]["d"].kind == "fault"
-    for _ in range(4):
-        world.clock.now_s += 5.0
-        world.turn()
-    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
-
-
-def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
-    for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("r", SLOT, WORD))
-        endpoint.submit(Revoke("r"))
-    world.turn()
-    assert (collect(world.src), world.words()) == ((set(), {}, set()), {FREE})
-
-
-def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages(world: World) -> None:
-    world.grant_and_offer()
-    world.turn()
-    for endpoint in world.src.endpoints.values():
-        endpoint.submit(Revoke("r"))
-    world.turn()
-    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
-
-
-def test_an_offer_without_a_grant_is_freed_at_once(world: World) -> None:
-    for endpoint in world.src.endpoints.values():
-        endpoint.submit(Offer("never", 30.0))
-    world.turn()
-    assert collect(world.src)[2] == {"never"}
-
-
 def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
     world.grant_and_offer(ttl_s=1e6)
     for name in ("a", "b", "c"):
@@ -356,26 +263,6 @@ def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
     world.turn()
     received, failed, _ = collect(world.dst)
     assert (received, set(failed)) == ({"a", "c"}, {"b"})
-
-
-def test_each_offer_is_announced_to_the_transport_and_its_end_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(world.src.transports[0], "set_attentive", told.append)
-    world.src.turn()
-    assert told == []
-    world.grant_and_offer("r")
-    world.src.turn()
-    assert told == [True]
-    for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("s", SLOT + 1, WORD))
-        endpoint.submit(Offer("s", 30.0))
-    world.src.turn()
-    assert told == [True, True]
-    world.clock.now_s += 31.0
-    world.src.turn()
-    assert told == [True, True, False]
 
 
 def test_the_engines_thread_may_wait_for_a_load_and_sees_it_end(world: World) -> None:
@@ -406,24 +293,6 @@ def test_a_source_that_cannot_be_told_takes_no_request_with_it(world: World, mon
     meet(world)
     world.turn()
     assert collect(world.dst)[0] == {"d"}
-
-
-def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that reads and is read from: what it cannot say to its sources is not its readers' affair."""
-    world.grant_and_offer(ttl_s=5.0)
-    world.src.turn()
-    endpoints = world.src.endpoints.values()
-    for endpoint in endpoints:
-
-        def refuse(*_: object) -> float:
-            raise RuntimeError("a surprise")
-
-        monkeypatch.setattr(endpoint._holder, "renew", refuse)
-    world.clock.now_s += 6.0
-    for endpoint in endpoints:
-        with pytest.raises(RuntimeError, match="a surprise"):
-            endpoint.turn()
-    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
 def test_a_rank_that_reads_nothing_needs_no_lease(world: World) -> None:

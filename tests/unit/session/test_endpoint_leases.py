@@ -1,0 +1,152 @@
+"""Does an endpoint keep the leases of what it waits for, and end those of what it offers?"""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.session.world import (
+    LEASE,
+    REMOTE,
+    SLOT,
+    WORD,
+    World,
+    collect,
+    meet,
+    order_load,
+)
+
+from kvreshard.session.lease import FREE
+from kvreshard.session.orders import (
+    Grant,
+    Offer,
+    Revoke,
+    Unwatch,
+    Watch,
+)
+
+
+def watch(world: World) -> None:
+    """Every rank waits for the request, and knows its source."""
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Watch("d", REMOTE, LEASE))
+    world.turn()
+    meet(world)
+
+
+def test_a_word_stands_as_soon_as_its_grant_is_handed_in(world: World) -> None:
+    """The reader may be told of it, and come, before the session's thread gets its turn."""
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("r", SLOT, WORD))
+    assert world.words() == {WORD}
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("beyond", 64, WORD))
+        endpoint.submit(Grant("free", SLOT, FREE))
+    assert world.words() == {WORD}
+
+
+def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:
+    world.grant_and_offer(ttl_s=10.0)
+    watch(world)
+    for _ in range(10):
+        world.clock.now_s += 5.0
+        world.turn()
+    assert (collect(world.src)[2], world.words()) == (set(), {WORD})
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Unwatch("d"))
+    world.turn()
+    for _ in range(3):
+        world.clock.now_s += 5.0
+        world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_an_engine_that_does_not_step_lets_its_sources_rest(world: World) -> None:
+    """A pause keeps its requests; the leases of what they wait for run out, as those of a NixlConnector do."""
+    world.grant_and_offer(ttl_s=10.0)
+    watch(world)
+    for is_stepping in (True, False):
+        for _ in range(20):
+            world.clock.now_s += 5.0
+            if is_stepping:
+                collect(world.dst)
+            world.turn()
+        assert world.words() == ({WORD} if is_stepping else {FREE})
+
+
+def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.grant_and_offer(ttl_s=10.0)
+    watch(world)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    for endpoint in world.dst.endpoints.values():
+        monkeypatch.setattr(endpoint._peers, "get", refuse)
+    order_load(world)
+    world.turn()
+    assert collect(world.dst)[1]["d"].kind == "fault"
+    for _ in range(4):
+        world.clock.now_s += 5.0
+        world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("r", SLOT, WORD))
+        endpoint.submit(Revoke("r"))
+    world.turn()
+    assert (collect(world.src), world.words()) == ((set(), {}, set()), {FREE})
+
+
+def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages(world: World) -> None:
+    world.grant_and_offer()
+    world.turn()
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Revoke("r"))
+    world.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_an_offer_without_a_grant_is_freed_at_once(world: World) -> None:
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Offer("never", 30.0))
+    world.turn()
+    assert collect(world.src)[2] == {"never"}
+
+
+def test_each_offer_is_announced_to_the_transport_and_its_end_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(world.src.transports[0], "set_attentive", told.append)
+    world.src.turn()
+    assert told == []
+    world.grant_and_offer("r")
+    world.src.turn()
+    assert told == [True]
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant("s", SLOT + 1, WORD))
+        endpoint.submit(Offer("s", 30.0))
+    world.src.turn()
+    assert told == [True, True]
+    world.clock.now_s += 31.0
+    world.src.turn()
+    assert told == [True, True, False]
+
+
+def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that reads and is read from: what it cannot say to its sources is not its readers' affair."""
+    world.grant_and_offer(ttl_s=5.0)
+    world.src.turn()
+    endpoints = world.src.endpoints.values()
+    for endpoint in endpoints:
+
+        def refuse(*_: object) -> float:
+            raise RuntimeError("a surprise")
+
+        monkeypatch.setattr(endpoint._holder, "renew", refuse)
+    world.clock.now_s += 6.0
+    for endpoint in endpoints:
+        with pytest.raises(RuntimeError, match="a surprise"):
+            endpoint.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
