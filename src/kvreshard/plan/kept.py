@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, TypeVar
 
 V = TypeVar("V")
@@ -26,27 +26,34 @@ class Kept:
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._values: OrderedDict[tuple[Hashable, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
-        """The value that is kept, or a new one. `size`: its bytes."""
+    def get(self, owner: Hashable, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
+        """The value that is kept for an owner's key, or a new one. `size`: its bytes."""
+        place = owner, key
         with self._lock:
-            found = self._values.get(key)
+            found = self._values.get(place)
             if found is not None:
-                self._values.move_to_end(key)
+                self._values.move_to_end(place)
                 value: V = found[0]
                 return value
         value = make()
         num_bytes = size(value) + ENTRY_BYTES
         with self._lock:
-            if key not in self._values:
-                self._values[key] = value, num_bytes
+            if place not in self._values:
+                self._values[place] = value, num_bytes
                 self.num_bytes += num_bytes
             while self.num_bytes > self._max_bytes and len(self._values) > 1:
                 self.num_bytes -= self._values.popitem(last=False)[1][1]
         return value
+
+    def drop(self, owners: Collection[Hashable]) -> None:
+        """Keep nothing of these owners any more."""
+        with self._lock:
+            for place in [place for place in self._values if place[0] in owners]:
+                self.num_bytes -= self._values.pop(place)[1]

@@ -95,15 +95,17 @@ class Lane:
     def pattern(self, overlap: Overlap) -> Pattern:
         """The runs where a source page and a destination page overlap; kept for the next time."""
         # The bases are the lane's own object, and stay so in every choice of it.
-        return self.kept.get((self.bases, overlap), lambda: self._make_pattern(overlap), Pattern.kept_bytes)
+        return self.kept.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.kept_bytes)
 
     def _make_pattern(self, overlap: Overlap) -> Pattern:
         return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
 
     def slot(self, overlap: Overlap) -> Slot:
         """What staging makes of an overlap that is not empty; kept for the next time."""
-        key = (self.bases, self._max_gap_bytes, overlap)
-        return self.kept.get(key, lambda: make_slot(self.pattern(overlap), self.boxes(overlap)), Slot.kept_bytes)
+        key = self._max_gap_bytes, overlap
+        return self.kept.get(
+            self.bases, key, lambda: make_slot(self.pattern(overlap), self.boxes(overlap)), Slot.kept_bytes
+        )
 
     def boxes(self, overlap: Overlap) -> Boxes:
         """What staging would read of an overlap that is not empty: all that a choice between the ways needs."""
@@ -111,8 +113,10 @@ class Lane:
 
     def joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
         """Pattern and slot of what one source span gives to several overlaps, none of them empty; None where each needs its own."""
-        key = (self.bases, self._max_gap_bytes, overlaps)
-        return self.kept.get(key, lambda: self._make_joint(overlaps), lambda joint: _joint_bytes(joint, len(overlaps)))
+        key = self._max_gap_bytes, overlaps
+        return self.kept.get(
+            self.bases, key, lambda: self._make_joint(overlaps), lambda joint: _joint_bytes(joint, len(overlaps))
+        )
 
     def _make_joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
         pattern = join_patterns([self.pattern(overlap) for overlap in overlaps])

@@ -62,6 +62,12 @@ class Route:
         """The lanes, together where they share both block tables and cut the sequence alike."""
         return make_streams(self.lanes)
 
+    def drop_kept(self) -> None:
+        """Keep nothing of what its lanes have computed: nobody will read by it."""
+        owners = {lane.bases for lane in self.lanes}
+        for kept in {lane.kept for lane in self.lanes}:
+            kept.drop(owners)
+
 
 def compile_route(
     src: EngineLayout,

@@ -274,7 +274,8 @@ def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Pee
 
 
 def disconnect(peer: Peer) -> None:
-    """Make the transport forget a peer's ranks."""
+    """Make the transport forget a peer's ranks, and keep nothing of its route."""
+    peer.route.drop_kept()
     for name in peer.mover.peers.values():
         with contextlib.suppress(TransportError):
             peer.mover.transport.remove_peer(name)
@@ -308,6 +309,7 @@ def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: Endpoint
     except TransportError:
         for name in added:
             me.transport.remove_peer(name)
+        route.drop_kept()
         raise
     return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))
 

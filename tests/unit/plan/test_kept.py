@@ -19,7 +19,7 @@ def test_what_was_not_asked_for_in_the_longest_time_goes_first() -> None:
     kept, made = Kept(max_bytes=3 * (ENTRY_BYTES + 10)), list[str]()
 
     def get(name: str) -> str | None:
-        return kept.get(name, lambda: made.append(name), lambda _: 10)
+        return kept.get(0, name, lambda: made.append(name), lambda _: 10)
 
     for name in "abc" + "a" + "d" + "acd" + "b":
         get(name)
@@ -30,8 +30,25 @@ def test_what_was_not_asked_for_in_the_longest_time_goes_first() -> None:
 def test_the_newest_stays_whatever_its_size_and_none_is_a_value() -> None:
     kept, made = Kept(max_bytes=5000), list[str]()
     for name in "abbcc":
-        assert kept.get(name, lambda name=name: made.append(name), lambda _: 10**6) is None
+        assert kept.get(0, name, lambda name=name: made.append(name), lambda _: 10**6) is None
     assert (made, len(kept), kept.num_bytes) == (["a", "b", "c"], 1, 10**6 + ENTRY_BYTES)
+
+
+def test_what_an_owner_that_is_gone_had_is_dropped_and_nothing_else() -> None:
+    kept, made = Kept(), list[str]()
+
+    def get(owner: str, name: str) -> None:
+        kept.get(owner, name, lambda: made.append(owner + name), lambda _: 10)
+
+    for owner in "pqr":
+        get(owner, "a")
+        get(owner, "b")
+    kept.drop({"p", "r", "never seen"})
+    assert (len(kept), kept.num_bytes) == (2, 2 * (ENTRY_BYTES + 10))
+    made.clear()
+    for owner in "pqr":
+        get(owner, "a")
+    assert made == ["pa", "ra"]
 
 
 def ends(lane: Lane) -> list[tuple[int, int, int]]:

@@ -11,13 +11,15 @@ from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model import KvReshardError, WireError
 from kvreshard.model.form import Form, Step
+from kvreshard.plan.route import compile_route
 from kvreshard.session import card as cards
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Self, meet_engine
+from kvreshard.session.peers import Self, disconnect, meet_engine
 from kvreshard.testing.small import engine
+from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
 
@@ -60,6 +62,29 @@ def test_a_rank_meets_an_engine_and_says_how_it_went(sides: tuple[Side, Side], k
     finally:
         listener.close()
     assert [(hello.engine, hello.rank, hello.is_good) for hello in heard] == [("decode", 0, True)]
+
+
+def test_nothing_is_kept_of_a_peer_that_is_disconnected_and_all_of_another(sides: tuple[Side, Side]) -> None:
+    me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
+    other = compile_route(sides[0].layout, me.layout, 0, kept=me.kept)
+    of_other = len(me.kept)
+    listener = Listener(LOCAL, sides[0].card())
+    try:
+        peer = meet_engine(
+            me, RemoteEngine("prefill", "life", listener.address), EndpointOptions(handshake_timeout_s=60.0)
+        )
+        with_peer = len(me.kept)
+        with pytest.raises(TransportError):  # the transport knows these ranks already
+            meet_engine(
+                me, RemoteEngine("prefill", "life", listener.address), EndpointOptions(handshake_timeout_s=60.0)
+            )
+        assert len(me.kept) == with_peer > of_other > 0, "of a meeting that failed"
+    finally:
+        listener.close()
+    disconnect(peer)
+    assert len(me.kept) == of_other
+    other.drop_kept()
+    assert (len(me.kept), me.kept.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(("engine_name", "life"), [("prefill", "former"), ("other", "life")])
