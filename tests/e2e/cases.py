@@ -8,10 +8,12 @@ this harness.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.e2e.engine import EngineSpec
 from tests.e2e.zoo import MODELS
+
+from kvreshard.model.changed import replace
 
 IN_TREE, OURS = "NixlConnector", "ReshardConnector"
 EXACT, WRONG, REFUSED = "exact", "wrong", "refused"

@@ -10,7 +10,6 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,8 @@ from tests.e2e.prompts import prompt
 from tests.e2e.router import PREFILL_PARAMS
 from tests.e2e.test_life import PREFILL, RECOMPUTES, check_all_free, check_honest, prefilled, texts
 from tests.ports import free_ports
+
+from kvreshard.model.changed import replace
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.e2e_ci]
 

@@ -7,7 +7,6 @@ says; both engines live on.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from tests.e2e.router import route
 from tests.e2e.test_life import DECODE, OPTIONS, PREFILL, check_all_free, check_honest, failed, prefilled, texts
 from tests.e2e.verdicts import LEAST_FLOOR
 
+from kvreshard.model.changed import replace
 from kvreshard.session.keys import write_keys
 
 pytestmark = pytest.mark.timeout(600)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from tests.e2e.engines import Nursery
 from tests.e2e.prompts import prompt
 from tests.e2e.router import PREFILL_PARAMS, route
 from tests.ports import free_ports
+
+from kvreshard.model.changed import replace
 
 LEASE_S = 4
 OPTIONS = (("kv_lease_duration", LEASE_S), ("handshake_timeout_s", 3), ("load_timeout_s", 20), ("retry_s", 0))

@@ -23,12 +23,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
+from kvreshard.model.changed import replace
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads

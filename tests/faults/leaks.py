@@ -24,7 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from tests.soak.engine import Counters, Engine
 from tests.soak.prefill import Params, Prefills
 from tests.soak.shapes import SHAPES
 
+from kvreshard.model.changed import replace
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.transport.base import MemoryRegion

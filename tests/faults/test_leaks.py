@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 from tests.faults import leaks
 from tests.faults.leaks import PAIRS, Cycles, count_returns, measure, surroundings
 
+from kvreshard.model.changed import replace
 from kvreshard.transport.nixl_agent import NixlOptions
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]

@@ -24,14 +24,14 @@ MUTANTS = [
     Mutant(
         "a part begins where its whole does",
         "transport/base.py",
-        '("first", self.first + first)',
-        '("first", self.first)',
+        "whole, self.first + first",
+        "whole, self.first",
     ),
     Mutant(
         "a part of a part has its own place",
         "transport/base.py",
-        '("first", self.first + first)',
-        '("first", first)',
+        "whole, self.first + first",
+        "whole, first",
     ),
     Mutant(
         "a part takes the budget, whatever it costs",

@@ -11,7 +11,7 @@ import os
 import random
 import secrets
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from tests.ports import free_ports
@@ -20,6 +20,7 @@ from tests.soak.pages import Pool
 from tests.soak.shapes import MAX_TOKENS, Shape
 
 from kvreshard.kinds.assemble import relocate
+from kvreshard.model.changed import replace
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.endpoint import Endpoint

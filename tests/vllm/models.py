@@ -1,7 +1,6 @@
 """Tiny models for `engines.build`: what each layer's specification is on a rank, and how its backend indexes it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvreshard.model.changed import replace
 from kvreshard.vllm.layer_facts import LayerFacts
 from kvreshard.vllm.rank_place import RankPlace
 

@@ -1,6 +1,5 @@
 """What a worker hands to `describe_rank` besides plain layers: kernel blocks, stages, shared names, drafts, unknown pages."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreshard.model import LayoutMismatch, merge_ranks
+from kvreshard.model.changed import replace
 from kvreshard.model.wire import decode, encode
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.layer_facts import LayerFacts

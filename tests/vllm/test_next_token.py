@@ -9,7 +9,6 @@ chunk, or at all before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
+from kvreshard.model.changed import replace
 from kvreshard.session.orders import Load
 
 pytestmark = pytest.mark.vllm

@@ -1,6 +1,5 @@
 """Which part of a cache does a rank of vLLM's grid hold, and which ranks hold the same?"""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
 from kvreshard.kinds.assemble import Grid
+from kvreshard.model.changed import replace
 from kvreshard.session.orders import Grant, Offer, Revoke
 from kvreshard.vllm import worker as worker_module
 from kvreshard.vllm.options import read_options

@@ -10,7 +10,6 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.vllm.engines import ModelLayer, Side, build, reshard
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from kvreshard.model.changed import replace
 from kvreshard.vllm.layer_facts import LayerFacts
 
 pytestmark = pytest.mark.vllm

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
+from kvreshard.model.changed import replace
 from kvreshard.model.layout import share_outlines
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.ownership import MAX_SIZE, Coordinates, Ownership
 
 
-@dataclass(frozen=True, slots=True)
-class Digit:
+class Digit(msgspec.Struct, frozen=True):
     """One digit: `extent` values (None: no end), each step advancing `page_step` pages and `byte_step` bytes."""
 
     extent: int | None
@@ -75,8 +74,7 @@ def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
     return tuple(kept) or (Digit(1, 0, 0),)
 
 
-@dataclass(frozen=True, slots=True)
-class AxisMap:
+class AxisMap(msgspec.Struct, frozen=True):
     """What a rank holds of one axis, and where: ownership plus digits, innermost first.
 
     Raises LayoutError when the digits have fewer values than the ownership has coordinates, or (on an axis without

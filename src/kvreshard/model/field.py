@@ -7,14 +7,13 @@ copied, others not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.ownership import MAX_SIZE
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True):
     """One axis: `extent` coordinates, or None for the sequence.
 
     On the sequence one coordinate stands for `tokens_per_index` tokens. Of tokens [a, b) the complete indices are
@@ -44,8 +43,7 @@ class Axis:
         return start_token // self.tokens_per_index, stop // self.tokens_per_index
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(msgspec.Struct, frozen=True):
     """One logical tensor. `optional`: an engine may lack it (a draft model's cache), which is then only a warning."""
 
     name: str

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 
+import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
@@ -33,8 +34,7 @@ from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
 MAX_ADDRESS = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True):
     """Registered memory: `size_bytes` bytes from `address` on `device` ('cpu', 'cuda:0', ...)."""
 
     name: str
@@ -50,8 +50,7 @@ class Region:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """Fields that share a block table.
 
     `tokens_per_page`: tokens that one page of the table spans over all ranks, None for states. `null_page`: a page id
@@ -75,8 +74,7 @@ class Group:
                 raise LayoutError(f"group '{self.name}': {size} {label}; a size must be positive")
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(msgspec.Struct, frozen=True):
     """How a shard lies in its pages, without where: equal for all layers of a kind on a rank."""
 
     group: str
@@ -87,8 +85,7 @@ class Geometry:
         return next(axis for axis in self.axes if axis.axis == name)
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True):
     """One rank's part of one field: cell (0, ..., 0) of page 0 lies at `offset_bytes` of `region`."""
 
     field: str

@@ -11,9 +11,9 @@ Refused with both values and the remedy: parts of different engines, a rank give
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from itertools import pairwise
 
+from kvreshard.model.changed import replace
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout, Group, Rank, share_outlines
@@ -68,7 +68,7 @@ def _merge_group(groups: dict[str, tuple[Group, Rank, bool]], group: Group, rank
 
 
 def _differs(what: str, one: Field | Group, one_rank: Rank, other: Field | Group, other_rank: Rank) -> str:
-    names = [item.name for item in fields(one) if getattr(one, item.name) != getattr(other, item.name)]
+    names = [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)]
     values = " and ".join(
         f"{', '.join(f'{name} {_short(getattr(side, name))}' for name in names)} on rank {rank.rank}"
         for side, rank in ((one, one_rank), (other, other_rank))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
+class Slab(msgspec.Struct, frozen=True):
     """Page p of `pool` owns `page_bytes` bytes of `region` from `offset_bytes + p * page_stride_bytes`."""
 
     pool: str

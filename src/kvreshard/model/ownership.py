@@ -14,8 +14,7 @@ Refused at birth: empty, negative or overlapping sets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +25,7 @@ Coordinates = NDArray[np.int64]
 MAX_SIZE = 1 << 48
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(msgspec.Struct, frozen=True):
     """The coordinates `start <= c < stop`; `stop=None` has no end (a sequence)."""
 
     start: int
@@ -73,8 +71,7 @@ class Interval:
         return f"[{self.start}, {'...' if self.stop is None else self.stop})"
 
 
-@dataclass(frozen=True, slots=True)
-class Cyclic:
+class Cyclic(msgspec.Struct, frozen=True):
     """The coordinates with `start <= c mod step < start + run`, without end."""
 
     start: int

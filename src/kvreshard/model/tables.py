@@ -8,16 +8,17 @@ are valid. A `Request` says, per destination group, which token intervals to mov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 from kvreshard.model.errors import BindError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PageTable:
+class PageTable(msgspec.Struct, frozen=True, eq=False):
     """One group's pages of one request.
 
     `pages`: page ids, shape (n,), in logical order. `first_page`: logical index of `pages[0]`; states and rings always
@@ -29,27 +30,30 @@ class PageTable:
     num_tokens: int
     first_page: int = 0
 
-    def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None:
-        array = np.array(pages)
+    if TYPE_CHECKING:  # what `__post_init__` makes of it
+
+        def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None: ...
+
+    def __post_init__(self) -> None:
+        array = np.array(self.pages)
         if array.ndim != 1 or array.dtype != np.int64:
             if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
                 raise BindError(
                     f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"
                 )
             array = array.astype(np.int64)
-        if num_tokens < 0 or first_page < 0:
-            raise BindError(f"a block table holds {num_tokens} tokens from page {first_page}: must not be negative")
-        object.__setattr__(self, "pages", array)
-        object.__setattr__(self, "num_tokens", int(num_tokens))
-        object.__setattr__(self, "first_page", int(first_page))
+        if self.num_tokens < 0 or self.first_page < 0:
+            raise BindError(
+                f"a block table holds {self.num_tokens} tokens from page {self.first_page}: must not be negative"
+            )
+        force_setattr(self, "pages", array)
 
 
 Tokens = tuple[int, int]
 """Half-open token interval [start, stop)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """What to move for one request.
 
     `src_tables`, `dst_tables`: block table of each group, by the group's name in its own engine. `intervals`: per

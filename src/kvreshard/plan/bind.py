@@ -15,8 +15,8 @@ Refused with BindError, before anything is moved: see `tables`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,8 +36,7 @@ MAX_COPIES_PER_LIST = 1 << 17
 MAX_CODED = 1 << 21
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class Pieces(msgspec.Struct, frozen=True, eq=False):
     """One piece of a request per entry: spans and overlap. Arrays of shape (n,)."""
 
     src_span: Int64s
@@ -47,8 +46,7 @@ class Pieces:
     length: Int64s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CutLane:
+class CutLane(msgspec.Struct, frozen=True, eq=False):
     """A lane and what of it a request moves: its pieces, and both block tables as bind indexes them."""
 
     lane: Lane
@@ -57,8 +55,7 @@ class CutLane:
     dst: PageTable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class Runs(msgspec.Struct, frozen=True, eq=False):
     """What a lane moves of each field of a pattern, without the fields' bases: runs that do not continue one another, as byte offsets
     and lengths, shape (n,).
     """
@@ -128,7 +125,7 @@ def held_pieces(lanes: Sequence[Lane], pieces: Pieces) -> Iterator[Pieces]:
         if held.all():
             yield pieces
         else:
-            yield Pieces(*(getattr(pieces, column)[held[which]] for column in Pieces.__slots__))
+            yield Pieces(*(getattr(pieces, column)[held[which]] for column in Pieces.__struct_fields__))
 
 
 def cut_pieces(stream: Stream, intervals: Iterable[Tokens]) -> Pieces:

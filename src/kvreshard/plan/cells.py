@@ -11,10 +11,10 @@ the `Budget` has.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
 
+import msgspec
 import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
@@ -26,8 +26,7 @@ from kvreshard.plan.family import Box, Family
 from kvreshard.plan.match import SHOWN
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CutAxis:
+class CutAxis(msgspec.Struct, frozen=True, eq=False):
     """One axis as the source cuts it: atom i is `[edges[i], edges[i + 1])` of every period, and `owners[i]` hold it."""
 
     edges: Coordinates

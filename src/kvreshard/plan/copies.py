@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CopyList:
+class CopyList(msgspec.Struct, frozen=True, eq=False):
     """Copies from one source rank to one destination rank. Arrays of shape (n,), addresses and lengths in bytes."""
 
     src_rank: int
@@ -55,8 +55,7 @@ class PageFrame:
     dst_count: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PageCopies:
+class PageCopies(msgspec.Struct, frozen=True, eq=False):
     """Every entry of a frame for every pair of pages `src_page[i]`, `dst_page[i]`; arrays of shape (num_pairs,).
 
     `run_pages`: how many pages each pair begins, neighbours on both sides that are one copy together; only where pages lie without
@@ -92,8 +91,7 @@ class PageCopies:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ByteRanges:
+class ByteRanges(msgspec.Struct, frozen=True, eq=False):
     """Half-open address ranges, shape (n,) each."""
 
     start: Int64s

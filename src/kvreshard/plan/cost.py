@@ -18,6 +18,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import msgspec
+
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.slot import find_boxes
 
@@ -54,8 +56,7 @@ class CostModel:
         return int(self.copy_s * self.stage_bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """How a lane is read, and why. Seconds and counts are for one page with all fields of the lane."""
 
     way: Way

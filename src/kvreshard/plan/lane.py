@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
@@ -33,8 +34,7 @@ Overlap = tuple[int, int, int]
 """Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """How one side's pages cut the sequence: `indices` coordinates lie in `pages` consecutive pages.
 
     `ring_pages`: in how many pages a ring wraps, None without a ring; a state wraps in its one page. `capacity`: coordinates
@@ -47,8 +47,7 @@ class Span:
     capacity: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class LaneAxis:
+class LaneAxis(msgspec.Struct, frozen=True):
     """One axis of a lane: both sides' maps and the elected part."""
 
     name: str

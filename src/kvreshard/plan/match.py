@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
@@ -20,8 +21,7 @@ SHOWN = 8
 SHOWN_FIELDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """Names of the fields to move, in the destination's order, and warnings about optional fields on one side only."""
 
     names: tuple[str, ...]

@@ -14,10 +14,10 @@ two pages that overlap in more than `MAX_NESTS` nests of loops or `MAX_RUNS` run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,8 +32,7 @@ MAX_RUNS = 1 << 22
 RUN_BYTES = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(msgspec.Struct, frozen=True):
     """`length` contiguous bytes on both sides, repeated by `loops`; pages relative to the overlap's first pages."""
 
     src_page: int
@@ -44,8 +43,7 @@ class Run:
     loops: tuple[Loop, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bases:
+class Bases(msgspec.Struct, frozen=True, eq=False):
     """Addresses of each field's first cell in page 0, shape (num_fields,).
 
     `region`: equal numbers where both sides' regions are the same, so that runs of two regions are never joined.
@@ -56,8 +54,7 @@ class Bases:
     region: Int64s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pattern:
+class Pattern(msgspec.Struct, frozen=True, eq=False):
     """Runs listed flat: offsets within the page and lengths, shape (num_runs,); pages relative to the first, same shape."""
 
     bases: Bases

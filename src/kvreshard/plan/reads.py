@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,8 +41,7 @@ STAGING_MARGIN = 0.95
 MAX_GATHERED = 1 << 12
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(msgspec.Struct, frozen=True):
     """Copies to post directly, and batches for the staging buffer, in order."""
 
     direct: tuple[CopyList | PageCopies, ...]

@@ -13,16 +13,14 @@ the length of a sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap, Digit, canonical
 from kvreshard.model.ownership import Coordinates, Ownership, count_within
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(msgspec.Struct, frozen=True):
     """`count` repetitions, each `src_step` / `dst_step` bytes further, on neither side back."""
 
     count: int
@@ -30,8 +28,7 @@ class Loop:
     dst_step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(msgspec.Struct, frozen=True):
     """Cells along one axis: first cell (page relative to the window's first page, byte within it) and loops, innermost first."""
 
     src_page: int

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,8 +32,7 @@ Int64s = NDArray[np.int64]
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Touched:
+class Touched(msgspec.Struct, frozen=True, eq=False):
     """Entries `[start, stop)` of one group's block table `pages`, or those that `chosen` says where that is no stretch."""
 
     group: Group

@@ -11,8 +11,8 @@ neighbouring pages of a fresh table become one large read. It is found once per 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ from kvreshard.plan.refine import Loop, Strip, fold
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
+class Boxes(msgspec.Struct, frozen=True, eq=False):
     """What is read as one piece at the source, per overlap: source offsets and lengths, and where each lies in a staging slot."""
 
     src_offsets: Int64s
@@ -52,8 +51,7 @@ def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
     return Boxes(src[starts], lengths, page[starts], slot_offsets, slot_offsets[box_of] + src - src[starts][box_of])
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """Runs of `length` bytes from a slot to page `column` of the slot's destination pages, by loops; `dst_offset` is counted
     from the slot's `shift_bytes`.
     """
@@ -65,8 +63,7 @@ class Step:
     loops: tuple[Loop, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, eq=False):
     """Boxes to read and steps to permute them, all `shift_bytes` into the destination's pages; `copied_bytes` of one field
     come out of it. `dst_pages`: the distinct destination pages of the pattern, ascending.
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
@@ -39,8 +40,7 @@ FILL_BYTES, MAX_FILL_BYTES = 4 << 20, 16 << 20
 MAX_SMALL_BATCHES = 32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class Move(msgspec.Struct, frozen=True, eq=False):
     """A strided local copy: for field f, piece k and every step of `loops` (src_step in the slot, dst_step in the page)
 
         staging[(f * num_pieces + k) * slot_bytes + slot_offset + ...] -> dst_bases[f] + dst_pages[k] + dst_offset + ...
@@ -57,8 +57,7 @@ class Move:
     dst_pages: Int64s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """One filling of the staging buffer, `slots_bytes` of it. `reads.dst_address` are offsets in it; `num_bytes` of cache come
     out of it.
     """
@@ -69,8 +68,7 @@ class Batch:
     slots_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slots:
+class Slots(msgspec.Struct, frozen=True, eq=False):
     """Slots of one form, in the source's order once `find_slots` has put them together: page ids of the source's boxes, shape
     (n, boxes), and where the slot's steps begin in the destination's pages, in bytes of its pool, shape (n, pages); or (n, 1)
     where that is one page.

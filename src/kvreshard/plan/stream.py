@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from kvreshard.model.layout import Group
@@ -20,8 +21,7 @@ from kvreshard.plan.lane import Lane, Span
 from kvreshard.plan.slot import Boxes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sheaf:
+class Sheaf(msgspec.Struct, frozen=True, eq=False):
     """Lanes from one source rank whose whole pages are read alike: one `frame` for all of them.
 
     A page is `num_runs` copies of `page_bytes` together; `joins`: pages that are neighbours on both sides are one copy per
@@ -40,8 +40,7 @@ class Sheaf:
     joins_boxes: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(msgspec.Struct, frozen=True):
     """One side of the sequence as a request is checked against it: `name` is "source" or "destination"."""
 
     name: str

@@ -10,8 +10,8 @@ Nothing is listed per page and lane. `bind` says the same of any pair of pages, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,8 +33,7 @@ MIN_JOINED_BYTES, MAX_JOINED_BYTES = 128 << 10, 1 << 20
 SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few pieces for any share below it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PagePairs:
+class PagePairs(msgspec.Struct, frozen=True, eq=False):
     """What a request moves of a stream: whole pages, as stretches of page ids of both sides, and parts of pages.
 
     A part is an overlap with the source's and the destination's page id.
@@ -45,8 +44,7 @@ class PagePairs:
     parts: list[tuple[Overlap, int, int]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WholePages:
+class WholePages(msgspec.Struct, frozen=True, eq=False):
     """Pairs of whole pages of one frame, in the source's order, shape (n,). `joined`: how many continue the one before on
     both sides, where `continues`, shape (n - 1,).
     """

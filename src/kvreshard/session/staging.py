@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from kvreshard.plan.stage import Batch
@@ -21,8 +22,7 @@ from kvreshard.transport.base import Copies
 MAX_READS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedBatch:
+class PlacedBatch(msgspec.Struct, frozen=True, eq=False):
     """A batch, the address of the half that it fills, and its reads as the destination's transport sees them."""
 
     batch: Batch

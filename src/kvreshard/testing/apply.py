@@ -8,11 +8,11 @@ slow and simple on purpose: addresses are virtual, each copy is looked up in the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
 from kvreshard.model.layout import EngineLayout, Rank, Region
 from kvreshard.model.tables import Request

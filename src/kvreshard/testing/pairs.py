@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from kvreshard.model import EngineLayout, LayoutError, packed, wire
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route
 from kvreshard.testing import kind_pairs, raw_pairs

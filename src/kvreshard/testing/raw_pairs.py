@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +39,7 @@ from kvreshard.model import (
     Shard,
     Slab,
 )
+from kvreshard.model.changed import replace
 
 Rng = np.random.Generator
 MAX_TOKENS_PER_PAGE = 64

@@ -22,10 +22,12 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
@@ -84,8 +86,7 @@ class MemoryRegion:
         return f"[{self.address:#x}, {self.end:#x}) on {self.device}"
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Copies:
+class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
 
     The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here. Copies that are posted one
@@ -99,15 +100,17 @@ class Copies:
     local_address: Addresses
     remote_address: Addresses
     length_bytes: Addresses
-    whole: Copies | None = field(default=None, init=False)
-    first: int = field(default=0, init=False)
+    whole: Copies | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
+        if self.whole is not None:
+            return
         is_signed = True
         for name in ("local_address", "remote_address", "length_bytes"):
             given = getattr(self, name)
             is_signed &= isinstance(given, np.ndarray) and given.dtype == np.int64
-            object.__setattr__(self, name, _as_uint64(name, given))
+            force_setattr(self, name, _as_uint64(name, given))
         local, remote, length = self.local_address, self.remote_address, self.length_bytes
         if not local.size == remote.size == length.size:
             raise TransportError(
@@ -146,16 +149,10 @@ class Copies:
         """Pieces `[first, stop)`, row `self.first + first` of the whole and those after it. Raises TransportError for rows outside."""
         if not 0 <= first <= stop <= len(self):
             raise TransportError(f"pieces [{first}, {stop}) of {len(self)}")
-        rows, found = slice(first, stop), object.__new__(Copies)
-        for name, value in (
-            ("local_address", self.local_address[rows]),
-            ("remote_address", self.remote_address[rows]),
-            ("length_bytes", self.length_bytes[rows]),
-            ("whole", self if self.whole is None else self.whole),
-            ("first", self.first + first),
-        ):
-            object.__setattr__(found, name, value)
-        return found
+        rows, whole = slice(first, stop), self if self.whole is None else self.whole
+        return Copies(
+            self.local_address[rows], self.remote_address[rows], self.length_bytes[rows], whole, self.first + first
+        )
 
     def __len__(self) -> int:
         return int(self.length_bytes.size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -97,8 +98,7 @@ class Frame:
         return (self.remote_count - 1) * self.remote_stride_bytes + int(self.length_bytes.max())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FramedCopies:
+class FramedCopies(msgspec.Struct, frozen=True, eq=False):
     """All entries of a frame for the pairs of pages `local_page[i]`, `remote_page[i]`, whole numbers of shape (n,).
 
     `run_pages[i]`: how many neighbouring pages of both sides are one piece from there on; None for one each. Pages of which more

@@ -15,8 +15,8 @@ more pieces than a 32-bit index can tell apart.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,8 +35,7 @@ MAX_INDEX = 1 << 31
 INDICES_AT_ONCE = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
-class FramePlace:
+class FramePlace(msgspec.Struct, frozen=True):
     """Where a frame lies: memory kind ("cpu" or "cuda") and device number of each side."""
 
     local_kind: str
@@ -45,8 +44,7 @@ class FramePlace:
     remote_device: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FrameSlice:
+class FrameSlice(msgspec.Struct, frozen=True, eq=False):
     """Some pieces of a frame for one post: indices in what is prepared of each side, shape (n,), int32."""
 
     frame: Frame
@@ -93,8 +91,7 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
     return FramePlace(devices[0][0], devices[1][0], devices[0][1], devices[1][1])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedFrame:
+class PlacedFrame(msgspec.Struct, frozen=True, eq=False):
     """What every post of a frame needs beside it: its place, each entry's first index per side, shape (entries, 1), the cost of
     one page of all entries before each, and the longest entry. It does not keep the frame alive, by which it is kept.
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,8 +88,7 @@ class HostMemory:
             dst[seen.page_numbers] = src
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MoveViews:
+class MoveViews(msgspec.Struct, frozen=True, eq=False):
     """How a `move` sees slots and pages of one field as strided arrays: shapes and steps in bytes, pieces first, then the loops.
 
     Pages lie at `page_numbers` along the first axis of theirs, shape (n,).

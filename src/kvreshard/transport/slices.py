@@ -12,9 +12,9 @@ threads share it, and a thread that posts answers nobody. So:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvreshard.transport.base import Addresses, Copies
@@ -36,8 +36,7 @@ MIN_BUDGET_BYTES = 256 * 1024
 MAX_BUDGET_BYTES = 1024 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class Slice(msgspec.Struct, frozen=True, eq=False):
     """Pieces for one post: rows of (address, bytes, device number), shape (n, 3) uint64, of one memory kind a side.
 
     `local_kind` and `remote_kind` are "cpu" or "cuda".
@@ -53,8 +52,7 @@ class Slice:
         return len(self.local)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Side:
+class _Side(msgspec.Struct, frozen=True, eq=False):
     """One side of the pieces: addresses, shape (n,), and where they lie: 0 for "cpu" or 1 for "cuda", and the device number;
     one of each where all are alike.
     """
@@ -77,8 +75,7 @@ class _Side:
         return rows
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Group:
+class _Group(msgspec.Struct, frozen=True, eq=False):
     """Pieces of one memory kind a side, and the cost of all before each, shape (n + 1,)."""
 
     local: _Side
@@ -136,8 +133,7 @@ class SliceCursor:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedCopies:
+class PlacedCopies(msgspec.Struct, frozen=True, eq=False):
     """What every post of a part of some copies needs of them: NIXL's rows of both sides as in `Slice`, and the cost of all rows
     before each, shape (n + 1,).
     """

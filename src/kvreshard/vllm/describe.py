@@ -14,12 +14,13 @@ tensor, cross attention and attention sinks in shared pages, caches without view
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place, Ring, Style
 from kvreshard.kinds.assemble import NULL_PAGE, POOL
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
+from kvreshard.model.changed import replace
 from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
 from kvreshard.vllm.heads import configured_heads, total_kv_heads
 from kvreshard.vllm.layer_facts import LayerFacts, Scales, read_layer

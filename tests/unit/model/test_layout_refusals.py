@@ -1,7 +1,6 @@
 """Which layouts contradict themselves, and does the error name the fact, both values and the remedy?"""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from kvreshard.model import (
     Slab,
     split_evenly,
 )
+from kvreshard.model.changed import replace
 
 TOKEN, HEAD = Axis("token", None), Axis("head", 4)
 FIELD = Field("k", (TOKEN, HEAD), 2, "bf16")

@@ -1,12 +1,11 @@
 """Do ranks that describe themselves one by one make the engine, and is a contradiction between two of them named?"""
 
-from dataclasses import replace
-
 import pytest
 
 from kvreshard.kinds import Attention, Mamba1, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, Field, Group, LayoutError, Rank, merge_ranks
+from kvreshard.model.changed import replace
 from kvreshard.model.wire import decode, encode
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from tests.unit.model.test_wire_refusals import HOSTILE, leaves, plan, replaced
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.model import EngineLayout, LayoutError, Rank, WireError, packed, wire
+from kvreshard.model.changed import replace
 from kvreshard.model.outline import Outline
 from kvreshard.plan.route import compile_route
 from kvreshard.testing.pairs import make_pair

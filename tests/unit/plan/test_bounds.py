@@ -5,13 +5,12 @@ They would take minutes or all memory without the bounds; what is tested is that
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvreshard.model import EngineLayout, LayoutError, LayoutMismatch, WireError, packed, parts, wire
 from kvreshard.model import layout_check as checks
 from kvreshard.model.address import AxisMap, Digit
+from kvreshard.model.changed import replace
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard
 from kvreshard.model.outline import Slab

@@ -1,13 +1,12 @@
 """Does bind give the fewest copies that are right, in lists of bounded size, and does zeroing take exactly the rest?"""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kvreshard.kinds import Attention, Latent, Mamba1, Ring, Style
 from kvreshard.model import EngineLayout, Rank, Region
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import ByteRanges, CopyList, bind, compile_route, find_unwritten
 from kvreshard.plan import bind as _bind

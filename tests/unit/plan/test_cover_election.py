@@ -1,13 +1,12 @@
 """Who gives what to whom: atoms, boxes, and an election that every rank decides alike."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
+from kvreshard.model.changed import replace
 from kvreshard.plan import Election, compile_route, elect, match_fields
 from kvreshard.plan.cover import atoms, common_period, count_common, join
 from kvreshard.testing.apply import check_transfer, compile_all

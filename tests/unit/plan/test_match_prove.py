@@ -1,7 +1,6 @@
 """Is a pair that cannot be routed refused in words, and does the proof see through a wrong route, whoever made it?"""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from kvreshard.model import (
     Shard,
     Slab,
 )
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove

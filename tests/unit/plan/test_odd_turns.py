@@ -7,7 +7,6 @@ edges or steps, since a test of seconds says what machine it ran on.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
+from kvreshard.model.changed import replace
 from kvreshard.model.ownership import MAX_SIZE
 from kvreshard.plan import budget, compile_route, cover, elect, election, lane, match_fields, plan_reads
 from kvreshard.plan.cover import (

@@ -1,12 +1,13 @@
 """Does a request get the way that its block tables deserve, and do frames name the copies that a list names?"""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import BindError, EngineLayout
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import CopyList, PageCopies, bind, compile_route, reads, stage, whole
 from kvreshard.plan.bind import bind_lane, cut_lanes, find_runs

@@ -1,7 +1,6 @@
 """Which requests are refused, before the first address is given out, and does the error name what is wrong?"""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from kvreshard.kinds import Attention, Latent, Mamba1, Opaque, Ring
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import BindError, EngineLayout
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route, find_unwritten
 from kvreshard.testing.small import GROUP, changed, engine, request

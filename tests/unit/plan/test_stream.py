@@ -1,11 +1,10 @@
 """Are lanes put together exactly where one frame can say what each of them reads?"""
 
-from dataclasses import replace
-
 import numpy as np
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
+from kvreshard.model.changed import replace
 from kvreshard.plan import Lane, compile_route
 from kvreshard.plan.stream import make_streams
 from kvreshard.testing.small import engine

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from tests.unit.session.world import (
@@ -24,6 +23,7 @@ from tests.unit.session.world import (
 )
 
 from kvreshard.model import LayoutMismatch
+from kvreshard.model.changed import replace
 from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.orders import (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 import pytest
 import zmq
 
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError
+from kvreshard.model.changed import replace
 from kvreshard.session import handshake
 from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_card, encode_card, make_card
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener, fetch_card, tell_outcome

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from tests.unit.session.world import LEASE, REMOTE, SLOT, World, make_world, meet
 
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.notes import Heartbeat, Note, Report, read_note

@@ -6,7 +6,6 @@ In virtual time: the clock goes on by as long as the reader's thread would rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -24,6 +23,7 @@ from tests.unit.session.world import (
 )
 
 from kvreshard.model import WireError
+from kvreshard.model.changed import replace
 from kvreshard.session.card import EngineCard, decode_card, encode_card
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Heartbeat, read_note

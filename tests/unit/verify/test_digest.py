@@ -1,7 +1,5 @@
 """Known answers, keys, positions, refusals, and the message that a wrong transfer ends in."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from tests.unit.verify import slow_digest
@@ -10,6 +8,7 @@ from tests.unit.verify.engines import Engine, small
 from kvreshard.kinds import Attention, Latent, Opaque, Ring, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
 from kvreshard.model import Axis, Field
+from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.transport.local import HostMemory

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
+from kvreshard.model.changed import replace
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.vllm.params import KEY, GroupParams, ParamsError, RemotePrefill, read_params, write_params
@@ -53,7 +52,7 @@ def test_words_do_not_lose_bits_in_a_router_written_in_javascript() -> None:
 def test_what_is_added_to_a_group_is_left_out_where_it_says_nothing() -> None:
     """An earlier release does not know the word, and its seal is over what it knows."""
     assert params()[KEY]["seal"] == "5662bd8651feb842"  # of a release without it
-    replayed = replace(PREFILL, groups=(structs.replace(PREFILL.groups[0], first_token=300), *PREFILL.groups[1:]))
+    replayed = replace(PREFILL, groups=(replace(PREFILL.groups[0], first_token=300), *PREFILL.groups[1:]))
     read = read_params(json.loads(json.dumps(write_params(replayed, SIZES))))
     assert [group.first_held for group in read.groups] == [300, 0, 0]
     assert [group.first_held for group in PREFILL.groups] == [256, 0, 0]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from vllm.v1.kv_cache_interface import KVQuantMode
@@ -24,6 +23,7 @@ from kvreshard.catalog.spec import EngineSpec
 from kvreshard.kinds import Attention, Kind, Latent, Place, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.model import EngineLayout
+from kvreshard.model.changed import replace
 
 Cache = tuple[object, ...]
 Table = tuple[list[int], int | None]

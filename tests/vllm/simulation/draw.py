@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tests.vllm import models
@@ -17,6 +17,8 @@ from tests.vllm.engines import ModelLayer
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import LONGEST, MOST_SAID, Weather
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+from kvreshard.model.changed import replace
 
 Layers = Mapping[str, ModelLayer]
 # Tokens that become one compressed entry.

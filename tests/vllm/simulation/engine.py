@@ -10,7 +10,7 @@ import copy
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvreshard.model import wire
+from kvreshard.model.changed import replace
 from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address
