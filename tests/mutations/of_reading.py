@@ -175,12 +175,18 @@ MUTANTS = [
     ),
     Mutant(
         "pages are joined that are neighbours at the source only",
-        "plan/whole.py",
-        "continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)",
-        "continues = steps == 1",
+        "model/plain_loops.py",
+        "np.count_nonzero(continues & (dst[1:] - dst[:-1] == 1))",
+        "np.count_nonzero(continues)",
     ),
-    Mutant("joined pages are one page long", "plan/whole.py", "starts[1:] - starts[:-1]", "1"),
-    Mutant("the last run is one page long", "plan/whole.py", "len(self.src_page) - starts[-1]", "1"),
+    Mutant(
+        "joined pages are one page long",
+        "model/plain_loops.py",
+        "np.diff(starts, append=len(src))",
+        "np.ones_like(starts)",
+    ),
+    Mutant("the last run is one page short", "model/plain_loops.py", "append=len(src)", "append=len(src) - 1"),
+    Mutant("runs are joined at the source only", "model/plain_loops.py", "dst[1:] - dst[:-1] != 1, out", "False, out"),
     Mutant("a run's bytes are those of one page", "plan/copies.py", "int(self.run_pages.sum())", "len(self.src_page)"),
     Mutant("pages are joined that do not touch", "plan/whole.py", "joins = sheaf.joins and pages", "joins = pages"),
     Mutant(
@@ -219,7 +225,7 @@ MUTANTS = [
         "return len(self.lengths) * len(self.pattern.bases.src)",
         "return len(self.lengths)",
     ),
-    Mutant("runs are as long as they are", "plan/whole.py", "begins[::most_pages] = True", "begins[:1] = True"),
+    Mutant("runs are as long as they are", "model/plain_loops.py", "begins[::most_pages] = True", "begins[:1] = True"),
     Mutant(
         "constants of another version count",
         "session/constants.py",

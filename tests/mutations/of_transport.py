@@ -66,7 +66,9 @@ MUTANTS = [
     Mutant(
         "a frame's last page is not looked at", "transport/frames.py", "np.uint64((count - 1) * stride)", "np.uint64(0)"
     ),
-    Mutant("the end of a run is not looked at", "transport/framed.py", "else page + (runs - 1))", "else page)"),
+    Mutant(
+        "the end of a run is not looked at", "transport/framed.py", "bounds(page + (runs - 1))[1]", "bounds(page)[1]"
+    ),
     Mutant(
         "runs of pages with gaps are let in",
         "transport/framed.py",
@@ -75,9 +77,9 @@ MUTANTS = [
     ),
     Mutant(
         "a run is one page long",
-        "transport/frames.py",
-        "lengths = copies.frame.length_bytes[:, None] * runs",
-        "lengths = copies.frame.length_bytes[:, None] * np.ones_like(runs)",
+        "model/plain_loops.py",
+        "(entries[2][:, None] * pages[2].astype(np.uint64))",
+        "(entries[2][:, None] * np.ones_like(pages[2]).astype(np.uint64))",
     ),
     Mutant(
         "a run that must be cut is listed",
@@ -88,8 +90,8 @@ MUTANTS = [
     Mutant(
         "the remote pages of a run are the local ones",
         "transport/frames.py",
-        "copies.local_page, copies.remote_page\n        pages",
-        "copies.local_page, copies.local_page\n        pages",
+        "(copies.local_page, copies.remote_page, run_pages)",
+        "(copies.local_page, copies.local_page, run_pages)",
     ),
     Mutant(
         "what was found for other regions is used again",

@@ -33,7 +33,8 @@ PAIRS = ["tests/property/test_pairs.py"]
 SESSION_UNITS = ["tests/unit/session", "tests/unit/transport", "-m", "not nixl and not slow"]
 HISTORIES = ["tests/property/test_session.py", "--hypothesis-profile=ci"]
 TIMEOUT_S = 300
-KEPT = shutil.ignore_patterns("__pycache__", ".hypothesis")
+# Without what was compiled: the mutants are of the Python beside it.
+KEPT = shutil.ignore_patterns("__pycache__", ".hypothesis", "*.so")
 
 
 @dataclass(frozen=True)

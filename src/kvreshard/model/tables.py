@@ -16,6 +16,7 @@ from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 from kvreshard.model.errors import BindError
+from kvreshard.model.loops import page_ids
 
 
 class PageTable(msgspec.Struct, frozen=True, eq=False):
@@ -35,7 +36,7 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
         def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None: ...
 
     def __post_init__(self) -> None:
-        array = np.array(self.pages)
+        array = page_ids(self.pages)
         if array.ndim != 1 or array.dtype != np.int64:
             if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
                 raise BindError(

@@ -30,7 +30,7 @@ from kvreshard.plan.cost import Choice
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, fill_bytes, find_slots, pack, stage_pages, stage_pieces
-from kvreshard.plan.stream import Sheaf
+from kvreshard.plan.stream import Sheaf, Stream
 from kvreshard.plan.whole import MIN_FRAMED_COPIES, PagePairs, WholePages, direct_copies, pair_pages, part_copies
 
 Int64s = NDArray[np.int64]
@@ -65,18 +65,9 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
 
     Raises BindError.
     """
-    check_request(route, request)
     plan = _Plan(staging_bytes, min_framed)
     framed: dict[PageFrame, _Framed] = {}
-    for stream in route.streams:
-        if not request.intervals[stream.dst_group.name]:
-            continue
-        size = stream.page_indices
-        if size is None:
-            for cut in cut_stream(stream, request):
-                plan.add_lane(cut)
-            continue
-        pairs = pair_pages(stream, size, request)
+    for stream, pairs in _cut(route, request, plan):
         for sheaf in stream.sheaves:
             found = framed.get(sheaf.frame)
             if found is None:
@@ -88,6 +79,26 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
         plan.add_pages(found)
     batches = tuple(pack(plan.batches, staging_bytes))
     return ReadPlan(tuple(_gathered(plan.direct)), batches)
+
+
+def _cut(route: Route, request: Request, plan: _Plan) -> Iterator[tuple[Stream, PagePairs]]:
+    """The streams of equal pages with what the request moves of them; the other lanes are given to the plan."""
+    quick = None if route.quick is None else route.quick.cut(request)
+    if quick is not None:
+        for stream, found in zip(route.streams, quick, strict=True):
+            if found is not None:
+                yield stream, PagePairs(*found)
+        return
+    check_request(route, request)
+    for stream in route.streams:
+        if not request.intervals[stream.dst_group.name]:
+            continue
+        size = stream.page_indices
+        if size is not None:
+            yield stream, pair_pages(stream, size, request)
+            continue
+        for cut in cut_stream(stream, request):
+            plan.add_lane(cut)
 
 
 @dataclass(slots=True)

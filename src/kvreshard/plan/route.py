@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
@@ -33,10 +34,13 @@ from kvreshard.plan.kept import Kept
 from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pattern import Bases
-from kvreshard.plan.stream import Stream, make_streams
+from kvreshard.plan.stream import Stream, make_streams, quick_streams
 
 # The proof compares the lanes of a field with one another: 512 source ranks of eight kinds of fields make that many pairs.
 MAX_LANE_PAIRS = 1 << 20
+
+if TYPE_CHECKING:
+    from kvreshard.model._loops import Streams
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class Route:
     def streams(self) -> tuple[Stream, ...]:
         """The lanes, together where they share both block tables and cut the sequence alike."""
         return make_streams(self.lanes)
+
+    @cached_property
+    def quick(self) -> Streams | None:
+        """What says at once that a plain request is right, where all streams are plain and it was compiled."""
+        return quick_streams(self.streams, self.dst_groups)
 
     def drop_kept(self) -> None:
         """Keep nothing of what its lanes have computed: nobody will read by it."""

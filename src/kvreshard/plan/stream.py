@@ -7,18 +7,25 @@ many lanes at once as differ by their addresses only, as one frame that a transp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from kvreshard.model.layout import Group
-from kvreshard.model.ownership import Ownership
+from kvreshard.model.loops import compiled
+from kvreshard.model.ownership import Interval, Ownership
 from kvreshard.plan.copies import PageFrame
 from kvreshard.plan.lane import Lane, Span
 from kvreshard.plan.slot import Boxes
+
+if TYPE_CHECKING:
+    from kvreshard.model._loops import Streams
+
+ALL = Interval(0, None)
 
 
 class Sheaf(msgspec.Struct, frozen=True, eq=False):
@@ -161,3 +168,39 @@ def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, fram
 def _way(lane: Lane) -> object:
     """What decides how a lane is read."""
     return None if lane.choice is None else (lane.choice.way, lane.choice.forced, lane.choice.model)
+
+
+def quick_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> Streams | None:
+    """What says of plain requests that nothing is wrong, and cuts them; None where it was not compiled, or a stream is not plain.
+
+    Plain: pages of one size on both sides, no rings, ranks that hold the whole sequence.
+    """
+    if compiled is None or not streams:
+        return None
+    pools = {group.pool: number for number, group in enumerate(groups)}
+    known = {
+        group.name: compiled.Pages(group.name, group.num_pages, group.null_page, pools[group.pool], number)
+        for number, group in enumerate(groups)
+    }
+    found = []
+    for stream in streams:
+        size = _plain_size(stream)
+        if size is None:
+            return None
+        src, dst = stream.src_group, known[stream.dst_group.name]
+        pages = compiled.Pages(src.name, src.num_pages, src.null_page, 0, 0)
+        partial = stream.tokens_per_index - 1 if stream.keep_partial else 0
+        found.append(compiled.Stream(pages, dst, size, stream.tokens_per_index, partial))
+    quick: Streams = compiled.Streams(found, known, 1 + max(pools.values()))
+    return quick
+
+
+def _plain_size(stream: Stream) -> int | None:
+    """Indices of a page, 0 for a state, None for a stream that is not plain."""
+    size = stream.page_indices
+    if stream.sides is None or size is None:
+        return 0 if stream.sides is None and size == 1 else None
+    is_plain = all(
+        side.owned == ALL and side.indices_per_page == size and side.span.ring_pages is None for side in stream.sides
+    )
+    return size if is_plain else None

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.loops import neighbours, runs
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.bind import MAX_COPIES_PER_LIST, index_ranges
 from kvreshard.plan.copies import CopyList, PageCopies
@@ -46,13 +47,13 @@ class PagePairs(msgspec.Struct, frozen=True, eq=False):
 
 class WholePages(msgspec.Struct, frozen=True, eq=False):
     """Pairs of whole pages of one frame, in the source's order, shape (n,). `joined`: how many continue the one before on
-    both sides, where `continues`, shape (n - 1,).
+    both sides; `src_joined`: how many do at the source.
     """
 
     src_page: Int64s
     dst_page: Int64s
-    continues: NDArray[np.bool_]
     joined: int
+    src_joined: int
 
     @staticmethod
     def of(src: Sequence[Int64s], dst: Sequence[Int64s]) -> WholePages:
@@ -61,27 +62,16 @@ class WholePages(msgspec.Struct, frozen=True, eq=False):
             return _NO_PAGES
         src_page = src[0] if len(src) == 1 else np.concatenate(src)
         dst_page = dst[0] if len(dst) == 1 else np.concatenate(dst)
-        steps = src_page[1:] - src_page[:-1]
-        if len(steps) and np.minimum.reduce(steps) < 0:
+        ascends, joined, src_joined = neighbours(src_page, dst_page)
+        if not ascends:
             order = src_page.argsort()
             src_page, dst_page = src_page[order], dst_page[order]
-            steps = src_page[1:] - src_page[:-1]
-        continues = (steps == 1) & (dst_page[1:] - dst_page[:-1] == 1)
-        return WholePages(src_page, dst_page, continues, int(np.count_nonzero(continues)))
-
-    def runs(self, most_pages: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Source page, destination page and number of pages, at most so many, of every run that continues on both sides."""
-        begins = np.empty(len(self.src_page), dtype=bool)
-        np.logical_not(self.continues, out=begins[1:])
-        begins[::most_pages] = True
-        starts = np.flatnonzero(begins)
-        run_pages = np.empty_like(starts)
-        run_pages[:-1], run_pages[-1] = starts[1:] - starts[:-1], len(self.src_page) - starts[-1]
-        return self.src_page[starts], self.dst_page[starts], run_pages
+            _, joined, src_joined = neighbours(src_page, dst_page)
+        return WholePages(src_page, dst_page, joined, src_joined)
 
     def num_src_runs(self) -> int:
         """Runs of neighbouring source pages, whatever the destination looks like."""
-        return 1 + int(np.count_nonzero(self.src_page[1:] - self.src_page[:-1] != 1))
+        return len(self.src_page) - self.src_joined
 
 
 def pair_pages(stream: Stream, size: int, request: Request) -> PagePairs:
@@ -124,7 +114,7 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
         yield PageCopies(src_rank, dst_rank, frame, pages.src_page, pages.dst_page)
         return
     most_pages = max(1, max_joined_bytes(sheaf.page_bytes * num_pages) // frame.dst_stride_bytes) if joins else 1
-    src_page, dst_page, run_pages = pages.runs(most_pages)
+    src_page, dst_page, run_pages = runs(pages.src_page, pages.dst_page, most_pages)
     each = max(1, MAX_COPIES_PER_LIST // sheaf.num_runs)
     for first in range(0, len(src_page), each):
         part = slice(first, first + each)
@@ -138,7 +128,7 @@ def max_joined_bytes(num_bytes: int) -> int:
     return min(MAX_JOINED_BYTES, max(MIN_JOINED_BYTES, num_bytes // SHARED_COPIES))
 
 
-_NO_PAGES = WholePages(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), 0)
+_NO_PAGES = WholePages(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0, 0)
 
 
 def part_copies(lane: Lane, overlap: Overlap, src_page: int, dst_page: int) -> CopyList:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvreshard.model.loops import bounds
 from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Addresses, Copies, TransportError
 
 
@@ -124,7 +125,7 @@ class FramedCopies(msgspec.Struct, frozen=True, eq=False):
         if not len(self.local_page):
             return
         if runs is not None:
-            least, most = np.minimum.reduce(runs), np.maximum.reduce(runs)
+            least, most = bounds(runs)
             if least < 1 or most > (self.frame.local_count if self.frame.is_dense else 1):
                 raise TransportError(
                     f"runs of {least} to {most} pages, of a frame of {self.frame.local_count}; a run has one page, or more that lie "
@@ -135,7 +136,9 @@ class FramedCopies(msgspec.Struct, frozen=True, eq=False):
             ("remote", self.remote_page, self.frame.remote_count),
         )
         for name, page, count in sides:
-            low, high = np.minimum.reduce(page), np.maximum.reduce(page if runs is None else page + (runs - 1))
+            low, high = bounds(page)
+            if runs is not None:
+                high = bounds(page + (runs - 1))[1]
             if low < 0 or high >= count:
                 raise TransportError(f"{name} pages from {low} to {high}, but the frame has [0, {count})")
 

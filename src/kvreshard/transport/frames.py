@@ -20,14 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.transport.base import Addresses
+from kvreshard.model.loops import bounds, frame_rows
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import (
     DESCRIPTOR_COST_BYTES,
     MAX_PIECE_BYTES,
     PlacedCopies,
-    cost_before,
 )
 
 MAX_INDEX = 1 << 31
@@ -94,8 +93,6 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
 class PlacedFrame(msgspec.Struct, frozen=True, eq=False):
     """What every post of a frame needs beside it: its place, each entry's first index per side, shape (entries, 1), the cost of
     one page of all entries before each, and the longest entry. It does not keep the frame alive, by which it is kept.
-
-    Of both sides, local and remote, for what is listed: `starts`, shape (2, entries, 1), `strides`, (2, 1), `devices`, (2, 1, 1).
     """
 
     place: FramePlace
@@ -103,9 +100,6 @@ class PlacedFrame(msgspec.Struct, frozen=True, eq=False):
     remote_base: NDArray[np.int32]
     cost_bytes: list[int]
     longest_bytes: int
-    starts: Addresses
-    strides: Addresses
-    devices: Addresses
 
     @staticmethod
     def of(frame: Frame, place: FramePlace) -> PlacedFrame:
@@ -118,26 +112,23 @@ class PlacedFrame(msgspec.Struct, frozen=True, eq=False):
             entries * np.int32(frame.remote_count),
             [0, *cost.tolist()],
             int(frame.length_bytes.max()),
-            np.stack([frame.local_address, frame.remote_address])[:, :, None],
-            np.array([[frame.local_stride_bytes], [frame.remote_stride_bytes]], dtype=np.uint64),
-            np.array([[[place.local_device]], [[place.remote_device]]], dtype=np.uint64),
         )
 
     def listed(self, copies: FramedCopies) -> PlacedCopies | None:
         """The same pieces as rows; None where there are none, or one must be cut."""
-        runs = copies.runs()
-        if not len(runs) or int(np.maximum.reduce(runs)) * self.longest_bytes > MAX_PIECE_BYTES:
+        frame, place, run_pages = copies.frame, self.place, copies.run_pages
+        if run_pages is None:
+            run_pages = np.ones(len(copies.local_page), dtype=np.int64)
+        if not len(run_pages) or bounds(run_pages)[1] * self.longest_bytes > MAX_PIECE_BYTES:
             return None
-        pages = np.empty((2, len(runs)), dtype=np.uint64)
-        pages[0], pages[1] = copies.local_page, copies.remote_page
-        pages *= self.strides
-        lengths = copies.frame.length_bytes[:, None] * runs
-        rows = np.empty((2, *lengths.shape, 3), dtype=np.uint64)
-        np.add(self.starts, pages[:, None], out=rows[..., 0])
-        rows[..., 1], rows[..., 2] = lengths, self.devices
-        local, remote = rows.reshape(2, -1, 3)
-        place = self.place
-        return PlacedCopies(local, remote, place.local_kind, place.remote_kind, cost_before(lengths.reshape(-1)))
+        local, remote, cost_bytes = frame_rows(
+            (frame.local_address, frame.remote_address, frame.length_bytes),
+            (frame.local_stride_bytes, frame.remote_stride_bytes),
+            (place.local_device, place.remote_device),
+            (copies.local_page, copies.remote_page, run_pages),
+            DESCRIPTOR_COST_BYTES,
+        )
+        return PlacedCopies(local, remote, place.local_kind, place.remote_kind, cost_bytes)
 
 
 def place_frame(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: str) -> PlacedFrame | None:

@@ -8,6 +8,7 @@ import pytest
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.changed import replace
+from kvreshard.model.loops import runs
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import CopyList, PageCopies, bind, compile_route, reads, stage, whole
 from kvreshard.plan.bind import bind_lane, cut_lanes, find_runs
@@ -117,7 +118,7 @@ def test_what_is_too_little_to_be_shared_is_what_the_transport_does_not_share() 
 def test_runs_have_every_page_once_and_not_too_many(most_pages: int) -> None:
     src = np.array([*range(10, 18), 30, *range(31, 34), 50])
     dst = np.array([*range(80, 88), 3, *range(60, 63), 9])
-    found = list(zip(*(column.tolist() for column in whole.WholePages.of([src], [dst]).runs(most_pages)), strict=True))
+    found = list(zip(*(column.tolist() for column in runs(src, dst, most_pages)), strict=True))
     pages = [(here + k, there + k) for here, there, count in found for k in range(count)]
     assert pages == list(zip(src.tolist(), dst.tolist(), strict=True))
     assert max(count for _, _, count in found) == min(most_pages, 8)

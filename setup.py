@@ -1,0 +1,10 @@
+"""What pyproject.toml cannot say: the one compiled module. Where there is no compiler it is left out, and NumPy does its work."""
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+LOOPS = Extension(
+    "kvreshard.model._loops", ["src/kvreshard/model/_loops.pyx"], optional=True, extra_compile_args=["-g0"]
+)
+
+setup(ext_modules=cythonize([LOOPS], build_dir="build"))

@@ -1,0 +1,28 @@
+"""What does a request ask of every one of its pages? Small loops, compiled where a compiler was there when this was installed.
+
+`_loops.pyx` has them compiled, `plain_loops` the same in NumPy. `_loops.Streams`, which looks at a whole request, is there
+compiled only: elsewhere `plan.request_check` and `plan.whole` say the same, stream by stream.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from kvreshard.model import plain_loops
+
+compiled: ModuleType | None
+if TYPE_CHECKING:
+    from kvreshard.model import _loops as compiled
+    from kvreshard.model.plain_loops import bounds, frame_rows, neighbours, page_ids, runs
+else:
+    try:
+        from kvreshard.model import _loops as compiled
+    except ImportError:  # no compiler, or a tree that nobody installed
+        compiled = None
+    _found = plain_loops if compiled is None else compiled
+    bounds, frame_rows, neighbours, page_ids, runs = (
+        getattr(_found, name) for name in ("bounds", "frame_rows", "neighbours", "page_ids", "runs")
+    )
+
+__all__ = ["bounds", "compiled", "frame_rows", "neighbours", "page_ids", "runs"]

@@ -1,0 +1,83 @@
+"""Does what is compiled do what the NumPy beside it does, and is it there where a compiler is?"""
+
+import os
+import random
+import shutil
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from kvreshard.model import plain_loops
+from kvreshard.model.loops import compiled
+from kvreshard.model.tables import PageTable
+
+FORMS = [plain_loops] + ([] if compiled is None else [compiled])
+needs_compiled = pytest.mark.skipif(compiled is None, reason="nothing was compiled when this was installed")
+
+
+@pytest.mark.skipif(not os.environ.get("KVRESHARD_REQUIRE_NIXL"), reason="only where all that can be here must be here")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler on this machine")
+def test_where_a_compiler_is_the_loops_are_compiled() -> None:
+    assert compiled is not None, "install the package again: `pip install -e .` compiles its loops"
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    return one == other
+
+
+def pages(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of pages with stretches of neighbours on one side or both, some of them backwards."""
+    steps = rng.choice([1, 1, 1, 1, 2, 7], size=(2, rng.integers(1, 60)))
+    found = 5 + np.cumsum(steps, axis=1)
+    return (found[0], found[1]) if rng.random() < 0.7 else (found[0][::-1], found[1])
+
+
+@needs_compiled
+def test_pairs_of_pages_are_compared_and_joined_alike() -> None:
+    assert compiled is not None
+    seed = random.getrandbits(32)
+    rng = np.random.default_rng(seed)
+    for _ in range(300):
+        src, dst = pages(rng)
+        assert same(compiled.bounds(src), plain_loops.bounds(src)), seed
+        found = compiled.neighbours(src, dst)
+        wanted = plain_loops.neighbours(src, dst)
+        assert found == wanted if wanted[0] else not found[0], seed
+        most = int(rng.integers(1, 12))
+        assert same(compiled.runs(src, dst, most), plain_loops.runs(src, dst, most)), seed
+
+
+@needs_compiled
+def test_the_rows_of_a_frame_are_alike() -> None:
+    assert compiled is not None
+    rng = np.random.default_rng(random.getrandbits(32))
+    for _ in range(100):
+        entries = tuple(rng.integers(1, 2**62, size=rng.integers(1, 9), dtype=np.uint64) for _ in range(1)) * 2
+        lengths = rng.integers(1, 9000, size=len(entries[0]), dtype=np.uint64)
+        of_runs = tuple(rng.integers(1, 100, size=rng.integers(1, 9)) for _ in range(1)) * 3
+        given = (*entries, lengths), (int(rng.integers(9000)), 4096), (0, 3), of_runs, 500
+        assert same(compiled.frame_rows(*given), plain_loops.frame_rows(*given))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(
+    "given",
+    [[], [3], [5, 1, 2**62], (4, 5), [True, 2], [1.5], [2**63], [2**70], ["a"], [[1], [2]], [None], np.arange(4)[::-1]],
+)
+def test_a_block_table_is_read_as_numpy_reads_it(form: ModuleType, given: object) -> None:
+    found, wanted = form.page_ids(given), np.array(given)
+    assert same(found, wanted)
+    assert found is not given
+
+
+def test_a_block_table_is_a_copy_and_of_whole_numbers() -> None:
+    given = np.array([1, 2, 3], dtype=np.int32)
+    table = PageTable(given, 3)
+    given[0] = 9
+    assert table.pages.tolist() == [1, 2, 3]
+    assert table.pages.dtype == np.int64
