@@ -30,8 +30,9 @@ from kvreshard.transport.slices import (
 )
 
 MAX_INDEX = 1 << 31
-# Of a few posts: written in one go, and still in a core's cache when they are read. 128 KiB a side.
-INDICES_AT_ONCE = 1 << 15
+# Of a few posts: written in one go, and still in a core's cache when they are read. 32 KiB a side: from 128 KiB on the allocator asks the
+# system for each, whose pages are new (0.3 ms instead of 0.75 for 125,000 pieces).
+INDICES_AT_ONCE = 1 << 13
 
 
 class FramePlace(msgspec.Struct, frozen=True):

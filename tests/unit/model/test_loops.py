@@ -81,3 +81,28 @@ def test_a_block_table_is_a_copy_and_of_whole_numbers() -> None:
     given[0] = 9
     assert table.pages.tolist() == [1, 2, 3]
     assert table.pages.dtype == np.int64
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_the_rows_of_two_entries_and_two_runs(form: ModuleType) -> None:
+    """Pages of 64 and of 32 bytes, runs of three pages and of one: every address, length and cost by hand."""
+    entries = np.array([1000, 5000], np.uint64), np.array([70000, 90000], np.uint64), np.array([64, 32], np.uint64)
+    of_runs = np.array([2, 9]), np.array([4, 1]), np.array([3, 1])
+    local, remote, cost = form.frame_rows(entries, (64, 128), (0, 5), of_runs, 100)
+    assert local.tolist() == [[1128, 192, 0], [1576, 64, 0], [5128, 96, 0], [5576, 32, 0]]
+    assert remote.tolist() == [[70512, 192, 5], [70128, 64, 5], [90512, 96, 5], [90128, 32, 5]]
+    assert cost.tolist() == [0, 292, 456, 652, 784]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_runs_go_on_where_both_sides_do(form: ModuleType) -> None:
+    src, dst = np.array([3, 4, 5, 6, 9, 10, 11]), np.array([8, 9, 10, 20, 21, 22, 23])
+    assert [column.tolist() for column in form.runs(src, dst, 99)] == [[3, 6, 9], [8, 20, 21], [3, 1, 3]]
+    assert [column.tolist() for column in form.runs(src, dst, 2)] == [
+        [3, 5, 6, 9, 11],
+        [8, 10, 20, 21, 23],
+        [2, 1, 1, 2, 1],
+    ]
+    assert form.neighbours(src, dst) == (True, 4, 5)
+    assert form.neighbours(src[::-1], dst)[0] is False
+    assert form.bounds(dst) == (8, 23)

@@ -1,6 +1,7 @@
 """Is what was found of some copies used again, and only for the regions that it was found for?"""
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -73,3 +74,31 @@ def test_nothing_outlives_its_key() -> None:
     gc.collect()
     assert not frames._found
     assert not wholes._found
+
+
+def test_what_was_asked_for_last_goes_with_its_key_like_everything_else() -> None:
+    class Key:
+        pass
+
+    class Value:
+        pass
+
+    made: list[weakref.ref[Value]] = []
+
+    def find(*_: object) -> Value:
+        value = Value()
+        made.append(weakref.ref(value))
+        return value
+
+    placed, table = Placed[Key, Value](find), RegionTable()
+    first, second = Key(), Key()
+    assert placed.get(first, table, table, "") is placed.get(first, table, table, "") is made[0]()
+    assert placed.get(second, table, table, "") is made[1]() is not placed.get(first, table, table, "")
+    assert placed.get(first, RegionTable(), table, "") is made[2]()
+    assert made[0]() is None
+    del first
+    assert made[2]() is None
+    assert placed.get(second, table, table, "") is made[1]()
+    del second
+    assert made[1]() is None
+    assert len(made) == 3
