@@ -3,8 +3,10 @@
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
-LOOPS = Extension(
-    "kvreshard.model._loops", ["src/kvreshard/model/_loops.pyx"], optional=True, extra_compile_args=["-g0"]
-)
+LOOPS = Extension("kvreshard.model._loops", ["src/kvreshard/model/_loops.pyx"], extra_compile_args=["-g0"])
 
-setup(ext_modules=cythonize([LOOPS], build_dir="build"))
+extensions = cythonize([LOOPS], build_dir="build")
+for extension in extensions:
+    extension.optional = True  # `cythonize` makes extensions anew, without it
+
+setup(ext_modules=extensions)
