@@ -6,6 +6,7 @@ the compiled look accepts has been accepted by `check_request` and is cut like `
 
 import random
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from kvreshard.plan.request_check import check_request
 from kvreshard.plan.whole import pair_pages
 from kvreshard.testing import kind_pairs
 from kvreshard.testing.requests import make_request
+from kvreshard.testing.small import engine
+from kvreshard.testing.small import request as small_request
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="nothing was compiled when this was installed")
 NUM_PAIRS = 400
@@ -152,3 +155,39 @@ def test_the_compiled_look_says_what_the_checks_say() -> None:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert num_good > NUM_PAIRS // 10
     assert min(num_bad.values()) > NUM_PAIRS // 10, num_bad
+
+
+def test_what_is_of_another_kind_is_left_to_the_checks() -> None:
+    """Mappings that are no dictionaries, numbers that are none, arrays of other numbers: nothing is accepted, and nothing breaks."""
+    src, dst = engine("prefill"), engine("decode")
+    route, good = compile_route(src, dst, 0), small_request(src, dst, 10, new_pages=[3])
+    assert route.quick is not None
+    assert route.quick.cut(good) is not None
+    (name,) = good.intervals
+    for changes in (
+        {"src_tables": MappingProxyType(dict(good.src_tables))},
+        {"dst_tables": MappingProxyType(dict(good.dst_tables))},
+        {"intervals": MappingProxyType(dict(good.intervals))},
+        {"dst_new_pages": None},
+        {"dst_new_pages": {name: np.array([3], dtype=np.int32)}},
+        {"dst_new_pages": {name: [3]}},
+        {"intervals": {name: [(0, 2**70)]}},
+        {"intervals": {name: [(0.0, 10.0)]}},
+        {"intervals": {name: [(0, 2**63 - 1)]}},
+        {"src_tables": {name: PageTable([1, 2, 3], 10.5)}},
+        {"dst_tables": {name: PageTable([2, 3, 4], 10, 0.5)}},
+        {"src_tables": {name: None}},
+        {"dst_tables": {name: 1}},
+    ):
+        assert route.quick.cut(replace(good, **changes)) is None, changes
+
+
+def test_read_only_tables_are_tables() -> None:
+    src, dst = engine("prefill"), engine("decode")
+    route, good = compile_route(src, dst, 0), small_request(src, dst, 10, new_pages=[3])
+    assert route.quick is not None
+    for table in (*good.src_tables.values(), *good.dst_tables.values()):
+        table.pages.flags.writeable = False
+    for pages in good.dst_new_pages.values():
+        pages.flags.writeable = False
+    assert route.quick.cut(good) is not None

@@ -86,6 +86,13 @@ def runs(const int64[:] src, const int64[:] dst, int64 most_pages):
     return found[0], found[1], found[2]
 
 
+cdef int64 _whole(object number) except? -1:
+    """A number that is whole: others would be cut off without a word."""
+    if not PyLong_CheckExact(number):
+        raise TypeError(number)
+    return PyLong_AsLongLong(number)
+
+
 cdef struct Held:
     int64 key
     int group
@@ -167,7 +174,7 @@ cdef class Streams:
         """
         try:
             return self._cut(request)
-        except (OverflowError, TypeError, ValueError):  # mappings, numbers or arrays of other kinds
+        except (AttributeError, OverflowError, TypeError, ValueError):  # mappings, numbers or arrays of other kinds
             return None
 
     cdef object _cut(self, object request):
@@ -213,11 +220,13 @@ cdef class Streams:
 
     cdef object _paged(self, Stream stream, object src, object dst, object wanted, _Seen seen):
         cdef const int64[:] src_page = src.pages, dst_page = dst.pages
-        cdef int64 src_first = src.first_page, dst_first = dst.first_page, num_tokens = min(src.num_tokens, dst.num_tokens)
+        cdef int64 src_first = _whole(src.first_page), dst_first = _whole(dst.first_page)
+        cdef int64 num_tokens = min(_whole(src.num_tokens), _whole(dst.num_tokens))
         cdef int64 size = stream.size, start, stop, low, high, end = 0, page, first, last, edge, start_token, stop_token
         cdef list src_found = [], dst_found = [], parts = []
         for interval in wanted:
-            start_token, stop_token = interval
+            first_token, end_token = interval
+            start_token, stop_token = _whole(first_token), _whole(end_token)
             if stop_token > num_tokens or num_tokens > MAX_TOKENS:
                 return None
             start, stop = start_token // stream.tokens_per_index, (stop_token + stream.partial) // stream.tokens_per_index
