@@ -16,7 +16,7 @@ from kvreshard.model import BindError, LayoutError
 from kvreshard.model.changed import replace
 from kvreshard.model.loops import compiled
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import Route, compile_route
+from kvreshard.plan import Route, compile_route, plan_reads
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.whole import pair_pages
 from kvreshard.testing import kind_pairs
@@ -191,3 +191,12 @@ def test_read_only_tables_are_tables() -> None:
     for pages in good.dst_new_pages.values():
         pages.flags.writeable = False
     assert route.quick.cut(good) is not None
+
+
+def test_pools_of_more_pages_than_can_be_told_apart_are_left_to_the_checks() -> None:
+    src, dst = (engine(name, num_pages=1 << 41) for name in ("prefill", "decode"))
+    route = compile_route(src, dst, 0)
+    assert route.quick is None
+    assert (
+        sum(copies.num_bytes for copies in plan_reads(route, small_request(src, dst, 10)).direct) == 10 * 2 * 2 * 2 * 2
+    )

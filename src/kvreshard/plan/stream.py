@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvreshard.model._loops import Streams
 
 ALL = Interval(0, None)
+# A page and its pool are one number of 63 bits where they are looked up (`_loops.MAX_PAGE`).
+MAX_QUICK_PAGES = 1 << 40
 
 
 class Sheaf(msgspec.Struct, frozen=True, eq=False):
@@ -176,6 +178,8 @@ def quick_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> Streams
     Plain: pages of one size on both sides, no rings, ranks that hold the whole sequence.
     """
     if compiled is None or not streams:
+        return None
+    if max(group.num_pages for stream in streams for group in (stream.src_group, *groups)) > MAX_QUICK_PAGES:
         return None
     pools = {group.pool: number for number, group in enumerate(groups)}
     known = {

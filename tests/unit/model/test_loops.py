@@ -57,10 +57,10 @@ def test_the_rows_of_a_frame_are_alike() -> None:
     assert compiled is not None
     rng = np.random.default_rng(random.getrandbits(32))
     for _ in range(100):
-        entries = tuple(rng.integers(1, 2**62, size=rng.integers(1, 9), dtype=np.uint64) for _ in range(1)) * 2
-        lengths = rng.integers(1, 9000, size=len(entries[0]), dtype=np.uint64)
-        of_runs = tuple(rng.integers(1, 100, size=rng.integers(1, 9)) for _ in range(1)) * 3
-        given = (*entries, lengths), (int(rng.integers(9000)), 4096), (0, 3), of_runs, 500
+        num_entries, num_runs = rng.integers(1, 9, size=2)
+        entries = tuple(rng.integers(1, 2**32, size=(3, num_entries), dtype=np.uint64))
+        of_runs = tuple(rng.integers(1, 100, size=(3, num_runs)))
+        given = entries, (int(rng.integers(9000)), 4096), (0, 3), of_runs, 500
         assert same(compiled.frame_rows(*given), plain_loops.frame_rows(*given))
 
 
