@@ -6,6 +6,7 @@ the compiled look accepts has been accepted by `check_request` and is cut like `
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -90,8 +91,11 @@ def _new(rng: np.random.Generator, request: Request) -> Request:
 def _intervals(rng: np.random.Generator, request: Request) -> Request:
     """Other tokens of one group."""
     name = str(rng.choice(sorted(request.intervals)))
-    edges = np.sort(rng.choice(60, size=2 * rng.integers(1, 4), replace=False)).tolist()
-    return _with(request, "intervals", name, list(zip(edges[::2], edges[1::2], strict=True)))
+    most = 60 if rng.random() < 0.3 else max(8, request.dst_tables[name].num_tokens + 1)
+    edges = np.sort(rng.choice(most, size=2 * rng.integers(1, 4), replace=False)).tolist()
+    touching = list(pairwise(edges))  # of indices of several tokens, two of them may name the same one
+    found = touching if rng.random() < 0.5 else touching[::2]
+    return _with(request, "intervals", name, found)
 
 
 BREAKINGS: tuple[Breaking, ...] = (_page, _place, _name, _new, _intervals)
