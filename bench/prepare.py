@@ -110,7 +110,7 @@ class Prepared:
         self.num_reads, self.num_staged = 0, len(staged)
         self._agent._agent = self._keeping
         try:
-            for src_rank, copies in (*direct, *((one.batch.reads.src_rank, one.reads) for one in staged)):
+            for src_rank, copies in (*direct, *((one.batch.src_rank, one.reads) for one in staged)):
                 peer = f"source {src_rank}"
                 own_name, table = self._transport._peer(peer)
                 cursor = self._transport._cursor(copies, table, peer)

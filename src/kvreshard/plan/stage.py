@@ -27,7 +27,7 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.plan.lane import Lane, Overlap
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.refine import Loop
-from kvreshard.plan.slot import Slot, Step
+from kvreshard.plan.slot import Slot
 
 Int64s = NDArray[np.int64]
 # A request whose pages divide one another meets the other side's in one way, and in two more at its ends. Page sizes that do not
@@ -57,17 +57,6 @@ class Move(msgspec.Struct, frozen=True, eq=False):
     dst_pages: Int64s
 
 
-class Batch(msgspec.Struct, frozen=True, eq=False):
-    """One filling of the staging buffer, `slots_bytes` of it. `reads.dst_address` are offsets in it; `num_bytes` of cache come
-    out of it.
-    """
-
-    reads: CopyList
-    moves: tuple[Move, ...]
-    num_bytes: int
-    slots_bytes: int
-
-
 class Slots(msgspec.Struct, frozen=True, eq=False):
     """Slots of one form, in the source's order once `find_slots` has put them together: page ids of the source's boxes, shape
     (n, boxes), and where the slot's steps begin in the destination's pages, in bytes of its pool, shape (n, pages); or (n, 1)
@@ -78,6 +67,52 @@ class Slots(msgspec.Struct, frozen=True, eq=False):
     slot: Slot
     src_page: Int64s
     dst_at: Int64s
+
+
+class Filled(msgspec.Struct, frozen=True, eq=False):
+    """Some of the slots in the staging buffer, from byte `at` on: fields and pieces `[first, stop)`, field after field."""
+
+    slots: Slots
+    fields: tuple[int, int]
+    pieces: tuple[int, int]
+    at: int
+
+    def moves(self) -> Iterator[Move]:
+        """From there to the destination's pages. Made when they are wanted: the reads are posted before."""
+        pattern, slot = self.slots.pattern, self.slots.slot
+        dst_bases, dst_at = pattern.bases.dst[slice(*self.fields)], self.slots.dst_at[slice(*self.pieces)]
+        for step in slot.steps:
+            pages = dst_at[:, step.column]
+            slot_offset = step.slot_offset + self.at
+            yield Move(step.length, step.loops, slot_offset, step.dst_offset, slot.boxes.slot_bytes, dst_bases, pages)
+
+
+class Batch(msgspec.Struct, frozen=True, eq=False):
+    """One filling of the staging buffer, `slots_bytes` of it, of which `num_bytes` of cache come out. It reads copies
+    `[first, stop)` of `listed`, which other batches are parts of too; their `dst_address` are offsets in the buffer.
+    """
+
+    listed: CopyList
+    first: int
+    stop: int
+    filled: tuple[Filled, ...]
+    num_bytes: int
+    slots_bytes: int
+
+    @property
+    def src_rank(self) -> int:
+        """Whom it is read from."""
+        return self.listed.src_rank
+
+    @property
+    def reads(self) -> CopyList:
+        """What it reads."""
+        return self.listed.part(self.first, self.stop)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What is done with it once it is read."""
+        return tuple(move for filled in self.filled for move in filled.moves())
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0) -> int:
@@ -163,7 +198,7 @@ def pack(batches: Iterable[Batch], buffer_bytes: int) -> Iterator[Batch]:
     waiting: list[Batch] = []
     filled, most = 0, fill_bytes(buffer_bytes)
     for batch in batches:
-        if waiting and (waiting[0].reads.src_rank != batch.reads.src_rank or filled + batch.slots_bytes > most):
+        if waiting and (waiting[0].src_rank != batch.src_rank or filled + batch.slots_bytes > most):
             yield _packed(waiting)
             waiting, filled = [], 0
         waiting.append(batch)
@@ -176,14 +211,16 @@ def _packed(batches: list[Batch]) -> Batch:
     first = batches[0]
     if len(batches) == 1:
         return first
-    reads, moves, filled = [], [], 0
+    reads, parts, at = [], [], 0
     for batch in batches:
-        reads.append((batch.reads.src_address, batch.reads.dst_address + filled, batch.reads.length))
-        moves += [replace(move, slot_offset=move.slot_offset + filled) for move in batch.moves]
-        filled += batch.slots_bytes
+        own = batch.reads
+        reads.append((own.src_address, own.dst_address + at, own.length))
+        parts += [replace(part, at=part.at + at) for part in batch.filled]
+        at += batch.slots_bytes
     columns = (np.concatenate(column) for column in zip(*reads, strict=True))
-    copies = CopyList(first.reads.src_rank, first.reads.dst_rank, *columns)
-    return Batch(copies, tuple(moves), sum(batch.num_bytes for batch in batches), filled)
+    copies = CopyList(first.src_rank, first.listed.dst_rank, *columns)
+    num_bytes = sum(batch.num_bytes for batch in batches)
+    return Batch(copies, 0, copies.num_copies, tuple(parts), num_bytes, at)
 
 
 def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
@@ -199,12 +236,12 @@ def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
     pieces_each = min(num_slots, max(1, fill // slot_bytes))
     fields_each = max(1, fill // (slot_bytes * pieces_each))
     for first in range(0, num_slots, pieces_each):
-        part = slice(first, first + pieces_each)
-        yield from _of_pieces(lane, slots, src_at[part], slots.dst_at[part], fields_each)
+        pieces = first, min(num_slots, first + pieces_each)
+        yield from _of_pieces(lane, slots, src_at[slice(*pieces)], pieces, fields_each)
 
 
-def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, dst_at: Int64s, fields_each: int) -> Iterator[Batch]:
-    """Batches of `fields_each` fields of the pieces at these byte offsets, shapes (n, boxes) and (n, pages)."""
+def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, pieces: tuple[int, int], fields_each: int) -> Iterator[Batch]:
+    """Batches of `fields_each` fields of these pieces, whose source pages are at these byte offsets, shape (n, boxes)."""
     bases, slot, boxes, num_pieces = slots.pattern.bases, slots.slot, slots.slot.boxes, len(src_at)
     slot_bytes, num_fields = boxes.slot_bytes, len(bases.src)
     at_slot = np.arange(num_pieces, dtype=np.int64)[:, None] * slot_bytes + boxes.slot_offsets
@@ -213,23 +250,26 @@ def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, dst_at: Int64s, fields_
     source, place, length = _join(at_source.reshape(-1), at_slot.reshape(-1), lengths.reshape(-1))
     # Fields differ by their bases only: the reads of one are found once, and written out for all of them at once.
     field_at = np.arange(num_fields, dtype=np.int64) % fields_each * (num_pieces * slot_bytes)
-    reads = CopyList(
+    listed = CopyList(
         lane.src_rank,
         lane.dst_rank,
         (bases.src[:, None] + source).reshape(-1),
         (field_at[:, None] + place).reshape(-1),
         np.tile(length, num_fields),
     )
-    steps = [(step, dst_at[:, step.column]) for step in slot.steps]
+    num_reads, copied_bytes = len(length), num_pieces * slot.copied_bytes
     for field in range(0, num_fields, fields_each):
         stop = min(num_fields, field + fields_each)
-        moves = [_move(step, slot_bytes, bases.dst[field:stop], pages) for step, pages in steps]
-        num_slots, rows = (stop - field) * num_pieces, (field * len(length), stop * len(length))
-        yield Batch(reads.part(*rows), tuple(moves), num_slots * slot.copied_bytes, num_slots * slot_bytes)
-
-
-def _move(step: Step, slot_bytes: int, dst_bases: Int64s, dst_pages: Int64s) -> Move:
-    return Move(step.length, step.loops, step.slot_offset, step.dst_offset, slot_bytes, dst_bases, dst_pages)
+        filled = Filled(slots, (field, stop), pieces, 0)
+        count = stop - field
+        yield Batch(
+            listed,
+            field * num_reads,
+            stop * num_reads,
+            (filled,),
+            count * copied_bytes,
+            count * num_pieces * slot_bytes,
+        )
 
 
 def _join(src: Int64s, dst: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:

@@ -130,7 +130,7 @@ def pull_steps(
         raise error
     num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in batches)
     num_read = num_direct + sum(batch.reads.num_bytes for batch in batches)
-    num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in batches)
+    num_copies = sum(c.num_copies for c in lists) + sum(b.stop - b.first for b in batches)
     total_s = mover.clock() - started_s
     return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed, post_s)
 
@@ -173,7 +173,7 @@ def _run_batches(
     is_first = True
     try:
         for placed in staging.place(batches):
-            peer = mover.peers[placed.batch.reads.src_rank]
+            peer = mover.peers[placed.batch.src_rank]
             under_way.append((placed, mover.transport.post(peer, Direction.READ, placed.reads)))
             note(under_way[-1][1])
             if len(under_way) < NUM_HALVES:

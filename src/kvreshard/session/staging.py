@@ -10,13 +10,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import msgspec
 import numpy as np
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.stage import Batch
-from kvreshard.transport.base import Copies
+from kvreshard.transport.base import Copies, CopiesPart
 
 # What is known of so many reads takes 5 MB; a request of 128k tokens may have millions, and its first batch should not wait for them.
 MAX_READS = 1 << 16
@@ -27,7 +27,7 @@ class PlacedBatch(msgspec.Struct, frozen=True, eq=False):
 
     batch: Batch
     address: int
-    reads: Copies
+    reads: CopiesPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +48,42 @@ class Staging:
         waiting: list[tuple[int, Batch]] = []
         num_reads = 0
         for number, batch in enumerate(batches):
-            if waiting and num_reads + len(batch.reads.length) > MAX_READS:
+            if waiting and num_reads + batch.stop - batch.first > MAX_READS:
                 yield from _place(waiting)
                 waiting, num_reads = [], 0
             waiting.append((self.address + number % 2 * self.half_bytes, batch))
-            num_reads += len(batch.reads.length)
+            num_reads += batch.stop - batch.first
         yield from _place(waiting)
 
 
 def _place(batches: Sequence[tuple[int, Batch]]) -> list[PlacedBatch]:
     """Batches with the addresses of their halves."""
-    by_rank: defaultdict[int, list[int]] = defaultdict(list)
-    for number, (_, batch) in enumerate(batches):
-        by_rank[batch.reads.src_rank].append(number)
-    placed: dict[int, PlacedBatch] = {}
-    for numbers in by_rank.values():
-        halves, reads = [batches[number][0] for number in numbers], [batches[number][1].reads for number in numbers]
-        lengths = [len(one.length) for one in reads]
-        whole = Copies.of(
-            np.concatenate([one.dst_address for one in reads]) + np.repeat(halves, lengths),
-            np.concatenate([one.src_address for one in reads]),
-            np.concatenate([one.length for one in reads]),
-        )
-        ends = pairwise([0, *np.add.accumulate(lengths).tolist()])
-        for number, (first, stop) in zip(numbers, ends, strict=True):
-            address, batch = batches[number]
-            placed[number] = PlacedBatch(batch, address, whole.part(first, stop))
-    return [placed[number] for number in range(len(batches))]
+    by_rank: defaultdict[int, list[tuple[int, Batch]]] = defaultdict(list)
+    for one in batches:
+        by_rank[one[1].src_rank].append(one)
+    rows = {rank: _reads(found).part for rank, found in by_rank.items()}
+    done = dict.fromkeys(rows, 0)
+    placed = []
+    for address, batch in batches:
+        rank = batch.src_rank
+        first = done[rank]
+        done[rank] = stop = first + batch.stop - batch.first
+        placed.append(PlacedBatch(batch, address, rows[rank](first, stop)))
+    return placed
+
+
+def _reads(batches: Sequence[tuple[int, Batch]]) -> Copies:
+    """All reads of batches from one source rank, into their halves, as one list."""
+    listed: list[tuple[CopyList, int, int]] = []
+    for _, batch in batches:
+        if listed and listed[-1][0] is batch.listed and listed[-1][2] == batch.first:
+            listed[-1] = batch.listed, listed[-1][1], batch.stop
+        else:
+            listed.append((batch.listed, batch.first, batch.stop))
+    parts = [one.part(first, stop) for one, first, stop in listed]
+    halves = np.repeat([address for address, _ in batches], [batch.stop - batch.first for _, batch in batches])
+    return Copies.of(
+        np.concatenate([part.dst_address for part in parts]) + halves,
+        np.concatenate([part.src_address for part in parts]),
+        np.concatenate([part.length for part in parts]),
+    )

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -44,6 +44,9 @@ from kvreshard.transport.base import (
     TransportError,
 )
 from kvreshard.transport.framed import Frame, FramedCopies
+
+if TYPE_CHECKING:
+    from kvreshard.transport.base import AnyCopies
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -262,7 +265,7 @@ class RankWorker:
     def _post(self, transport: Transport, request: Post | PostFramed | PostParts) -> Answer:
         arrays = (request.local_address, request.remote_address, request.length_bytes)
         local, remote, length = (np.frombuffer(array, dtype=np.uint64) for array in arrays)
-        copies: list[Copies | FramedCopies]
+        copies: list[AnyCopies]
         notify = request.notify if isinstance(request, Post) else None
         if isinstance(request, Post):
             copies = [Copies(local, remote, length)]

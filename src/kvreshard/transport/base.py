@@ -31,7 +31,11 @@ from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from kvreshard.transport.framed import FramedCopies
+
+    AnyCopies: TypeAlias = "Copies | CopiesPart | FramedCopies"
 
 Addresses = NDArray[np.uint64]
 
@@ -90,7 +94,7 @@ class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
 
     The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here. Copies that are posted one
-    part after another are made whole and posted as `part`s, which know their `whole`: it is checked once for all of them.
+    part after another are made whole and posted as `part`s: they are checked once for all of them.
 
     Raises:
         TransportError: if the arrays differ in length, are not whole numbers of one dimension, hold a negative number
@@ -100,12 +104,8 @@ class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
     local_address: Addresses
     remote_address: Addresses
     length_bytes: Addresses
-    whole: Copies | None = None
-    first: int = 0
 
     def __post_init__(self) -> None:
-        if self.whole is not None:
-            return
         is_signed = True
         for name in ("local_address", "remote_address", "length_bytes"):
             given = getattr(self, name)
@@ -145,14 +145,11 @@ class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
             length = np.broadcast_to(length, local.shape)
         return Copies(local, np.asarray(remote_address), length)
 
-    def part(self, first: int, stop: int) -> Copies:
-        """Pieces `[first, stop)`, row `self.first + first` of the whole and those after it. Raises TransportError for rows outside."""
+    def part(self, first: int, stop: int) -> CopiesPart:
+        """Pieces `[first, stop)`. Raises TransportError for pieces that there are not."""
         if not 0 <= first <= stop <= len(self):
             raise TransportError(f"pieces [{first}, {stop}) of {len(self)}")
-        rows, whole = slice(first, stop), self if self.whole is None else self.whole
-        return Copies(
-            self.local_address[rows], self.remote_address[rows], self.length_bytes[rows], whole, self.first + first
-        )
+        return CopiesPart(self, first, stop)
 
     def __len__(self) -> int:
         return int(self.length_bytes.size)
@@ -161,6 +158,27 @@ class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
     def num_bytes(self) -> int:
         """Bytes of all pieces together."""
         return int(np.add.reduce(self.length_bytes))
+
+
+class CopiesPart(msgspec.Struct, frozen=True, eq=False):
+    """Pieces `[first, stop)` of some copies, made by `Copies.part`: what is known of the whole holds for them."""
+
+    whole: Copies
+    first: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these pieces together."""
+        return int(np.add.reduce(self.whole.length_bytes[self.first : self.stop]))
+
+    def flat(self) -> Copies:
+        """The same pieces, on their own."""
+        rows, whole = slice(self.first, self.stop), self.whole
+        return Copies(whole.local_address[rows], whole.remote_address[rows], whole.length_bytes[rows])
 
 
 def _as_uint64(name: str, values: ArrayLike) -> Addresses:
@@ -201,9 +219,7 @@ class Transfer:
         "direction", "num_bytes", "num_descriptors", "peer",
     )  # fmt: skip
 
-    def __init__(
-        self, peer: str, direction: Direction, copies: Copies | FramedCopies, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, peer: str, direction: Direction, copies: AnyCopies, clock: Callable[[], float]) -> None:
         self.peer = peer
         self.direction = direction
         self.num_bytes = copies.num_bytes
@@ -312,9 +328,7 @@ class Transport(Protocol):
         has settled.
         """
 
-    def post(
-        self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
-    ) -> Transfer:
+    def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
         """Start copying; an empty list is done at once, and a part of a list is checked with its whole. `notify` reaches the
         peer after the last byte, once, and not at all if the transfer fails. Refused: unknown peer, pieces out of bounds on
         either side (nothing moves).

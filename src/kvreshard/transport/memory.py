@@ -20,11 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvreshard.transport.base import (
     Copies,
+    CopiesPart,
     Direction,
     MemoryRegion,
     Notification,
@@ -36,6 +38,9 @@ from kvreshard.transport.framed import FramedCopies
 from kvreshard.transport.frames import place
 from kvreshard.transport.refusals import check_new_peer, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
+
+if TYPE_CHECKING:
+    from kvreshard.transport.base import AnyCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +265,7 @@ class MemoryTransport:
                 if entry.owner is self and entry.transfer.peer == name:
                     entry.removed = True
 
-    def post(
-        self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
-    ) -> Transfer:
+    def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`."""
         with self._open() as table:
             target, remote_table = self._peer(peer)
@@ -271,13 +274,14 @@ class MemoryTransport:
             if isinstance(copies, FramedCopies):
                 place(copies.frame, table, remote_table, f"remote of {peer!r}")
                 copies = copies.flat()
-            checked = copies if copies.whole is None else copies.whole
+            checked = copies.whole if isinstance(copies, CopiesPart) else copies
             table.check("local", checked.local_address, checked.length_bytes)
             remote_table.check(f"remote of {peer!r}", checked.remote_address, checked.length_bytes)
             transfer = Transfer(peer, direction, copies, self._clock)
             fault = self._faults(self._num_posts, transfer)
             self._num_posts += 1
-        self.fabric.schedule(_Posted(self, target, transfer, copies, fault, notify, due_step=None))
+        flat = copies.flat() if isinstance(copies, CopiesPart) else copies
+        self.fabric.schedule(_Posted(self, target, transfer, flat, fault, notify, due_step=None))
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:

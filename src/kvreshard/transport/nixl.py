@@ -35,10 +35,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from kvreshard.transport.agent import Cursor
 from kvreshard.transport.base import (
     Copies,
+    CopiesPart,
     Direction,
     MemoryRegion,
     Notification,
@@ -54,6 +56,9 @@ from kvreshard.transport.placed import Placed
 from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.slices import PartCursor, PlacedCopies, SliceCursor
+
+if TYPE_CHECKING:
+    from kvreshard.transport.base import AnyCopies
 
 
 class NixlTransport:
@@ -153,9 +158,7 @@ class NixlTransport:
             error = TransportError(f"peer {name!r} ({own_name}) was removed while this transfer was pending")
             self._owner.remove_peer(own_name, error)
 
-    def post(
-        self, peer: str, direction: Direction, copies: Copies | FramedCopies, notify: bytes | None = None
-    ) -> Transfer:
+    def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`. Does not block on NIXL."""
         own_name, remote_table = self._peer(peer)
         if notify is not None:
@@ -165,9 +168,14 @@ class NixlTransport:
         self._owner.post(SlicedTransfer(transfer, own_name, cursor, notify))
         return transfer
 
-    def _cursor(self, copies: Copies | FramedCopies, remote: RegionTable, side: str) -> Cursor:
+    def _cursor(self, copies: AnyCopies, remote: RegionTable, side: str) -> Cursor:
         table = self._open_table()
-        if isinstance(copies, FramedCopies):
+        if isinstance(copies, CopiesPart):
+            whole = self._wholes.get(copies.whole, table, remote, side)
+            if whole is not None:
+                return PartCursor(whole, copies.first, copies.stop)
+            copies = copies.flat()
+        elif isinstance(copies, FramedCopies):
             frame = self._frames.get(copies.frame, table, remote, side)
             if frame is not None and copies.run_pages is None:
                 return FrameCursor(copies, frame)
@@ -175,10 +183,6 @@ class NixlTransport:
             if listed is not None:
                 return PartCursor(listed, 0, len(listed.local))
             copies = copies.flat()
-        if copies.whole is not None:
-            whole = self._wholes.get(copies.whole, table, remote, side)
-            if whole is not None:
-                return PartCursor(whole, copies.first, len(copies))
         return SliceCursor(copies, table, remote, side)
 
     def cancel(self, transfer: Transfer) -> None:

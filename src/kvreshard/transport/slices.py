@@ -164,13 +164,12 @@ class PlacedCopies(msgspec.Struct, frozen=True, eq=False):
 
 
 class PartCursor:
-    """Hands out `num_pieces` rows of placed copies from row `first` on, slice by slice."""
+    """Hands out rows `[first, stop)` of placed copies, slice by slice."""
 
     __slots__ = ("_placed", "_row", "_stop")
 
-    def __init__(self, placed: PlacedCopies, first: int, num_pieces: int) -> None:
-        self._placed = placed
-        self._row, self._stop = first, first + num_pieces
+    def __init__(self, placed: PlacedCopies, first: int, stop: int) -> None:
+        self._placed, self._row, self._stop = placed, first, stop
 
     @property
     def exhausted(self) -> bool:

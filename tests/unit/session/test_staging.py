@@ -14,7 +14,7 @@ from kvreshard.plan.stage import Batch
 from kvreshard.session import staging
 from kvreshard.session.pull import pull_steps
 from kvreshard.session.staging import PlacedBatch, Staging
-from kvreshard.transport.base import Transfer, TransferState, TransportError
+from kvreshard.transport.base import Copies, Transfer, TransferState, TransportError
 from kvreshard.transport.memory import Fabric, Fault
 
 ADDRESS, HALF_BYTES = 1 << 20, 1 << 16
@@ -22,7 +22,7 @@ ADDRESS, HALF_BYTES = 1 << 20, 1 << 16
 
 def batch(src_rank: int, *reads: tuple[int, int, int]) -> Batch:
     src, dst, length = (np.array(column, dtype=np.int64) for column in zip(*reads, strict=True))
-    return Batch(CopyList(src_rank, 0, src, dst, length), (), 0, 0)
+    return Batch(CopyList(src_rank, 0, src, dst, length), 0, len(length), (), 0, 0)
 
 
 BATCHES = (
@@ -40,15 +40,31 @@ def test_batches_take_turns_in_both_halves(monkeypatch: pytest.MonkeyPatch, max_
     assert [one.batch for one in placed] == list(BATCHES)
     assert [one.address for one in placed] == [ADDRESS, ADDRESS + HALF_BYTES] * 2
     for one in placed:
-        reads = one.batch.reads
-        assert one.reads.local_address.tolist() == (reads.dst_address + one.address).tolist()
-        assert one.reads.remote_address.tolist() == reads.src_address.tolist()
-        assert one.reads.length_bytes.tolist() == reads.length.tolist()
+        reads, placed_reads = one.batch.reads, one.reads.flat()
+        assert placed_reads.local_address.tolist() == (reads.dst_address + one.address).tolist()
+        assert placed_reads.remote_address.tolist() == reads.src_address.tolist()
+        assert placed_reads.length_bytes.tolist() == reads.length.tolist()
 
 
-def whole_of(one: PlacedBatch) -> object:
-    assert one.reads.whole is not None
+def whole_of(one: PlacedBatch) -> Copies:
     return one.reads.whole
+
+
+def test_batches_share_the_lists_they_are_parts_of() -> None:
+    """In and out of order, with gaps, and beside a list of another."""
+    rows = np.arange(1, 11, dtype=np.int64)
+    shared = CopyList(0, 0, rows * 100, rows * 1000, rows)
+    cuts = ((0, 2), (2, 3), (3, 3), (5, 9), (3, 5), (9, 10))
+    parts = [Batch(shared, first, stop, (), 0, 0) for first, stop in cuts]
+    batches = [*parts[:4], batch(0, (7, 8, 9)), *parts[4:]]
+    placed = list(Staging(ADDRESS, 2 * HALF_BYTES).place(batches))
+    assert len({id(whole_of(one)) for one in placed}) == 1
+    for one in placed:
+        reads, flat = one.batch.reads, one.reads.flat()
+        assert flat.local_address.tolist() == (reads.dst_address + one.address).tolist()
+        assert flat.remote_address.tolist() == reads.src_address.tolist()
+        assert flat.length_bytes.tolist() == reads.length.tolist()
+    assert len(whole_of(placed[0])) == len(shared.length) + 1
 
 
 def test_batches_of_one_source_rank_are_parts_of_one_list() -> None:
@@ -63,7 +79,7 @@ def test_a_list_has_no_more_reads_than_the_bound(monkeypatch: pytest.MonkeyPatch
     """Unless one batch alone has more."""
     monkeypatch.setattr(staging, "MAX_READS", 2)
     placed = list(Staging(ADDRESS, 2 * HALF_BYTES).place(BATCHES))
-    assert [len(one.reads.whole or ()) for one in placed] == [2, 1, 3, 1]
+    assert [len(whole_of(one)) for one in placed] == [2, 1, 3, 1]
     assert all(whole_of(one) is not whole_of(other) for one, other in pairwise(placed))
 
 

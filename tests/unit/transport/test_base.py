@@ -30,12 +30,15 @@ def test_the_last_byte_of_the_address_space_can_be_copied() -> None:
 
 def test_a_part_knows_its_place_in_the_whole() -> None:
     whole = Copies.of([1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12])
-    part = whole.part(1, 4).part(1, 2)
-    assert (part.whole, part.first, len(part), part.num_bytes) == (whole, 2, 1, 11)
-    assert [part.local_address[0], part.remote_address[0], part.length_bytes[0]] == [3, 7, 11]
-    assert (len(whole.part(4, 4)), whole.whole, whole.first) == (0, None, 0)
+    part = whole.part(1, 3)
+    assert (part.whole, part.first, len(part), part.num_bytes) == (whole, 1, 2, 21)
+    flat = part.flat()
+    assert [column.tolist() for column in (flat.local_address, flat.remote_address, flat.length_bytes)] == [
+        [2, 3], [6, 7], [10, 11]
+    ]  # fmt: skip
+    assert (len(whole.part(4, 4)), whole.part(4, 4).num_bytes) == (0, 0)
     with pytest.raises(ValueError, match="read-only"):
-        part.local_address[0] = 9
+        flat.local_address[0] = 9
     for first, stop in ((-1, 2), (2, 1), (0, 5)):
         with pytest.raises(TransportError, match=f"pieces \\[{first}, {stop}\\) of 4"):
             whole.part(first, stop)

@@ -86,7 +86,7 @@ def test_parts_are_the_rows_of_their_whole(budget_bytes: int) -> None:
     placed = PlacedCopies.of(copies, LOCAL_HOST, REMOTE_HOST, "remote")
     assert placed is not None
     for first, stop in ((0, 1), (0, 1000), (17, 500), (999, 1000)):
-        cursor, slices = PartCursor(placed, first, stop - first), []
+        cursor, slices = PartCursor(placed, first, stop), []
         while not cursor.exhausted:
             slices.append(cursor.take(budget_bytes))
         rows = slice(first, stop)
@@ -99,8 +99,8 @@ def test_parts_are_the_rows_of_their_whole(budget_bytes: int) -> None:
             assert (piece.local_kind, piece.remote_kind) == ("cpu", "cpu")
             assert piece.cost_bytes == int(piece.local[:, 1].sum()) + DESCRIPTOR_COST_BYTES * len(piece.local)
             assert piece.cost_bytes <= budget_bytes or len(piece.local) == 1
-    assert PartCursor(placed, 5, 0).exhausted
-    cursor = PartCursor(placed, 5, 10)
+    assert PartCursor(placed, 5, 5).exhausted
+    cursor = PartCursor(placed, 5, 15)
     cursor.take(1)
     cursor.drop()
     assert cursor.exhausted
