@@ -20,6 +20,20 @@ def frame_rows(
     pages: tuple[Int64s, Int64s, Int64s],
     cost_bytes: int,
 ) -> tuple[Uint64s, Uint64s, Uint64s]: ...
+def frame_indices(
+    local_page: Int64s, remote_page: Int64s, counts: tuple[int, int], first: int, stop: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def piece_rows(
+    pieces: tuple[Uint64s, Uint64s, Uint64s], devices: tuple[int, int], cost_bytes: int
+) -> tuple[Uint64s, Uint64s, Uint64s]: ...
+def reach(address: Uint64s, length_bytes: Uint64s) -> tuple[int, int]: ...
+def slot_reads(
+    src_page: Int64s,
+    boxes: tuple[Int64s, Int64s, Int64s],
+    sizes_bytes: tuple[int, int],
+    bases: Int64s,
+    fields_each: int,
+) -> tuple[Int64s, Int64s, Int64s, int]: ...
 
 class Pages:
     def __init__(self, name: str, num_pages: int, null_page: int | None, pool: int, group: int) -> None: ...

@@ -12,7 +12,7 @@ import numpy as np
 ctypedef long long int64
 ctypedef unsigned long long uint64
 
-cdef object _INT64 = np.dtype(np.int64), _UINT64 = np.dtype(np.uint64)
+cdef object _INT32 = np.dtype(np.int32), _INT64 = np.dtype(np.int64), _UINT64 = np.dtype(np.uint64)
 cdef object _empty = np.empty
 # Above it a key of two numbers would not fit.
 cdef int64 MAX_PAGE = 1 << 40
@@ -334,3 +334,87 @@ def frame_rows(tuple entries, tuple stride_bytes, tuple devices, tuple pages, ui
             row += 1
     cost[row] = total
     return local_rows, remote_rows, before
+
+
+def frame_indices(const int64[:] local_page, const int64[:] remote_page, tuple counts, Py_ssize_t first, Py_ssize_t stop):
+    """Pieces `[first, stop)` of a frame as indices of both sides, entry after entry."""
+    cdef Py_ssize_t piece, num_pages = local_page.shape[0], page = first % num_pages
+    cdef int64 local_count = counts[0], remote_count = counts[1]
+    cdef int64 local_base = first // num_pages * local_count, remote_base = first // num_pages * remote_count
+    cdef int[::1] local, remote
+    local_index, remote_index = _empty(stop - first, _INT32), _empty(stop - first, _INT32)
+    local, remote = local_index, remote_index
+    for piece in range(stop - first):
+        local[piece] = <int>(local_base + local_page[page])
+        remote[piece] = <int>(remote_base + remote_page[page])
+        page += 1
+        if page == num_pages:
+            page = 0
+            local_base += local_count
+            remote_base += remote_count
+    return local_index, remote_index
+
+
+def piece_rows(tuple pieces, tuple devices, uint64 cost_bytes):
+    """Pieces as rows of both sides, with what all before each cost beside their bytes."""
+    cdef const uint64[:] local_address = pieces[0], remote_address = pieces[1], length_bytes = pieces[2]
+    cdef uint64 local_device = devices[0], remote_device = devices[1], total = 0
+    cdef Py_ssize_t row, n = length_bytes.shape[0]
+    cdef uint64[:, ::1] local, remote
+    cdef uint64[::1] cost
+    local_rows, remote_rows, before = _empty((n, 3), _UINT64), _empty((n, 3), _UINT64), _empty(n + 1, _UINT64)
+    local, remote, cost = local_rows, remote_rows, before
+    for row in range(n):
+        local[row, 0], remote[row, 0] = local_address[row], remote_address[row]
+        local[row, 1] = remote[row, 1] = length_bytes[row]
+        local[row, 2], remote[row, 2] = local_device, remote_device
+        cost[row] = total
+        total += length_bytes[row] + cost_bytes
+    cost[n] = total
+    return local_rows, remote_rows, before
+
+
+def reach(const uint64[:] address, const uint64[:] length_bytes):
+    """The first byte of any piece and the last of any, at least one piece."""
+    cdef uint64 low = address[0], high = 0, last
+    cdef Py_ssize_t i
+    for i in range(address.shape[0]):
+        last = address[i] + (length_bytes[i] - 1)
+        if address[i] < low:
+            low = address[i]
+        if last > high:
+            high = last
+    return low, high
+
+
+def slot_reads(const int64[:, :] src_page, tuple boxes, tuple sizes_bytes, const int64[:] bases, Py_ssize_t fields_each):
+    """The boxes of every slot, those that continue on both sides joined, for every field."""
+    cdef const int64[:] src_offset = boxes[0], slot_offset = boxes[1], length = boxes[2]
+    cdef int64 stride_bytes = sizes_bytes[0], slot_bytes = sizes_bytes[1], source, place, batch_bytes
+    cdef Py_ssize_t slot, box, field, row, num_slots = src_page.shape[0], num_boxes = src_offset.shape[0]
+    cdef Py_ssize_t num_fields = bases.shape[0], count = -1, at
+    cdef int64[:, ::1] one, out
+    found = _empty((3, num_slots * num_boxes), _INT64)
+    one = found
+    for slot in range(num_slots):
+        for box in range(num_boxes):
+            # All boxes of a slot lie in one page, or each in its own.
+            source = src_page[slot, box if src_page.shape[1] > 1 else 0] * stride_bytes + src_offset[box]
+            place = slot * slot_bytes + slot_offset[box]
+            if count >= 0 and source == one[0, count] + one[2, count] and place == one[1, count] + one[2, count]:
+                one[2, count] += length[box]
+            else:
+                count += 1
+                one[0, count], one[1, count], one[2, count] = source, place, length[box]
+    count += 1
+    written = _empty((3, num_fields * count), _INT64)
+    out = written
+    batch_bytes = num_slots * slot_bytes
+    at = 0
+    for field in range(num_fields):
+        for row in range(count):
+            out[0, at] = bases[field] + one[0, row]
+            out[1, at] = field % fields_each * batch_bytes + one[1, row]
+            out[2, at] = one[2, row]
+            at += 1
+    return written[0], written[1], written[2], count

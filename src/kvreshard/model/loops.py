@@ -14,15 +14,27 @@ from kvreshard.model import plain_loops
 compiled: ModuleType | None
 if TYPE_CHECKING:
     from kvreshard.model import _loops as compiled
-    from kvreshard.model.plain_loops import bounds, frame_rows, neighbours, page_ids, runs
+    from kvreshard.model.plain_loops import (
+        bounds,
+        frame_indices,
+        frame_rows,
+        neighbours,
+        page_ids,
+        piece_rows,
+        reach,
+        runs,
+        slot_reads,
+    )  # fmt: skip
 else:
     try:
         from kvreshard.model import _loops as compiled
     except ImportError:  # no compiler, or a tree that nobody installed
         compiled = None
     _found = plain_loops if compiled is None else compiled
-    bounds, frame_rows, neighbours, page_ids, runs = (
-        getattr(_found, name) for name in ("bounds", "frame_rows", "neighbours", "page_ids", "runs")
-    )
+    bounds, neighbours, page_ids, runs = _found.bounds, _found.neighbours, _found.page_ids, _found.runs
+    frame_indices, frame_rows, piece_rows = _found.frame_indices, _found.frame_rows, _found.piece_rows
+    reach, slot_reads = _found.reach, _found.slot_reads
 
-__all__ = ["bounds", "compiled", "frame_rows", "neighbours", "page_ids", "runs"]
+__all__ = [
+    "bounds", "compiled", "frame_indices", "frame_rows", "neighbours", "page_ids", "piece_rows", "reach", "runs", "slot_reads",
+]  # fmt: skip

@@ -59,3 +59,64 @@ def frame_rows(
     cost = np.zeros(len(lengths) + 1, dtype=np.uint64)
     np.add.accumulate(lengths + np.uint64(cost_bytes), out=cost[1:])
     return rows[0], rows[1], cost
+
+
+def frame_indices(
+    local_page: Int64s, remote_page: Int64s, counts: tuple[int, int], first: int, stop: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Pieces `[first, stop)` of a frame as indices of both sides, entry after entry: entry * `count` of its side + page, shape (n,)."""
+    num_pages = len(local_page)
+    entry = first // num_pages
+    entries = np.arange(entry, -(-stop // num_pages))
+    rows = slice(first - entry * num_pages, stop - entry * num_pages)
+    local, remote = (
+        (entries[:, None] * count + page).reshape(-1)[rows].astype(np.int32)
+        for page, count in zip((local_page, remote_page), counts, strict=True)
+    )
+    return local, remote
+
+
+def piece_rows(
+    pieces: tuple[Uint64s, Uint64s, Uint64s], devices: tuple[int, int], cost_bytes: int
+) -> tuple[Uint64s, Uint64s, Uint64s]:
+    """Pieces, addresses of both sides and lengths of shape (n,), as rows (address, bytes, device) of both sides, shape (n, 3), with
+    what all before each and all of them cost beside their bytes, shape (n + 1,).
+    """
+    length = pieces[2]
+    local, remote = (
+        np.stack([address, length, np.full_like(length, device)], 1)
+        for address, device in zip(pieces[:2], devices, strict=True)
+    )
+    cost = np.zeros(len(length) + 1, dtype=np.uint64)
+    np.add.accumulate(length + np.uint64(cost_bytes), out=cost[1:])
+    return local, remote, cost
+
+
+def reach(address: Uint64s, length_bytes: Uint64s) -> tuple[int, int]:
+    """The first byte of any piece and the last byte of any, at least one piece, none of them empty or around the end of memory."""
+    return int(np.minimum.reduce(address)), int(np.maximum.reduce(address + (length_bytes - np.uint64(1))))
+
+
+def slot_reads(
+    src_page: Int64s,
+    boxes: tuple[Int64s, Int64s, Int64s],
+    sizes_bytes: tuple[int, int],
+    bases: Int64s,
+    fields_each: int,
+) -> tuple[Int64s, Int64s, Int64s, int]:
+    """What fills staging buffers, `fields_each` fields at a time: the boxes of every slot, those that continue on both sides joined.
+
+    `src_page`: page ids, shape (slots, boxes) or (slots, 1); `boxes`: offsets in the page and in the slot, and lengths, shape (boxes,);
+    `sizes_bytes`: page stride and slot. Returns addresses from `bases` on, offsets in the buffer, lengths, and how many of a field.
+    """
+    stride_bytes, slot_bytes = sizes_bytes
+    source = src_page * stride_bytes + boxes[0]
+    place = np.arange(len(src_page), dtype=np.int64)[:, None] * slot_bytes + boxes[1]
+    length = np.broadcast_to(boxes[2], source.shape).reshape(-1)
+    source, place = source.reshape(-1), place.reshape(-1)
+    apart = (source[1:] != source[:-1] + length[:-1]) | (place[1:] != place[:-1] + length[:-1])
+    starts = np.flatnonzero(np.concatenate([[True], apart]))
+    source, place, length = source[starts], place[starts], np.add.reduceat(length, starts)
+    field_at = np.arange(len(bases), dtype=np.int64) % fields_each * (len(src_page) * slot_bytes)
+    found = (bases[:, None] + source).reshape(-1), (field_at[:, None] + place).reshape(-1)
+    return *found, np.tile(length, len(bases)), len(length)

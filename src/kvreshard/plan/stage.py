@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
+from kvreshard.model.loops import slot_reads
 from kvreshard.plan.bind import CutLane, distinct_overlaps, page_ids
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.lane import Lane, Overlap
@@ -231,33 +232,28 @@ def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
             f"fields {lane.fields[0]}, ...: one page needs {slot_bytes} bytes of staging, the buffer has "
             f"{buffer_bytes}; give a larger buffer or read directly"
         )
-    src_at = slots.src_page * lane.src_page_stride_bytes
     fill = fill_bytes(buffer_bytes, num_slots * slot_bytes * num_fields)
     pieces_each = min(num_slots, max(1, fill // slot_bytes))
     fields_each = max(1, fill // (slot_bytes * pieces_each))
     for first in range(0, num_slots, pieces_each):
         pieces = first, min(num_slots, first + pieces_each)
-        yield from _of_pieces(lane, slots, src_at[slice(*pieces)], pieces, fields_each)
+        yield from _of_pieces(lane, slots, pieces, fields_each)
 
 
-def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, pieces: tuple[int, int], fields_each: int) -> Iterator[Batch]:
-    """Batches of `fields_each` fields of these pieces, whose source pages are at these byte offsets, shape (n, boxes)."""
-    bases, slot, boxes, num_pieces = slots.pattern.bases, slots.slot, slots.slot.boxes, len(src_at)
+def _of_pieces(lane: Lane, slots: Slots, pieces: tuple[int, int], fields_each: int) -> Iterator[Batch]:
+    """Batches of `fields_each` fields of the pieces `[first, stop)`."""
+    bases, slot, boxes, num_pieces = slots.pattern.bases, slots.slot, slots.slot.boxes, pieces[1] - pieces[0]
     slot_bytes, num_fields = boxes.slot_bytes, len(bases.src)
-    at_slot = np.arange(num_pieces, dtype=np.int64)[:, None] * slot_bytes + boxes.slot_offsets
-    at_source = src_at + boxes.src_offsets
-    lengths = np.broadcast_to(boxes.lengths, at_source.shape)
-    source, place, length = _join(at_source.reshape(-1), at_slot.reshape(-1), lengths.reshape(-1))
     # Fields differ by their bases only: the reads of one are found once, and written out for all of them at once.
-    field_at = np.arange(num_fields, dtype=np.int64) % fields_each * (num_pieces * slot_bytes)
-    listed = CopyList(
-        lane.src_rank,
-        lane.dst_rank,
-        (bases.src[:, None] + source).reshape(-1),
-        (field_at[:, None] + place).reshape(-1),
-        np.tile(length, num_fields),
+    source, place, length, num_reads = slot_reads(
+        slots.src_page[slice(*pieces)],
+        (boxes.src_offsets, boxes.slot_offsets, boxes.lengths),
+        (lane.src_page_stride_bytes, slot_bytes),
+        bases.src,
+        fields_each,
     )
-    num_reads, copied_bytes = len(length), num_pieces * slot.copied_bytes
+    listed = CopyList(lane.src_rank, lane.dst_rank, source, place, length)
+    copied_bytes = num_pieces * slot.copied_bytes
     for field in range(0, num_fields, fields_each):
         stop = min(num_fields, field + fields_each)
         filled = Filled(slots, (field, stop), pieces, 0)
@@ -270,10 +266,3 @@ def _of_pieces(lane: Lane, slots: Slots, src_at: Int64s, pieces: tuple[int, int]
             count * copied_bytes,
             count * num_pieces * slot_bytes,
         )
-
-
-def _join(src: Int64s, dst: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Join neighbouring copies that continue on both sides."""
-    apart = (src[1:] != src[:-1] + lengths[:-1]) | (dst[1:] != dst[:-1] + lengths[:-1])
-    starts = np.flatnonzero(np.concatenate([[True], apart]))
-    return src[starts], dst[starts], np.add.reduceat(lengths, starts)

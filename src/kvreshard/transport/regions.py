@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.loops import reach
 from kvreshard.transport.base import Addresses, MemoryRegion, TransportError
 
 METADATA_VERSION = 1
@@ -63,8 +64,8 @@ class RegionTable:
         if not address.size:
             return
         if len(self.regions) == 1:
-            low, high = np.minimum.reduce(address), np.maximum.reduce(address + (length_bytes - _ONE))
-            if self._start[0] <= low and high <= self._last[0]:
+            low, last = reach(address, length_bytes)
+            if self.regions[0].address <= low and last < self.regions[0].end:
                 return
         self.locate(side, address, length_bytes)
 

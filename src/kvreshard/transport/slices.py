@@ -17,6 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from kvreshard.model.loops import piece_rows
 from kvreshard.transport.base import Addresses, Copies
 from kvreshard.transport.regions import RegionTable
 
@@ -34,6 +35,9 @@ SPLIT_PIECES = 64
 FIRST_BUDGET_BYTES = 32 * 1024 * 1024
 MIN_BUDGET_BYTES = 256 * 1024
 MAX_BUDGET_BYTES = 1024 * 1024 * 1024
+
+
+KINDS = ("cpu", "cuda")
 
 
 class Slice(msgspec.Struct, frozen=True, eq=False):
@@ -60,6 +64,11 @@ class _Side(msgspec.Struct, frozen=True, eq=False):
     address: Addresses
     kind: int | NDArray[np.intp]
     number: int | NDArray[np.uint64]
+
+    @property
+    def is_of_one_device(self) -> bool:
+        """Whether all pieces lie on one, so that kind and number are one each."""
+        return isinstance(self.kind, int) and isinstance(self.number, int)
 
     def of(self, rows: NDArray[np.intp]) -> _Side:
         """Some of the pieces."""
@@ -152,15 +161,15 @@ class PlacedCopies(msgspec.Struct, frozen=True, eq=False):
             TransportError: a piece is outside the regions.
         """
         length = copies.length_bytes
-        sides = (
-            _side("local", local, copies.local_address, length),
-            _side(remote_side, remote, copies.remote_address, length),
-        )
-        groups = _groups(*sides, length)
-        if len(groups) != 1 or groups[0].length_bytes is not length:
+        ours = _side("local", local, copies.local_address, length)
+        theirs = _side(remote_side, remote, copies.remote_address, length)
+        is_cut = not len(length) or int(np.maximum.reduce(length)) > MAX_PIECE_BYTES
+        if is_cut or not ours.is_of_one_device or not theirs.is_of_one_device:
             return None
-        ours, theirs = (side.rows(0, len(length), length) for side in sides)
-        return PlacedCopies(ours, theirs, *groups[0].kinds, groups[0].cost)
+        rows = piece_rows(
+            (ours.address, theirs.address, length), (int(ours.number), int(theirs.number)), DESCRIPTOR_COST_BYTES
+        )
+        return PlacedCopies(rows[0], rows[1], KINDS[int(ours.kind)], KINDS[int(theirs.kind)], rows[2])
 
 
 class PartCursor:
@@ -232,8 +241,7 @@ def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
 
 
 def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
-    names = ("cpu", "cuda")
-    return _Group(local, remote, length, (names[kind // 2], names[kind % 2]), cost_before(length))
+    return _Group(local, remote, length, (KINDS[kind // 2], KINDS[kind % 2]), cost_before(length))
 
 
 def _cut(sizes: Addresses, most: int) -> tuple[NDArray[np.intp], Addresses, Addresses]:

@@ -64,6 +64,81 @@ def test_the_rows_of_a_frame_are_alike() -> None:
         assert same(compiled.frame_rows(*given), plain_loops.frame_rows(*given))
 
 
+@needs_compiled
+def test_pieces_are_numbered_and_listed_alike() -> None:
+    assert compiled is not None
+    seed = random.getrandbits(32)
+    rng = np.random.default_rng(seed)
+    for _ in range(200):
+        num_pages, num_entries = (int(number) for number in rng.integers(1, 20, size=2))
+        local, remote = rng.integers(0, 900, size=(2, num_pages))
+        first, stop = sorted(rng.integers(0, num_pages * num_entries + 1, size=2).tolist())
+        given = local, remote[::-1], (900, 1000), first, stop
+        assert same(compiled.frame_indices(*given), plain_loops.frame_indices(*given)), seed
+        pieces = tuple(rng.integers(1, 2**40, size=(3, num_pages), dtype=np.uint64))
+        devices = int(rng.integers(4)), int(rng.integers(4))
+        assert same(compiled.piece_rows(pieces, devices, 77), plain_loops.piece_rows(pieces, devices, 77)), seed
+        assert same(compiled.reach(pieces[0], pieces[2]), plain_loops.reach(pieces[0], pieces[2])), seed
+
+
+@needs_compiled
+def test_what_fills_a_buffer_is_alike() -> None:
+    """Slots whose boxes lie in one page and in a page each, that continue and that do not."""
+    assert compiled is not None
+    seed = random.getrandbits(32)
+    rng = np.random.default_rng(seed)
+    for _ in range(300):
+        num_boxes, num_slots, num_fields = (int(number) for number in rng.integers(1, 6, size=3))
+        lengths = rng.choice([64, 128], size=num_boxes)
+        gaps = rng.choice([0, 0, 64], size=num_boxes)
+        slot_at = np.cumsum(lengths) - lengths
+        in_one_page = rng.random() < 0.5
+        page_at = slot_at + np.cumsum(gaps) if in_one_page else rng.choice([0, 64], size=num_boxes)
+        page = rng.integers(0, 9) + np.cumsum(rng.choice([1, 1, 3], size=(num_slots, 1 if in_one_page else num_boxes)))
+        page = page.reshape(num_slots, -1)
+        sizes = int(rng.choice([int(lengths.sum()), 64, 2048])), int(lengths.sum())
+        given = (
+            page,
+            (page_at, slot_at, lengths),
+            sizes,
+            rng.integers(0, 2**40, size=num_fields),
+            int(rng.integers(1, 4)),
+        )
+        assert same(compiled.slot_reads(*given), plain_loops.slot_reads(*given)), seed
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_what_fills_a_buffer_by_hand(form: ModuleType) -> None:
+    """Pages of 100 bytes of which 60 are read in two boxes; two of three slots are neighbours in memory but leave a gap."""
+    pages, bases = np.array([[4], [5], [9]]), np.array([1000, 7000, 9000])
+    boxes = np.array([0, 20]), np.array([0, 20]), np.array([20, 40])
+    source, place, length, count = form.slot_reads(pages, boxes, (100, 60), bases, 2)
+    assert count == 3
+    assert source.tolist() == [base + at for base in (1000, 7000, 9000) for at in (400, 500, 900)]
+    assert place.tolist() == [0, 60, 120, 180, 240, 300, 0, 60, 120]
+    assert length.tolist() == [60] * 9
+    source, place, length, count = form.slot_reads(pages, boxes, (60, 60), bases[:1], 1)
+    assert (source.tolist(), place.tolist(), length.tolist()) == ([1240, 1540], [0, 120], [120, 60])
+    each = np.array([[4, 7], [5, 8]])
+    source, place, length, count = form.slot_reads(each, boxes, (100, 60), bases[:1], 1)
+    assert (source.tolist(), place.tolist()) == ([1400, 1720, 1500, 1820], [0, 20, 60, 80])
+    assert length.tolist() == [20, 40, 20, 40]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_pieces_by_hand(form: ModuleType) -> None:
+    numbers = form.frame_indices(np.array([3, 5, 4]), np.array([1, 0, 2]), (10, 20), 2, 7)
+    assert [index.tolist() for index in numbers] == [[4, 13, 15, 14, 23], [2, 21, 20, 22, 41]]
+    assert {index.dtype for index in numbers} == {np.dtype(np.int32)}
+    pieces = tuple(np.array(column, np.uint64) for column in ((500, 30), (2**63, 9), (10, 2**63)))
+    local, remote, cost = form.piece_rows(pieces, (0, 5), 100)
+    assert local.tolist() == [[500, 10, 0], [30, 2**63, 0]]
+    assert remote.tolist() == [[2**63, 10, 5], [9, 2**63, 5]]
+    assert cost.tolist() == [0, 110, 210 + 2**63]
+    top = np.array([2**64 - 8, 7], np.uint64), np.array([8, 1], np.uint64)
+    assert form.reach(*top) == (7, 2**64 - 1)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize(
     "given",

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from kvreshard.transport import frames
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import INDICES_AT_ONCE, FrameCursor, FramePlace, PlacedFrame, place, strided_rows
+from kvreshard.transport.frames import FrameCursor, FramePlace, PlacedFrame, place, strided_rows
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES, PartCursor
 
@@ -29,10 +28,8 @@ def listed(cursor: FrameCursor, budget_bytes: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("at_once", [1, 45, INDICES_AT_ONCE])
 @pytest.mark.parametrize("budget_copies", [0, 1, 3, 20, 21, 45, 55, 10_000])
-def test_slices_have_every_piece_once(budget_copies: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "INDICES_AT_ONCE", at_once)
+def test_slices_have_every_piece_once(budget_copies: int) -> None:
     frame, rng = make_frame(), np.random.default_rng(1)
     local, remote = rng.permutation(50)[:20], rng.permutation(50)[:20]
     cursor = FrameCursor(FramedCopies(frame, local, remote), PlacedFrame.of(frame, PLACE))
@@ -42,12 +39,27 @@ def test_slices_have_every_piece_once(budget_copies: int, at_once: int, monkeypa
         for entry in range(5)
         for here, there in zip(local.tolist(), remote.tolist(), strict=True)
     ]
-    assert sorted(found) == sorted(wanted)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("budget_bytes", [1, 41_000, 123_456, 400_000, 5_000_000])
+def test_slices_are_as_full_as_their_budget_allows(budget_bytes: int) -> None:
+    """Also where that ends in the middle of an entry: a post costs as much as a hundred pieces."""
+    frame, pages = make_frame(length=1000), np.arange(17)
+    cursor = FrameCursor(FramedCopies(frame, pages, pages), PlacedFrame.of(frame, PLACE))
+    costs = [1000 + 8 * entry + DESCRIPTOR_COST_BYTES for entry in range(5) for _ in pages]
+    first = 0
+    while not cursor.exhausted:
+        piece = cursor.take(budget_bytes)
+        stop = first + len(piece)
+        assert piece.cost_bytes == sum(costs[first:stop])
+        assert stop == len(costs) or piece.cost_bytes + costs[stop] > budget_bytes
+        first = stop
+    assert first == len(costs)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_budgets_may_change_from_slice_to_slice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "INDICES_AT_ONCE", 45)
+def test_budgets_may_change_from_slice_to_slice(seed: int) -> None:
     frame, rng, pages = make_frame(num_entries=9), np.random.default_rng(seed), np.arange(20)
     cursor = FrameCursor(FramedCopies(frame, pages, pages[::-1]), PlacedFrame.of(frame, PLACE))
     found: list[tuple[int, int]] = []
