@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.held import Held
 from kvreshard.model import EngineLayout, Rank
 from kvreshard.model.tables import PageTable
 
@@ -66,21 +67,6 @@ class Pair:
     mamba: Mapping[str, Any] | None = None
 
 
-class _Held:
-    """The agent, with `transfer` kept back: what is measured is the preparation."""
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-        self.handles: list[Any] = []
-
-    def transfer(self, handle: Any) -> str:
-        self.handles.append(handle)
-        return "PROC"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
-
-
 def regions_of(layout: EngineLayout, rank: Rank) -> list[tuple[int, int, int]]:
     """(offset, page bytes, page stride) of every region as the in-tree connector registers them: one per slab."""
     return [(slab.offset_bytes, slab.page_bytes, slab.page_stride_bytes) for slab in rank.slabs]
@@ -95,7 +81,7 @@ class InTree:
         utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
         stats = importlib.import_module(f"{MODULE}.stats")
         self._metadata = importlib.import_module(f"{MODULE}.metadata")
-        self.pair, self.layout, self.held, self.agent = pair, layout, _Held(agent), agent
+        self.pair, self.layout, self.held, self.agent = pair, layout, Held(agent), agent
         regions = regions_of(layout, layout.rank_by_number[rank])
         blocks, count = pair.dst_kernel_blocks, len(regions)
         num_blocks = layout.groups[0].num_pages * blocks
@@ -217,12 +203,13 @@ class InTree:
 
     def clocked(self, clock: Callable[[Any], Any], work: Callable[[], object]) -> float:
         """Seconds of NIXL's own calls in `work`, by an agent that `clock` puts around ours."""
-        kept, self.held._agent = self.held._agent, clock(self.held._agent)
+        kept, clocked = self.held.agent, clock(self.held.agent)
+        self.held.use(clocked)
         try:
             work()
-            return float(self.held._agent.seconds)
+            return float(clocked.seconds)
         finally:
-            self.held._agent = kept
+            self.held.use(kept)
 
     def wait(self, handles: Sequence[Any], timeout_s: float = 60.0) -> None:
         """Until all have arrived. Raises RuntimeError if one fails or does not settle."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.arena import STAGING_BYTES, Arena
+from bench.held import Held
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
@@ -48,21 +49,6 @@ class Listed:
         return Request(src, dst, self.intervals, {})
 
 
-class _Keeping:
-    """NIXL's agent with `transfer` kept back."""
-
-    def __init__(self, agent: Any) -> None:
-        self.agent = agent
-        self.handles: list[Any] = []
-
-    def transfer(self, handle: Any) -> str:
-        self.handles.append(handle)
-        return "PROC"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.agent, name)
-
-
 class Clocked:
     """An agent, and the seconds that its own calls took which meet a peer or make a transfer request."""
 
@@ -95,7 +81,7 @@ class Prepared:
         self._transport: NixlTransport = arena.transport
         # The bench looks inside on purpose: there is no public way to prepare without posting.
         self._agent = self._transport._owner._agent
-        self._keeping = _Keeping(self._agent._agent)
+        self._held = Held(self._agent._agent)
         self._mover = Mover(self._transport, HostMemory(), {})
         self._staging = Staging(arena.staging_address, STAGING_BYTES)
         self.num_reads = 0
@@ -108,7 +94,7 @@ class Prepared:
         staged = list(self._staging.place(plan.batches))
         direct = [(copies.src_rank, self._mover.ready(Direction.READ, copies)) for copies in plan.direct]
         self.num_reads, self.num_staged = 0, len(staged)
-        self._agent._agent = self._keeping
+        self._agent._agent = self._held
         try:
             for src_rank, copies in (*direct, *((one.batch.src_rank, one.reads) for one in staged)):
                 peer = f"source {src_rank}"
@@ -119,23 +105,25 @@ class Prepared:
                     self._agent.start(own_name, Direction.READ, piece)
                     self.num_reads += len(piece)
         finally:
-            self._agent._agent = self._keeping.agent
+            self._agent._agent = self._held.agent
 
     def clocked(self, work: Callable[[], object]) -> float:
         """Seconds of NIXL's own calls in `work`."""
-        kept = self._keeping.agent
-        clocked = self._keeping.agent = self._agent._agent = Clocked(kept)
+        kept = self._held.agent
+        clocked = self._agent._agent = Clocked(kept)
+        self._held.use(clocked)
         try:
             work()
             return clocked.seconds
         finally:
-            self._keeping.agent = self._agent._agent = kept
+            self._agent._agent = kept
+            self._held.use(kept)
 
     def release(self) -> None:
         """Free the transfer requests."""
-        for handle in self._keeping.handles:
-            self._keeping.agent.release_xfer_handle(handle)
-        self._keeping.handles.clear()
+        for handle in self._held.handles:
+            self._held.agent.release_xfer_handle(handle)
+        self._held.handles.clear()
 
     def forget(self, peer: str) -> None:
         """Forget a peer, if it is known."""

@@ -356,9 +356,9 @@ def frame_indices(const int64[:] local_page, const int64[:] remote_page, tuple c
 
 
 def piece_rows(tuple pieces, tuple devices, uint64 cost_bytes):
-    """Pieces as rows of both sides, with what all before each cost beside their bytes."""
+    """Pieces as rows of both sides, with what all before each cost beside their bytes, and the longest."""
     cdef const uint64[:] local_address = pieces[0], remote_address = pieces[1], length_bytes = pieces[2]
-    cdef uint64 local_device = devices[0], remote_device = devices[1], total = 0
+    cdef uint64 local_device = devices[0], remote_device = devices[1], total = 0, longest = 0
     cdef Py_ssize_t row, n = length_bytes.shape[0]
     cdef uint64[:, ::1] local, remote
     cdef uint64[::1] cost
@@ -370,8 +370,10 @@ def piece_rows(tuple pieces, tuple devices, uint64 cost_bytes):
         local[row, 2], remote[row, 2] = local_device, remote_device
         cost[row] = total
         total += length_bytes[row] + cost_bytes
+        if length_bytes[row] > longest:
+            longest = length_bytes[row]
     cost[n] = total
-    return local_rows, remote_rows, before
+    return local_rows, remote_rows, before, longest
 
 
 def reach(const uint64[:] address, const uint64[:] length_bytes):
@@ -418,3 +420,33 @@ def slot_reads(const int64[:, :] src_page, tuple boxes, tuple sizes_bytes, const
             out[2, at] = one[2, row]
             at += 1
     return written[0], written[1], written[2], count
+
+
+def shifted(const int64[:] values, list counts, list by):
+    """So many of the values, one group after another, each greater by its group's number."""
+    cdef Py_ssize_t group, at = 0, i, n = values.shape[0], count
+    cdef int64 more
+    cdef int64[::1] out
+    found = _empty(n, _INT64)
+    out = found
+    for group in range(len(counts)):
+        count, more = counts[group], by[group]
+        if count < 0 or at + count > n:
+            raise ValueError(f"{counts} of {n}")
+        for i in range(at, at + count):
+            out[i] = values[i] + more
+        at += count
+    if at != n:
+        raise ValueError(f"{counts} of {n}")
+    return found
+
+
+def are_pieces(const int64[:] local, const int64[:] remote, const int64[:] length_bytes):
+    """Whether there is a length for every address of both sides, no address is negative, and none is empty."""
+    cdef Py_ssize_t i, n = length_bytes.shape[0]
+    if local.shape[0] != n or remote.shape[0] != n:
+        return False
+    for i in range(n):
+        if local[i] < 0 or remote[i] < 0 or length_bytes[i] < 1:
+            return False
+    return True

@@ -15,6 +15,7 @@ compiled: ModuleType | None
 if TYPE_CHECKING:
     from kvreshard.model import _loops as compiled
     from kvreshard.model.plain_loops import (
+        are_pieces,
         bounds,
         frame_indices,
         frame_rows,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         piece_rows,
         reach,
         runs,
+        shifted,
         slot_reads,
     )  # fmt: skip
 else:
@@ -33,8 +35,9 @@ else:
     _found = plain_loops if compiled is None else compiled
     bounds, neighbours, page_ids, runs = _found.bounds, _found.neighbours, _found.page_ids, _found.runs
     frame_indices, frame_rows, piece_rows = _found.frame_indices, _found.frame_rows, _found.piece_rows
-    reach, slot_reads = _found.reach, _found.slot_reads
+    are_pieces, reach, shifted, slot_reads = _found.are_pieces, _found.reach, _found.shifted, _found.slot_reads
 
 __all__ = [
-    "bounds", "compiled", "frame_indices", "frame_rows", "neighbours", "page_ids", "piece_rows", "reach", "runs", "slot_reads",
+    "are_pieces", "bounds", "compiled", "frame_indices", "frame_rows", "neighbours", "page_ids", "piece_rows", "reach", "runs",
+    "shifted", "slot_reads",
 ]  # fmt: skip

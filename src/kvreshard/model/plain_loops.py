@@ -78,9 +78,9 @@ def frame_indices(
 
 def piece_rows(
     pieces: tuple[Uint64s, Uint64s, Uint64s], devices: tuple[int, int], cost_bytes: int
-) -> tuple[Uint64s, Uint64s, Uint64s]:
+) -> tuple[Uint64s, Uint64s, Uint64s, int]:
     """Pieces, addresses of both sides and lengths of shape (n,), as rows (address, bytes, device) of both sides, shape (n, 3), with
-    what all before each and all of them cost beside their bytes, shape (n + 1,).
+    what all before each and all of them cost beside their bytes, shape (n + 1,), and the longest.
     """
     length = pieces[2]
     local, remote = (
@@ -89,7 +89,7 @@ def piece_rows(
     )
     cost = np.zeros(len(length) + 1, dtype=np.uint64)
     np.add.accumulate(length + np.uint64(cost_bytes), out=cost[1:])
-    return local, remote, cost
+    return local, remote, cost, int(np.maximum.reduce(length, initial=0))
 
 
 def reach(address: Uint64s, length_bytes: Uint64s) -> tuple[int, int]:
@@ -120,3 +120,18 @@ def slot_reads(
     field_at = np.arange(len(bases), dtype=np.int64) % fields_each * (len(src_page) * slot_bytes)
     found = (bases[:, None] + source).reshape(-1), (field_at[:, None] + place).reshape(-1)
     return *found, np.tile(length, len(bases)), len(length)
+
+
+def shifted(values: Int64s, counts: list[int], by: list[int]) -> Int64s:
+    """The values, which are groups of so many one after another, each greater by its group's number. Raises ValueError for other counts."""
+    found: Int64s = values + np.repeat(np.array(by, dtype=np.int64), counts)
+    return found
+
+
+def are_pieces(local: Int64s, remote: Int64s, length_bytes: Int64s) -> bool:
+    """Whether there is a length for every address of both sides, no address is negative, and no piece is empty."""
+    if not len(local) == len(remote) == len(length_bytes):
+        return False
+    return not len(local) or bool(
+        min(np.minimum.reduce(local), np.minimum.reduce(remote)) >= 0 and np.minimum.reduce(length_bytes) >= 1
+    )

@@ -23,17 +23,16 @@ Int64s = NDArray[np.int64]
 
 
 class Boxes(msgspec.Struct, frozen=True, eq=False):
-    """What is read as one piece at the source, per overlap: source offsets and lengths, and where each lies in a staging slot."""
+    """What is read as one piece at the source, per overlap: source offsets and lengths, and where each lies in a staging slot of
+    `slot_bytes`.
+    """
 
     src_offsets: Int64s
     lengths: Int64s
     src_pages: Int64s
     slot_offsets: Int64s
     run_slot_offsets: Int64s
-
-    @property
-    def slot_bytes(self) -> int:
-        return int(self.lengths.sum())
+    slot_bytes: int
 
 
 def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
@@ -48,7 +47,8 @@ def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
     ends = np.concatenate([starts[1:], [len(src)]]) - 1
     lengths = src[ends] + length[ends] - src[starts]
     slot_offsets = np.cumsum(lengths) - lengths
-    return Boxes(src[starts], lengths, page[starts], slot_offsets, slot_offsets[box_of] + src - src[starts][box_of])
+    run_slot_offsets = slot_offsets[box_of] + src - src[starts][box_of]
+    return Boxes(src[starts], lengths, page[starts], slot_offsets, run_slot_offsets, int(lengths.sum()))
 
 
 class Step(msgspec.Struct, frozen=True):

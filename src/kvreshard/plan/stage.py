@@ -34,10 +34,10 @@ Int64s = NDArray[np.int64]
 # A request whose pages divide one another meets the other side's in one way, and in two more at its ends. Page sizes that do not
 # would need a joint slot for almost every page.
 MAX_JOINTS = 8
-# What was read is permuted while it is still in a cache, and the first batch is permuted early. Of 3 to 16 MiB, 4 were the fastest in
-# six cases of 167 MB (HND TP 8 -> 4: 30 ms, 36 with 16 MiB; page 16 -> 64: 50 and 60), and below 3 the posts cost more than is saved.
-# Of 671 MB it made no difference, and each batch costs 0.07 ms of processor time: so many per lane, then they grow.
-FILL_BYTES, MAX_FILL_BYTES = 4 << 20, 16 << 20
+# What was read is permuted while it is still in a cache, and the first batch is permuted early. Of 3 to 16 MiB, 4 and 5 were the fastest in
+# eighteen cases of 84 and 168 MB (HND TP 8 -> 4: 30 ms, 36 with 16 MiB; page 64 -> 16, random: 43, with 6 MiB 60), and below 3 the posts cost
+# more than is saved. Of 671 MB it made no difference, and each batch costs processor time: so many per lane, then they grow.
+FILL_BYTES, MAX_FILL_BYTES = 5 << 20, 16 << 20
 MAX_SMALL_BATCHES = 32
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from kvreshard.plan.copies import CopyList
+from kvreshard.model.loops import shifted
+from kvreshard.plan.copies import CopyList, Int64s
 from kvreshard.plan.stage import Batch
 from kvreshard.transport.base import Copies, CopiesPart
 
@@ -81,9 +82,11 @@ def _reads(batches: Sequence[tuple[int, Batch]]) -> Copies:
         else:
             listed.append((batch.listed, batch.first, batch.stop))
     parts = [one.part(first, stop) for one, first, stop in listed]
-    halves = np.repeat([address for address, _ in batches], [batch.stop - batch.first for _, batch in batches])
-    return Copies.of(
-        np.concatenate([part.dst_address for part in parts]) + halves,
-        np.concatenate([part.src_address for part in parts]),
-        np.concatenate([part.length for part in parts]),
-    )
+    dst = _joined([part.dst_address for part in parts])
+    counts, halves = [batch.stop - batch.first for _, batch in batches], [address for address, _ in batches]
+    src, length = _joined([part.src_address for part in parts]), _joined([part.length for part in parts])
+    return Copies.of(shifted(dst, counts, halves), src, length)
+
+
+def _joined(arrays: list[Int64s]) -> Int64s:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -23,12 +23,14 @@ import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
+
+from kvreshard.model.loops import are_pieces
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -106,6 +108,14 @@ class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
     length_bytes: Addresses
 
     def __post_init__(self) -> None:
+        columns: tuple[Any, Any, Any] = self.local_address, self.remote_address, self.length_bytes
+        if all(map(_is_plain, columns)) and are_pieces(*columns):
+            # Eight bytes mean the same in both kinds, and no two numbers below 2^63 leave the address space.
+            for name, column in zip(self.__struct_fields__, columns, strict=True):
+                view = column.view(np.uint64)
+                view.flags.writeable = False
+                force_setattr(self, name, view)
+            return
         is_signed = True
         for name in ("local_address", "remote_address", "length_bytes"):
             given = getattr(self, name)
@@ -140,10 +150,8 @@ class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
     @staticmethod
     def of(local_address: ArrayLike, remote_address: ArrayLike, length_bytes: ArrayLike) -> Copies:
         """Build from anything that NumPy reads as three rows of whole numbers; a scalar length serves all pieces."""
-        local, length = np.asarray(local_address), np.asarray(length_bytes)
-        if not length.ndim:
-            length = np.broadcast_to(length, local.shape)
-        return Copies(local, np.asarray(remote_address), length)
+        local, remote, length = np.asarray(local_address), np.asarray(remote_address), np.asarray(length_bytes)
+        return Copies(local, remote, length if length.ndim else np.broadcast_to(length, local.shape))
 
     def part(self, first: int, stop: int) -> CopiesPart:
         """Pieces `[first, stop)`. Raises TransportError for pieces that there are not."""
@@ -179,6 +187,13 @@ class CopiesPart(msgspec.Struct, frozen=True, eq=False):
         """The same pieces, on their own."""
         rows, whole = slice(self.first, self.stop), self.whole
         return Copies(whole.local_address[rows], whole.remote_address[rows], whole.length_bytes[rows])
+
+
+def _is_plain(values: object) -> bool:
+    """Whether these are signed numbers as a loop can read them."""
+    return (
+        isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous
+    )
 
 
 def _as_uint64(name: str, values: ArrayLike) -> Addresses:

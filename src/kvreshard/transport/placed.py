@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from kvreshard.transport.regions import RegionTable
 
@@ -16,26 +16,39 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+class _Key(ref[K]):
+    """A key that is not kept alive, and the number that it is found by."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 class Placed(Generic[K, V]):
-    """What `find(key, local, remote, remote_side)` says of each key, kept as long as the key lives. None is kept like anything else."""
+    """What `find(key, local, remote, remote_side)` says of each key, kept as long as the key lives. None is kept like anything else.
+
+    The parts of a list are asked for one after another: a look takes 0.2 us, one at a `WeakKeyDictionary` 2.
+    """
 
     def __init__(self, find: Callable[[K, RegionTable, RegionTable, str], V | None]) -> None:
         self._find = find
-        self._found: WeakKeyDictionary[K, tuple[RegionTable, RegionTable, V | None]] = WeakKeyDictionary()
-        # The parts of a list are asked for one after another, and a look at a weak dictionary takes 2 us.
-        self._latest: tuple[ref[K], tuple[RegionTable, RegionTable, V | None]] | None = None
+        self._found: dict[int, tuple[_Key[K], RegionTable, RegionTable, V | None]] = {}
 
     def get(self, key: K, local: RegionTable, remote: RegionTable, remote_side: str) -> V | None:
         """Raises what `find` raises, TransportError for copies outside the regions; nothing is kept then."""
-        latest = self._latest
-        known = latest[1] if latest is not None and latest[0]() is key else self._found.get(key)
-        if known is None or known[0] is not local or known[1] is not remote:
-            known = self._found[key] = local, remote, self._find(key, local, remote, remote_side)
-        if latest is None or latest[1] is not known:
-            self._latest = ref(key, self._forget), known
-        return known[2]
+        number = id(key)
+        known = self._found.get(number)
+        if known is not None and known[1] is local and known[2] is remote and known[0]() is key:
+            return known[3]
+        value = self._find(key, local, remote, remote_side)
+        place = _Key(key, self._forget)
+        place.number = number
+        self._found[number] = place, local, remote, value
+        return value
+
+    def __len__(self) -> int:
+        return len(self._found)
 
     def _forget(self, dead: ref[K]) -> None:
-        latest = self._latest
-        if latest is not None and latest[0] is dead:
-            self._latest = None
+        known = self._found.get(dead.number) if isinstance(dead, _Key) else None
+        if known is not None and known[0] is dead:
+            self._found.pop(known[0].number, None)

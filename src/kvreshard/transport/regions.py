@@ -10,6 +10,7 @@ lie in one registration), metadata that is malformed, too large or of a later ve
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import msgspec
@@ -30,7 +31,7 @@ _ONE = np.uint64(1)
 class RegionTable:
     """Registered regions of one rank, sorted by address. Immutable."""
 
-    __slots__ = ("_last", "_start", "device", "regions")
+    __slots__ = ("_last", "_start", "_starts", "device", "regions")
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
         self.regions = tuple(sorted(regions, key=lambda region: region.address))
@@ -40,7 +41,8 @@ class RegionTable:
         devices = {region.device for region in self.regions}
         # The device that all regions lie on; None where they differ.
         self.device = devices.pop() if len(devices) == 1 else None
-        self._start = np.array([region.address for region in self.regions], dtype=np.uint64)
+        self._starts = [region.address for region in self.regions]
+        self._start = np.array(self._starts, dtype=np.uint64)
         # The last byte, not the end: an end of 2^64 has no uint64.
         self._last = np.array([region.end - 1 for region in self.regions], dtype=np.uint64)
 
@@ -60,13 +62,13 @@ class RegionTable:
         return RegionTable(rest)
 
     def check(self, side: str, address: Addresses, length_bytes: Addresses) -> None:
-        """`locate` without saying where: a look at the lowest and the highest byte where there is one region only."""
+        """`locate` without saying where: a look at the lowest and the highest byte is enough where one region has both."""
         if not address.size:
             return
-        if len(self.regions) == 1:
-            low, last = reach(address, length_bytes)
-            if self.regions[0].address <= low and last < self.regions[0].end:
-                return
+        low, last = reach(address, length_bytes)
+        region = bisect_right(self._starts, low) - 1
+        if region >= 0 and last < self.regions[region].end:
+            return
         self.locate(side, address, length_bytes)
 
     def locate(self, side: str, address: Addresses, length_bytes: Addresses) -> NDArray[np.intp]:

@@ -163,13 +163,13 @@ class PlacedCopies(msgspec.Struct, frozen=True, eq=False):
         length = copies.length_bytes
         ours = _side("local", local, copies.local_address, length)
         theirs = _side(remote_side, remote, copies.remote_address, length)
-        is_cut = not len(length) or int(np.maximum.reduce(length)) > MAX_PIECE_BYTES
-        if is_cut or not ours.is_of_one_device or not theirs.is_of_one_device:
+        if not len(length) or not ours.is_of_one_device or not theirs.is_of_one_device:
             return None
-        rows = piece_rows(
-            (ours.address, theirs.address, length), (int(ours.number), int(theirs.number)), DESCRIPTOR_COST_BYTES
-        )
-        return PlacedCopies(rows[0], rows[1], KINDS[int(ours.kind)], KINDS[int(theirs.kind)], rows[2])
+        pieces, devices = (ours.address, theirs.address, length), (int(ours.number), int(theirs.number))
+        local_rows, remote_rows, cost_bytes, longest = piece_rows(pieces, devices, DESCRIPTOR_COST_BYTES)
+        if longest > MAX_PIECE_BYTES:
+            return None
+        return PlacedCopies(local_rows, remote_rows, KINDS[int(ours.kind)], KINDS[int(theirs.kind)], cost_bytes)
 
 
 class PartCursor:

@@ -79,6 +79,30 @@ def test_pieces_are_numbered_and_listed_alike() -> None:
         devices = int(rng.integers(4)), int(rng.integers(4))
         assert same(compiled.piece_rows(pieces, devices, 77), plain_loops.piece_rows(pieces, devices, 77)), seed
         assert same(compiled.reach(pieces[0], pieces[2]), plain_loops.reach(pieces[0], pieces[2])), seed
+        counts = rng.multinomial(num_pages, [0.25] * 4).tolist()
+        by = rng.integers(-5, 2**50, size=4).tolist()
+        assert same(compiled.shifted(local, counts, by), plain_loops.shifted(local, counts, by)), seed
+        columns = [rng.integers(1, 9, size=num_pages) for _ in range(3)]
+        if rng.random() < 0.7:
+            columns[rng.integers(3)][rng.integers(num_pages)] = rng.integers(-1, 2)
+        assert compiled.are_pieces(*columns) == plain_loops.are_pieces(*columns), seed
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_pieces_are_told_from_what_is_none(form: ModuleType) -> None:
+    good = [np.array([0, 5]), np.array([7, 0]), np.array([1, 2])]
+    assert form.are_pieces(*good)
+    assert form.are_pieces(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    for column, row, bad in ((0, 0, -1), (1, 1, -9), (2, 0, 0), (2, 1, -1)):
+        changed = [one.copy() for one in good]
+        changed[column][row] = bad
+        assert not form.are_pieces(*changed)
+    for column in range(3):
+        assert not form.are_pieces(*(one[: 1 if number == column else 2] for number, one in enumerate(good)))
+    assert form.shifted(np.array([1, 2, 3, 4]), [1, 0, 3], [10, 20, 30]).tolist() == [11, 32, 33, 34]
+    for counts in ([1, 2], [5], [3, 2], []):
+        with pytest.raises(ValueError):  # noqa: PT011 (of either form, in its own words)
+            form.shifted(np.array([1, 2, 3, 4]), counts, [0] * len(counts))
 
 
 @needs_compiled
@@ -131,10 +155,10 @@ def test_pieces_by_hand(form: ModuleType) -> None:
     assert [index.tolist() for index in numbers] == [[4, 13, 15, 14, 23], [2, 21, 20, 22, 41]]
     assert {index.dtype for index in numbers} == {np.dtype(np.int32)}
     pieces = tuple(np.array(column, np.uint64) for column in ((500, 30), (2**63, 9), (10, 2**63)))
-    local, remote, cost = form.piece_rows(pieces, (0, 5), 100)
+    local, remote, cost, longest = form.piece_rows(pieces, (0, 5), 100)
     assert local.tolist() == [[500, 10, 0], [30, 2**63, 0]]
     assert remote.tolist() == [[2**63, 10, 5], [9, 2**63, 5]]
-    assert cost.tolist() == [0, 110, 210 + 2**63]
+    assert (cost.tolist(), longest) == ([0, 110, 210 + 2**63], 2**63)
     top = np.array([2**64 - 8, 7], np.uint64), np.array([8, 1], np.uint64)
     assert form.reach(*top) == (7, 2**64 - 1)
 
