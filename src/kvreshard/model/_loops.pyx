@@ -3,6 +3,7 @@
 `tests/unit/model/test_loops.py` holds each to the NumPy that does the same where nothing was compiled.
 """
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -13,28 +14,48 @@ ctypedef long long int64
 ctypedef unsigned long long uint64
 
 cdef object _INT32 = np.dtype(np.int32), _INT64 = np.dtype(np.int64), _UINT64 = np.dtype(np.uint64)
-cdef object _empty = np.empty
+cdef object _empty = np.empty, _ndarray = np.ndarray
 # Above it a key of two numbers would not fit.
 cdef int64 MAX_PAGE = 1 << 40
 # Far from where sums of them would wrap.
 cdef int64 MAX_TOKENS = 1 << 48
 
 
+cdef class _Numbers:
+    """Where the numbers of an array lie, as long as this lives: found in a third of the time of a memoryview.
+
+    Raises TypeError for anything but an array of int64, BufferError or ValueError where they do not lie one after another.
+    """
+
+    cdef Py_buffer view
+    cdef int64* at
+    cdef Py_ssize_t size
+
+    def __cinit__(self, object array, int flags=PyBUF_SIMPLE):
+        if type(array) is not _ndarray or array.dtype is not _INT64 or array.ndim != 1:
+            raise TypeError(array)
+        PyObject_GetBuffer(array, &self.view, flags)
+        self.at, self.size = <int64*>self.view.buf, self.view.len // 8
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+
 def page_ids(object pages):
     """A copy of the page ids, as an array of whatever they are; a list of ints is the usual case."""
     cdef Py_ssize_t i, n
-    cdef int64[::1] out
+    cdef _Numbers out
     if not PyList_CheckExact(pages) or not PyList_GET_SIZE(pages):
         return np.array(pages)
     n = PyList_GET_SIZE(pages)
     found = _empty(n, _INT64)
-    out = found
+    out = _Numbers(found, PyBUF_WRITABLE)
     for i in range(n):
         item = <object>PyList_GET_ITEM(pages, i)
         if not PyLong_CheckExact(item):
             return np.array(pages)
         try:
-            out[i] = PyLong_AsLongLong(item)
+            out.at[i] = PyLong_AsLongLong(item)
         except OverflowError:
             return np.array(pages)
     return found
@@ -53,18 +74,89 @@ def bounds(const int64[:] values):
     return low, high
 
 
-def neighbours(const int64[:] src, const int64[:] dst):
-    """Whether `src` ascends; how many pairs continue the pair before on both sides, and how many do at the source."""
-    cdef Py_ssize_t i, joined = 0, src_joined = 0
+def run_bounds(const int64[:] first, const int64[:] counts):
+    """The least and the greatest of some runs of numbers, none of them empty, at least one."""
+    cdef int64 low = first[0], high = first[0], last
+    cdef Py_ssize_t i
+    for i in range(first.shape[0]):
+        last = first[i] + (counts[i] - 1)
+        if first[i] < low:
+            low = first[i]
+        if last > high:
+            high = last
+    return low, high
+
+
+cdef struct Pair:
+    int64 src
+    int64 dst
+
+
+cdef void _sort(Pair* pairs, Pair* spare, Py_ssize_t n, int64 most) noexcept:
+    """By the source, stable, eight bits at a time. What is sorted ends in `pairs`."""
+    cdef Py_ssize_t count[256]
+    cdef Py_ssize_t i, total, here
+    cdef int shift = 0, digit
+    cdef Pair* given = pairs
+    cdef Pair* other = spare
+    while shift < 64 and most >> shift:
+        for digit in range(256):
+            count[digit] = 0
+        for i in range(n):
+            count[(given[i].src >> shift) & 255] += 1
+        total = 0
+        for digit in range(256):
+            here = count[digit]
+            count[digit] = total
+            total += here
+        for i in range(n):
+            digit = (given[i].src >> shift) & 255
+            other[count[digit]] = given[i]
+            count[digit] += 1
+        given, other = other, given
+        shift += 8
+    if given != pairs:
+        for i in range(n):
+            pairs[i] = given[i]
+
+
+def ordered(src, dst):
+    """Pairs of pages in the order of the source; how many continue the pair before on both sides, and how many do at the source."""
+    cdef const int64[:] src_page = src, dst_page = dst
+    cdef Py_ssize_t i, n = src_page.shape[0], joined = 0, src_joined = 0
+    cdef int64 most = 0
+    cdef Pair* pairs
+    cdef int64[::1] new_src, new_dst
     cdef bint ascends = True
-    for i in range(1, src.shape[0]):
-        if src[i] < src[i - 1]:
+    for i in range(1, n):
+        if src_page[i] < src_page[i - 1]:
             ascends = False
             break
-        if src[i] == src[i - 1] + 1:
+    if not ascends:
+        found = _empty((2, n), _INT64)
+        new_src, new_dst = found[0], found[1]
+        pairs = <Pair*>PyMem_Malloc(2 * n * sizeof(Pair))
+        if pairs == NULL:
+            raise MemoryError
+        try:
+            for i in range(n):
+                pairs[i].src, pairs[i].dst = src_page[i], dst_page[i]
+                if src_page[i] < 0:
+                    raise ValueError(f"page {src_page[i]}")
+                if src_page[i] > most:
+                    most = src_page[i]
+            _sort(pairs, pairs + n, n, most)
+            for i in range(n):
+                new_src[i], new_dst[i] = pairs[i].src, pairs[i].dst
+        finally:
+            PyMem_Free(pairs)
+        src, dst = found[0], found[1]
+        src_page, dst_page = new_src, new_dst
+    for i in range(1, n):
+        if src_page[i] == src_page[i - 1] + 1:
             src_joined += 1
-            joined += dst[i] == dst[i - 1] + 1
-    return ascends, joined, src_joined
+            joined += dst_page[i] == dst_page[i - 1] + 1
+    return src, dst, joined, src_joined
 
 
 def runs(const int64[:] src, const int64[:] dst, int64 most_pages):
@@ -174,7 +266,7 @@ cdef class Streams:
         """
         try:
             return self._cut(request)
-        except (AttributeError, OverflowError, TypeError, ValueError):  # mappings, numbers or arrays of other kinds
+        except (AttributeError, BufferError, OverflowError, TypeError, ValueError):  # mappings, numbers or arrays of other kinds
             return None
 
     cdef object _cut(self, object request):
@@ -211,15 +303,15 @@ cdef class Streams:
         return cuts
 
     cdef object _state(self, Stream stream, object src, object dst, _Seen seen):
-        cdef const int64[:] src_page = src.pages, dst_page = dst.pages
-        if src_page.shape[0] != 1 or dst_page.shape[0] != 1 or src.num_tokens != dst.num_tokens:
+        cdef _Numbers src_page = _Numbers(src.pages), dst_page = _Numbers(dst.pages)
+        if src_page.size != 1 or dst_page.size != 1 or src.num_tokens != dst.num_tokens:
             return None
-        if not stream.src.has(src_page[0]) or not self._take(seen, stream.dst, dst_page[0], 0):
+        if not stream.src.has(src_page.at[0]) or not self._take(seen, stream.dst, dst_page.at[0], 0):
             return None
         return [src.pages], [dst.pages], []
 
     cdef object _paged(self, Stream stream, object src, object dst, object wanted, _Seen seen):
-        cdef const int64[:] src_page = src.pages, dst_page = dst.pages
+        cdef _Numbers src_page = _Numbers(src.pages), dst_page = _Numbers(dst.pages)
         cdef int64 src_first = _whole(src.first_page), dst_first = _whole(dst.first_page)
         cdef int64 num_tokens = min(_whole(src.num_tokens), _whole(dst.num_tokens))
         cdef int64 size = stream.size, start, stop, low, high, end = 0, page, first, last, edge, start_token, stop_token
@@ -233,12 +325,12 @@ cdef class Streams:
             if stop <= start:
                 continue
             low, high = start // size, (stop - 1) // size + 1
-            if low < src_first or high > src_first + src_page.shape[0] or low < dst_first or high > dst_first + dst_page.shape[0]:
+            if low < src_first or high > src_first + src_page.size or low < dst_first or high > dst_first + dst_page.size:
                 return None
             for page in range(low, high):
-                if not stream.src.has(src_page[page - src_first]):
+                if not stream.src.has(src_page.at[page - src_first]):
                     return None
-                if not self._take(seen, stream.dst, dst_page[page - dst_first], page - dst_first):
+                if not self._take(seen, stream.dst, dst_page.at[page - dst_first], page - dst_first):
                     return None
             start = max(end, start)
             if stop <= start:
@@ -257,8 +349,8 @@ cdef class Streams:
                     parts.append(
                         (
                             (first - page * size, first - page * size, last - first),
-                            src_page[page - src_first],
-                            dst_page[page - dst_first],
+                            src_page.at[page - src_first],
+                            dst_page.at[page - dst_first],
                         )
                     )
         return src_found, dst_found, parts
@@ -334,6 +426,24 @@ def frame_rows(tuple entries, tuple stride_bytes, tuple devices, tuple pages, ui
             row += 1
     cost[row] = total
     return local_rows, remote_rows, before
+
+
+def frame_copies(tuple entries, tuple stride_bytes, tuple pages):
+    """The entries of a frame, one by one for some runs of pages: addresses of both sides and lengths."""
+    cdef const int64[:] src_start = entries[0], dst_start = entries[1], length = entries[2]
+    cdef const int64[:] src_page = pages[0], dst_page = pages[1], run_pages = pages[2]
+    cdef int64 src_stride_bytes = stride_bytes[0], dst_stride_bytes = stride_bytes[1]
+    cdef Py_ssize_t entry, run, num_entries = length.shape[0], num_runs = src_page.shape[0], row = 0
+    cdef int64[:, ::1] out
+    found = _empty((3, num_entries * num_runs), _INT64)
+    out = found
+    for entry in range(num_entries):
+        for run in range(num_runs):
+            out[0, row] = src_start[entry] + src_page[run] * src_stride_bytes
+            out[1, row] = dst_start[entry] + dst_page[run] * dst_stride_bytes
+            out[2, row] = length[entry] * run_pages[run]
+            row += 1
+    return found[0], found[1], found[2]
 
 
 def frame_indices(const int64[:] local_page, const int64[:] remote_page, tuple counts, Py_ssize_t first, Py_ssize_t stop):

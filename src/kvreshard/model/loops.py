@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from kvreshard.model.plain_loops import (
         are_pieces,
         bounds,
+        frame_copies,
         frame_indices,
         frame_rows,
-        neighbours,
+        ordered,
         page_ids,
         piece_rows,
         reach,
+        run_bounds,
         runs,
         shifted,
         slot_reads,
@@ -33,11 +35,15 @@ else:
     except ImportError:  # no compiler, or a tree that nobody installed
         compiled = None
     _found = plain_loops if compiled is None else compiled
-    bounds, neighbours, page_ids, runs = _found.bounds, _found.neighbours, _found.page_ids, _found.runs
-    frame_indices, frame_rows, piece_rows = _found.frame_indices, _found.frame_rows, _found.piece_rows
-    are_pieces, reach, shifted, slot_reads = _found.are_pieces, _found.reach, _found.shifted, _found.slot_reads
+    bounds, ordered, page_ids, run_bounds, runs = (
+        _found.bounds, _found.ordered, _found.page_ids, _found.run_bounds, _found.runs
+    )  # fmt: skip
+    frame_copies, frame_indices, frame_rows = _found.frame_copies, _found.frame_indices, _found.frame_rows
+    are_pieces, piece_rows, reach, shifted, slot_reads = (
+        _found.are_pieces, _found.piece_rows, _found.reach, _found.shifted, _found.slot_reads
+    )  # fmt: skip
 
 __all__ = [
-    "are_pieces", "bounds", "compiled", "frame_indices", "frame_rows", "neighbours", "page_ids", "piece_rows", "reach", "runs",
-    "shifted", "slot_reads",
+    "are_pieces", "bounds", "compiled", "frame_copies", "frame_indices", "frame_rows", "ordered", "page_ids", "piece_rows", "reach",
+    "run_bounds", "runs", "shifted", "slot_reads",
 ]  # fmt: skip

@@ -19,13 +19,24 @@ def bounds(values: Int64s) -> tuple[int, int]:
     return int(np.minimum.reduce(values)), int(np.maximum.reduce(values))
 
 
-def neighbours(src: Int64s, dst: Int64s) -> tuple[bool, int, int]:
-    """Whether `src` ascends; if so, how many pairs continue the one before on both sides, and how many do at the source."""
+def run_bounds(first: Int64s, counts: Int64s) -> tuple[int, int]:
+    """The least and the greatest of some runs of numbers, `counts[i]` from `first[i]` on, none of them empty, at least one."""
+    return int(np.minimum.reduce(first)), int(np.maximum.reduce(first + (counts - 1)))
+
+
+def ordered(src: Int64s, dst: Int64s) -> tuple[Int64s, Int64s, int, int]:
+    """Pairs of pages in the order of the source; how many continue the pair before on both sides, and how many do at the source.
+
+    The same arrays where they are in order.
+    """
     steps = src[1:] - src[:-1]
     if len(steps) and np.minimum.reduce(steps) < 0:
-        return False, 0, 0
+        order = src.argsort(kind="stable")
+        src, dst = src[order], dst[order]
+        steps = src[1:] - src[:-1]
     continues = steps == 1
-    return True, int(np.count_nonzero(continues & (dst[1:] - dst[:-1] == 1))), int(np.count_nonzero(continues))
+    joined = int(np.count_nonzero(continues & (dst[1:] - dst[:-1] == 1)))
+    return src, dst, joined, int(np.count_nonzero(continues))
 
 
 def runs(src: Int64s, dst: Int64s, most_pages: int) -> tuple[Int64s, Int64s, Int64s]:
@@ -59,6 +70,20 @@ def frame_rows(
     cost = np.zeros(len(lengths) + 1, dtype=np.uint64)
     np.add.accumulate(lengths + np.uint64(cost_bytes), out=cost[1:])
     return rows[0], rows[1], cost
+
+
+def frame_copies(
+    entries: tuple[Int64s, Int64s, Int64s], stride_bytes: tuple[int, int], pages: tuple[Int64s, Int64s, Int64s]
+) -> tuple[Int64s, Int64s, Int64s]:
+    """The entries of a frame, one by one for some runs of pages: addresses of both sides and lengths, shape (e * n,).
+
+    `entries`: where they start on both sides, and lengths, shape (e,); `pages`: the first of both sides and how many, shape (n,).
+    """
+    src, dst = (
+        (start[:, None] + page * stride).reshape(-1)
+        for start, page, stride in zip(entries[:2], pages[:2], stride_bytes, strict=True)
+    )
+    return src, dst, (entries[2][:, None] * pages[2]).reshape(-1)
 
 
 def frame_indices(

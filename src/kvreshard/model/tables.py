@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from kvreshard.model.errors import BindError
 from kvreshard.model.loops import page_ids
 
+INT64 = np.dtype(np.int64)
+
 
 class PageTable(msgspec.Struct, frozen=True, eq=False):
     """One group's pages of one request.
@@ -37,7 +39,7 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         array = page_ids(self.pages)
-        if array.ndim != 1 or array.dtype != np.int64:
+        if array.ndim != 1 or (array.dtype is not INT64 and array.dtype != INT64):
             if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
                 raise BindError(
                     f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"

@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.loops import frame_copies
+
 Int64s = NDArray[np.int64]
 
 
@@ -82,13 +84,12 @@ class PageCopies(msgspec.Struct, frozen=True, eq=False):
         """The same copies, one by one."""
         frame = self.frame
         run_pages = np.ones(len(self.src_page), dtype=np.int64) if self.run_pages is None else self.run_pages
-        return CopyList(
-            self.src_rank,
-            self.dst_rank,
-            (frame.src_start[:, None] + self.src_page * frame.src_stride_bytes).reshape(-1),
-            (frame.dst_start[:, None] + self.dst_page * frame.dst_stride_bytes).reshape(-1),
-            (frame.length[:, None] * run_pages).reshape(-1),
+        columns = frame_copies(
+            (frame.src_start, frame.dst_start, frame.length),
+            (frame.src_stride_bytes, frame.dst_stride_bytes),
+            (self.src_page, self.dst_page, run_pages),
         )
+        return CopyList(self.src_rank, self.dst_rank, *columns)
 
 
 class ByteRanges(msgspec.Struct, frozen=True, eq=False):

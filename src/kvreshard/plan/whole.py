@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import neighbours, runs
+from kvreshard.model.loops import ordered, runs
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.bind import MAX_COPIES_PER_LIST, index_ranges
 from kvreshard.plan.copies import CopyList, PageCopies
@@ -60,14 +60,8 @@ class WholePages(msgspec.Struct, frozen=True, eq=False):
         """Sorted and compared with their neighbours."""
         if not src:
             return _NO_PAGES
-        src_page = src[0] if len(src) == 1 else np.concatenate(src)
-        dst_page = dst[0] if len(dst) == 1 else np.concatenate(dst)
-        ascends, joined, src_joined = neighbours(src_page, dst_page)
-        if not ascends:
-            order = src_page.argsort()
-            src_page, dst_page = src_page[order], dst_page[order]
-            _, joined, src_joined = neighbours(src_page, dst_page)
-        return WholePages(src_page, dst_page, joined, src_joined)
+        one = len(src) == 1
+        return WholePages(*ordered(src[0] if one else np.concatenate(src), dst[0] if one else np.concatenate(dst)))
 
     def num_src_runs(self) -> int:
         """Runs of neighbouring source pages, whatever the destination looks like."""

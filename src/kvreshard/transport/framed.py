@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvreshard.model.loops import bounds
+from kvreshard.model.loops import bounds, run_bounds
 from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Addresses, Copies, TransportError
 
 
@@ -136,9 +136,7 @@ class FramedCopies(msgspec.Struct, frozen=True, eq=False):
             ("remote", self.remote_page, self.frame.remote_count),
         )
         for name, page, count in sides:
-            low, high = bounds(page)
-            if runs is not None:
-                high = bounds(page + (runs - 1))[1]
+            low, high = bounds(page) if runs is None else run_bounds(page, runs)
             if low < 0 or high >= count:
                 raise TransportError(f"{name} pages from {low} to {high}, but the frame has [0, {count})")
 

@@ -60,6 +60,9 @@ from kvreshard.transport.slices import PartCursor, PlacedCopies, SliceCursor
 if TYPE_CHECKING:
     from kvreshard.transport.base import AnyCopies
 
+# Rows of longer lists are made slice by slice: so many are 200 KiB.
+MAX_PLACED = 1 << 12
+
 
 class NixlTransport:
     """A `Transport` over one NIXL agent, which it makes and owns.
@@ -183,7 +186,8 @@ class NixlTransport:
             if listed is not None:
                 return PartCursor(listed, 0, len(listed.local))
             copies = copies.flat()
-        return SliceCursor(copies, table, remote, side)
+        placed = PlacedCopies.of(copies, table, remote, side) if len(copies) <= MAX_PLACED else None
+        return SliceCursor(copies, table, remote, side) if placed is None else PartCursor(placed, 0, len(copies))
 
     def cancel(self, transfer: Transfer) -> None:
         """See `Transport.cancel`."""

@@ -45,9 +45,11 @@ def test_pairs_of_pages_are_compared_and_joined_alike() -> None:
     for _ in range(300):
         src, dst = pages(rng)
         assert same(compiled.bounds(src), plain_loops.bounds(src)), seed
-        found = compiled.neighbours(src, dst)
-        wanted = plain_loops.neighbours(src, dst)
-        assert found == wanted if wanted[0] else not found[0], seed
+        assert same(compiled.ordered(src, dst), plain_loops.ordered(src, dst)), seed
+        wide = rng.permutation(src) * int(rng.choice([1, 300, 70_000, 2**40]))
+        assert same(compiled.ordered(wide, dst), plain_loops.ordered(wide, dst)), seed
+        counts = rng.integers(1, 9, size=len(src))
+        assert same(compiled.run_bounds(dst, counts), plain_loops.run_bounds(dst, counts)), seed
         most = int(rng.integers(1, 12))
         assert same(compiled.runs(src, dst, most), plain_loops.runs(src, dst, most)), seed
 
@@ -60,8 +62,11 @@ def test_the_rows_of_a_frame_are_alike() -> None:
         num_entries, num_runs = rng.integers(1, 9, size=2)
         entries = tuple(rng.integers(1, 2**32, size=(3, num_entries), dtype=np.uint64))
         of_runs = tuple(rng.integers(1, 100, size=(3, num_runs)))
-        given = entries, (int(rng.integers(9000)), 4096), (0, 3), of_runs, 500
+        strides = int(rng.integers(9000)), 4096
+        given = entries, strides, (0, 3), of_runs, 500
         assert same(compiled.frame_rows(*given), plain_loops.frame_rows(*given))
+        signed = tuple(column.astype(np.int64) for column in entries)
+        assert same(compiled.frame_copies(signed, strides, of_runs), plain_loops.frame_copies(signed, strides, of_runs))
 
 
 @needs_compiled
@@ -191,6 +196,10 @@ def test_the_rows_of_two_entries_and_two_runs(form: ModuleType) -> None:
     assert local.tolist() == [[1128, 192, 0], [1576, 64, 0], [5128, 96, 0], [5576, 32, 0]]
     assert remote.tolist() == [[70512, 192, 5], [70128, 64, 5], [90512, 96, 5], [90128, 32, 5]]
     assert cost.tolist() == [0, 292, 456, 652, 784]
+    src, dst, length = form.frame_copies(tuple(column.astype(np.int64) for column in entries), (64, 128), of_runs)
+    assert [src.tolist(), dst.tolist(), length.tolist()] == [
+        [row[0] for row in local.tolist()], [row[0] for row in remote.tolist()], [row[1] for row in local.tolist()]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -202,6 +211,12 @@ def test_runs_go_on_where_both_sides_do(form: ModuleType) -> None:
         [8, 10, 20, 21, 23],
         [2, 1, 1, 2, 1],
     ]
-    assert form.neighbours(src, dst) == (True, 4, 5)
-    assert form.neighbours(src[::-1], dst)[0] is False
+    assert form.ordered(src, dst) == (src, dst, 4, 5)
+    back = form.ordered(src[::-1], dst)
+    assert [back[0].tolist(), back[1].tolist(), *back[2:]] == [src.tolist(), dst[::-1].tolist(), 0, 5]
+    twice = form.ordered(np.array([700, 2, 700, 2**40, 2]), np.array([1, 2, 3, 4, 5]))
+    assert [twice[0].tolist(), twice[1].tolist()] == [[2, 2, 700, 700, 2**40], [2, 5, 1, 3, 4]]
+    top = form.ordered(np.array([2**63 - 1, 2**62, 0]), np.array([1, 2, 3]))
+    assert [top[0].tolist(), top[1].tolist()] == [[0, 2**62, 2**63 - 1], [3, 2, 1]]
+    assert form.run_bounds(np.array([5, 3, 4]), np.array([1, 2, 9])) == (3, 12)
     assert form.bounds(dst) == (8, 23)
