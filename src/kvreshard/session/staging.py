@@ -54,7 +54,8 @@ class Staging:
                 waiting, num_reads = [], 0
             waiting.append((self.address + number % 2 * self.half_bytes, batch))
             num_reads += batch.stop - batch.first
-        yield from _place(waiting)
+        if waiting:
+            yield from _place(waiting)
 
 
 def _place(batches: Sequence[tuple[int, Batch]]) -> list[PlacedBatch]:
