@@ -18,7 +18,8 @@ Everything is checked once, here, by `layout_check`. Raises LayoutError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
@@ -234,6 +235,32 @@ class EngineLayout:
                 seen[known] = numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
             found[field.name] = seen[known]
         return found
+
+    @cached_property
+    def holder_numbers(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal geometry on every rank share."""
+        places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for index, outline in enumerate(self.outlines):
+            for field, number in zip(outline.fields, outline.geometry_of, strict=True):
+                places[field].append((index, number))
+        # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
+        numbers: dict[object, int] = {}
+        known: dict[tuple[tuple[int, int], ...], int] = {}
+        found: dict[str, int] = {}
+        for field, listed in places.items():
+            place = tuple(listed)
+            if place not in known:
+                held = tuple((rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(field))
+                known[place] = numbers.setdefault(held, len(numbers))
+            found[field] = known[place]
+        return found
+
+    def holders(self, field: str) -> Iterator[tuple[int, Geometry]]:
+        """Each rank that holds a part of the field, with its geometry."""
+        for rank in self.ranks:
+            number = rank.outline.number_of_field.get(field)
+            if number is not None:
+                yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]
 
     @cached_property
     def outlines(self) -> tuple[Outline, ...]:

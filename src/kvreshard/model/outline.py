@@ -9,7 +9,7 @@ Refused, as LayoutError: columns of different length, and numbers of regions tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvreshard.model.layout import Geometry, Region, Shard
 
 Int64s = NDArray[np.int64]
+# Families of fields; a route has a few.
+MAX_KEPT = 64
 
 
 class Slab(msgspec.Struct, frozen=True):
@@ -73,9 +75,26 @@ class Outline:
         """Field -> number of its shard."""
         return {field: number for number, field in enumerate(self.fields)}
 
-    def numbers(self, fields: Iterable[str]) -> Int64s:
+    def numbers(self, fields: tuple[str, ...]) -> Int64s:
         """The numbers of these fields' shards, shape (fields,). Raises KeyError for a field without one."""
-        return np.array(list(map(self.number_of_field.__getitem__, fields)), dtype=np.int64)
+        found = self._numbers.get(fields)
+        if found is None:
+            found = np.array([self.number_of_field[field] for field in fields], dtype=np.int64)
+            found.flags.writeable = False
+            if len(self._numbers) >= MAX_KEPT:
+                self._numbers.clear()
+            self._numbers[fields] = found
+        return found
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[str, ...], Int64s]:
+        """What `numbers` has found: every lane of a family asks for the same fields, on both sides, and so does the proof."""
+        return {}
+
+    @cached_property
+    def geometry_numbers(self) -> Int64s:
+        """`geometry_of`, shape (shards,)."""
+        return np.array(self.geometry_of, dtype=np.int64)
 
     @cached_property
     def sizes(self) -> Int64s:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout
-from kvreshard.model.ownership import Coordinates, Ownership
+from kvreshard.model.ownership import Coordinates, Interval, Ownership
 from kvreshard.plan.budget import AXIS_STEPS, CELL_STEPS, EDGE_STEPS, HOLDER_STEPS, MEET_STEPS, OWNER_STEPS, Budget
 from kvreshard.plan.cover import count_common, count_edges, edges_of, meets, part
 from kvreshard.plan.family import Box, Family
@@ -41,6 +41,9 @@ def cut_axis(src: EngineLayout, family: Family, number: int, budget: Budget) -> 
         held.setdefault(geometry.axes[number].owned, []).append(rank)
     why = f"an axis '{axis.name}' that is cut into too many stretches"
     budget.spend(name, AXIS_STEPS + EDGE_STEPS * count_edges(axis.extent, held), why)
+    if len(held) == 1 and axis.extent is not None and Interval(0, axis.extent) in held:
+        budget.spend(name, (HOLDER_STEPS + OWNER_STEPS) * (1 + len(family.src)), why)
+        return CutAxis(np.array([0, axis.extent], dtype=np.int64), (frozenset(family.src),))  # all of it on every rank
     try:
         edges = edges_of(axis.extent, tuple(held))
     except LayoutMismatch as error:
@@ -67,6 +70,7 @@ class Parts:
     ) -> None:
         self._src, self._dst, self._family, self._axes, self._budget = src, dst, family, axes, budget
         self._atoms: list[dict[int, tuple[Ownership, int]]] = [{} for _ in axes]
+        self._met: list[dict[Ownership, list[int]]] = [{} for _ in axes]
         self._common: dict[tuple[frozenset[int], ...], frozenset[int]] = {}
 
     def met_by(self, dst_rank: int) -> list[list[int]]:
@@ -76,8 +80,11 @@ class Parts:
         self._budget.spend(self._family.fields[0], steps, "too many ranks and axes to compare")
         for number, (axis, cut) in enumerate(zip(self._family.shape.axes, self._axes, strict=True)):
             mine = self._family.dst[dst_rank].axes[number].owned
-            starts, period = cut.edges[:-1], int(cut.edges[-1])
-            found = np.flatnonzero(meets(axis.extent, starts, np.diff(cut.edges), period, mine)).tolist()
+            found = self._met[number].get(mine)
+            if found is None:
+                starts, period = cut.edges[:-1], int(cut.edges[-1])
+                found = np.flatnonzero(meets(axis.extent, starts, cut.edges[1:] - starts, period, mine)).tolist()
+                self._met[number][mine] = found
             hole = next((atom for atom in found if not cut.owners[atom]), None)
             if hole is not None:
                 held = {str(geometry.axes[number].owned) for geometry in self._family.src.values()}

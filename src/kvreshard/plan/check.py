@@ -13,14 +13,17 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from math import prod
+from operator import itemgetter
 
+import msgspec
 import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
+from kvreshard.model.outline import Int64s, Outline
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import count_common, exact_period, overlaps
 from kvreshard.plan.lane import Lane
@@ -43,69 +46,128 @@ def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
 def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[str]:
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
-    lanes_of: defaultdict[str, list[Lane]] = defaultdict(list)
-    drawn_of: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
-    for number, name in {number: name for name, number in dst.shape_numbers.items()}.items():
-        drawn_of[tuple(_shape(dst, name))].add(number)
-    compared: set[tuple[int, int]] = set()
-    for lane in route.lanes:
+    seen = _Seen(src, dst)
+    lanes_of: dict[int, tuple[tuple[str, ...], list[tuple[int, Lane]]]] = {}
+    for position, lane in enumerate(route.lanes):
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
-        for name in lane.fields:
-            shapes = src.shape_numbers[name], dst.shape_numbers[name]
-            if shapes not in compared:
-                compared.add(shapes)
-                found = differences(src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
-                yield from (f"field '{name}'{finding}" for finding in found)
-        yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
-        yield from _lane_faults(lane, rank, dst, "destination")
-        drawn = drawn_of[tuple((axis.name, axis.extent) for axis in lane.axes)]
-        for name in lane.fields:
-            if dst.shape_numbers[name] in drawn:
-                lanes_of[name].append(lane)
+        yield from seen.differences(lane.fields)
+        yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source", seen)
+        yield from _lane_faults(lane, rank, dst, "destination", seen)
+        names = seen.drawn(lane)
+        lanes_of.setdefault(id(names), (names, []))[1].append((position, lane))
+    places: defaultdict[str, list[int]] = defaultdict(list)
+    for place, (names, _) in lanes_of.items():
+        for name in names:
+            places[name].append(place)
     covered: set[tuple[int, ...]] = set()
     outline = rank.outline
     for name, number in zip(outline.fields, outline.geometry_of, strict=True):
         if name not in src.field_by_name:
             continue
-        lanes = lanes_of[name]
-        key = (number, *map(id, lanes))
+        key = (number, *places[name])
         if key not in covered:
             covered.add(key)
+            drawing = [found for place in places[name] for found in lanes_of[place][1]]
+            lanes = [lane for _, lane in sorted(drawing, key=itemgetter(0))]
             yield from _cover_faults(name, rank.geometries[number], lanes, rank, dst)
+
+
+class _Named(msgspec.Struct, frozen=True, eq=False):
+    """Some fields in an outline. `held`: those that have a shard there, and `shards` their numbers, shape (held,).
+
+    `kinds`: numbers of geometries, each with a field; `which` says of every held field which of them it is like, in shape too.
+    """
+
+    lacking: tuple[str, ...]
+    held: tuple[str, ...]
+    shards: Int64s
+    kinds: tuple[tuple[int, str], ...]
+    which: Int64s
+
+    @staticmethod
+    def of(names: tuple[str, ...], outline: Outline, shapes: Mapping[str, int]) -> _Named:
+        """Found once for all lanes of one family: they have one tuple of names."""
+        lacking = tuple(name for name in names if name not in outline.number_of_field)
+        held = tuple(name for name in names if name in outline.number_of_field) if lacking else names
+        shards = outline.numbers(held)
+        alike = list(zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True))
+        first = dict(zip(reversed(alike), reversed(held), strict=True))
+        number = {kind: index for index, kind in enumerate(first)}
+        which = np.array([number[kind] for kind in alike] if len(number) > 1 else [0] * len(alike), dtype=np.int64)
+        return _Named(lacking, held, shards, tuple((kind[0], name) for kind, name in first.items()), which)
+
+
+class _Seen:
+    """What lanes of the same fields have in common, looked at once."""
+
+    def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
+        self._src, self._dst = src, dst
+        self._shapes: dict[int, Mapping[tuple[int, int], str]] = {}
+        self._named: dict[tuple[int, int, int], _Named] = {}
+        self._compared: set[tuple[int, int]] = set()
+        self._drawn: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
+        for number, name in {number: name for name, number in dst.shape_numbers.items()}.items():
+            self._drawn[tuple(_shape(dst, name))].add(number)
+
+    def shapes(self, names: tuple[str, ...]) -> Mapping[tuple[int, int], str]:
+        """Every pair of shapes that these fields have on both sides, with a field."""
+        found = self._shapes.get(id(names))
+        if found is None:
+            src, dst = (map(layout.shape_numbers.__getitem__, reversed(names)) for layout in (self._src, self._dst))
+            found = self._shapes[id(names)] = dict(zip(zip(src, dst, strict=True), reversed(names), strict=True))
+        return found
+
+    def differences(self, names: tuple[str, ...]) -> Iterator[str]:
+        """In what the two engines' fields differ, once for each pair of shapes."""
+        src, dst = self._src, self._dst
+        for pair, name in self.shapes(names).items():
+            if pair not in self._compared:
+                self._compared.add(pair)
+                found = differences(src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
+                yield from (f"field '{name}'{finding}" for finding in found)
+
+    def drawn(self, lane: Lane) -> tuple[str, ...]:
+        """Those of a lane's fields that have its axes: the same tuple if all have."""
+        drawn = self._drawn[tuple((axis.name, axis.extent) for axis in lane.axes)]
+        if all(shape in drawn for _, shape in self.shapes(lane.fields)):
+            return lane.fields
+        return tuple(name for name in lane.fields if self._dst.shape_numbers[name] in drawn)
+
+    def named(self, names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> _Named:
+        """These fields in a rank's outline."""
+        key = id(names), id(rank.outline), id(layout)
+        found = self._named.get(key)
+        if found is None:
+            found = self._named[key] = _Named.of(names, rank.outline, layout.shape_numbers)
+        return found
 
 
 def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
     return [(axis.name, axis.extent) for axis in layout.field_by_name[name].axes]
 
 
-def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
+def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: _Seen) -> Iterator[str]:
     """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
     bases = lane.bases.src if side == "source" else lane.bases.dst
-    outline, shapes = rank.outline, layout.shape_numbers
-    reaches: dict[tuple[int, int], int] = {}
-    reach: list[int] = []
-    held: list[int] = []
-    for name, number in zip(lane.fields, map(outline.number_of_field.get, lane.fields), strict=True):
-        if number is None:
-            yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
-            continue
-        same = outline.geometry_of[number], shapes[name]
-        if same not in reaches:
-            field, geometry = layout.field_by_name[name], rank.geometries[same[0]]
-            bytes_behind = yield from _geometry_faults(lane, field, geometry, rank, layout, side)
-            reaches[same] = min(bytes_behind, MAX_ADDRESS - 1)
-        held.append(number)
-        reach.append(reaches[same])
-    if len(bases) != len(lane.fields):
-        yield f"field '{lane.fields[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(lane.fields)} fields"
-    if not len(bases) == len(held) == len(lane.fields):
+    outline, names = rank.outline, lane.fields
+    named = seen.named(names, rank, layout)
+    yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
+    reaches = []
+    for number, name in named.kinds:
+        field = layout.field_by_name[name]
+        reach = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
+        reaches.append(min(reach, MAX_ADDRESS - 1))
+    if len(bases) != len(names):
+        yield f"field '{names[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(names)} fields"
+    shards = named.shards
+    if not len(bases) == len(shards) == len(names):
         return
-    shards, reached = np.array(held, dtype=np.int64), np.array(reach, dtype=np.int64)
+    reached = np.array(reaches, dtype=np.int64)[named.which]
     sizes = outline.sizes[outline.region_numbers[shards]]
     for index in np.flatnonzero((bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reached)).tolist():
-        shard = rank.shards[held[index]]
-        yield from _place_faults(shard, int(bases[index]), reach[index], rank, side)
+        shard = rank.shards[int(shards[index])]
+        yield from _place_faults(shard, int(bases[index]), int(reached[index]), rank, side)
 
 
 def _geometry_faults(

@@ -110,6 +110,8 @@ def overlaps(extent: int | None, owners: Sequence[Ownership]) -> NDArray[np.bool
 
 def count_in_windows(first: Ownership, second: Ownership, low: Coordinates, high: Coordinates) -> Coordinates:
     """How many coordinates of the sequence both hold within each window `[low, high)`, shape (n,)."""
+    if first.period == second.period == 1:
+        return high - low  # an interval of the sequence is all of it
     # The turns of the longer period are looked at one by one, of the other it is known how many lie below.
     (period, ((start, size),)), (other_period, ((other_start, other_size),)) = sorted(
         (_turns(None, (owned,)) for owned in (first, second)), key=lambda turns: -turns[0]

@@ -101,9 +101,13 @@ def fuse(bases: Bases, length: int) -> Bases | None:
     """Join fields whose bases lie `length` apart on both sides; None unless all join in equal numbers."""
     if len(bases.src) < 2:
         return None
-    order = np.lexsort((bases.dst, bases.src))
-    src, dst, region = bases.src[order], bases.dst[order], bases.region[order]
-    continues = (np.diff(src) == length) & (np.diff(dst) == length) & (np.diff(region) == 0)
+    src, dst, region = bases.src, bases.dst, bases.region
+    if not (src[1:] > src[:-1]).all():
+        order = np.lexsort((dst, src))
+        src, dst, region = src[order], dst[order], region[order]
+    continues = (src[1:] == src[:-1] + length) & (dst[1:] == dst[:-1] + length) & (region[1:] == region[:-1])
+    if not continues.any():
+        return None
     starts = np.flatnonzero(np.concatenate([[True], ~continues]))
     sizes = np.diff(np.append(starts, len(src)))
     if sizes[0] == 1 or (sizes != sizes[0]).any():
@@ -113,7 +117,7 @@ def fuse(bases: Bases, length: int) -> Bases | None:
 
 def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Sequence[Strip]]) -> Pattern:
     """The pattern of one overlap from the strips of each axis."""
-    num_cells = int(np.prod([sum(strip.num_cells for strip in strips) for strips in strips_per_axis], dtype=np.int64))
+    num_cells = prod(sum(strip.num_cells for strip in strips) for strips in strips_per_axis)
     num_nests = prod(len(strips) for strips in strips_per_axis)
     _check_number("nests of loops", num_nests, MAX_NESTS)
     runs = []
@@ -157,6 +161,10 @@ def _check_number(what: str, number: int, limit: int) -> None:
 
 
 def _flatten(bases: Bases, runs: tuple[Run, ...]) -> Pattern:
+    if len(runs) == 1 and not runs[0].loops:
+        run = runs[0]
+        listed = (run.src_byte, run.dst_byte, run.length, run.src_page, run.dst_page)
+        return Pattern(bases, runs, *np.array(listed, dtype=np.int64)[:, None])
     parts: list[Int64s] = []
     for run in runs:
         src, dst = np.array([run.src_byte], dtype=np.int64), np.array([run.dst_byte], dtype=np.int64)

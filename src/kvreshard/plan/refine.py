@@ -13,11 +13,13 @@ the length of a sequence.
 
 from __future__ import annotations
 
+from math import prod
+
 import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap, Digit, canonical
-from kvreshard.model.ownership import Coordinates, Ownership, count_within
+from kvreshard.model.ownership import Coordinates, Interval, Ownership, count_within
 
 
 class Loop(msgspec.Struct, frozen=True):
@@ -39,7 +41,7 @@ class Strip(msgspec.Struct, frozen=True):
 
     @property
     def num_cells(self) -> int:
-        return int(np.prod([loop.count for loop in self.loops], dtype=np.int64))
+        return prod(loop.count for loop in self.loops)
 
 
 def refine(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low: int, length: int) -> list[Strip]:
@@ -49,6 +51,33 @@ def refine(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low:
     hold every coordinate of the window that source, destination and chosen part hold, exactly once.
     """
     src_inner, dst_inner = _inner(src), _inner(dst)
+    if isinstance(src.owned, Interval) and isinstance(dst.owned, Interval) and isinstance(chosen, Interval):
+        # What intervals have in common is one stretch, which mostly lies in one digit of both sides.
+        low = max(0, src.owned.start - src_low, chosen.start - src_low, dst.owned.start - dst_low)
+        stops = ((src.owned.stop, src_low), (chosen.stop, src_low), (dst.owned.stop, dst_low))
+        high = min([length, *(stop - at for stop, at in stops if stop is not None)])
+        if low >= high:
+            return []
+        if _is_in_one_digit(src, src_inner, low + src_low, high + src_low) and _is_in_one_digit(
+            dst, dst_inner, low + dst_low, high + dst_low
+        ):
+            src_place, dst_place = _place(src, src_inner, low + src_low), _place(dst, dst_inner, low + dst_low)
+            steps = Loop(high - low, src_inner[0].byte_step, dst_inner[0].byte_step)
+            return [Strip(src_place[0], dst_place[0], src_place[1], dst_place[1], (steps,) if steps.count > 1 else ())]
+    return _cut(src, dst, chosen, src_low, dst_low, length, src_inner, dst_inner)
+
+
+def _cut(
+    src: AxisMap,
+    dst: AxisMap,
+    chosen: Ownership,
+    src_low: int,
+    dst_low: int,
+    length: int,
+    src_inner: tuple[Digit, ...],
+    dst_inner: tuple[Digit, ...],
+) -> list[Strip]:
+    """`refine`, whatever the axes look like."""
     cuts = [
         np.array([0, length], dtype=np.int64),
         src.owned.edges(src_low, src_low + length) - src_low,
@@ -97,6 +126,22 @@ def _digit_edges(owned: Ownership, inner: tuple[Digit, ...], low: int, length: i
     first, last = owned.count_below(low), owned.count_below(low + length)
     local = np.arange(-(-first // extent), -(-last // extent), dtype=np.int64) * extent
     return owned.to_global(local) - low
+
+
+def _is_in_one_digit(mapped: AxisMap, inner: tuple[Digit, ...], start: int, stop: int) -> bool:
+    """Whether the innermost digit does not wrap between the coordinates `[start, stop)` of an interval."""
+    extent, first = inner[0].extent or 1, mapped.owned.start
+    return (start - first) // extent == (stop - 1 - first) // extent
+
+
+def _place(mapped: AxisMap, inner: tuple[Digit, ...], coordinate: int) -> tuple[int, int]:
+    """`_locate` of one coordinate of an interval."""
+    page, local = divmod(coordinate - mapped.owned.start, mapped.indices_per_page)
+    offset = 0
+    for digit in inner:
+        local, value = divmod(local, digit.extent or 1)
+        offset += value * digit.byte_step
+    return page, offset
 
 
 def _locate(mapped: AxisMap, inner: tuple[Digit, ...], coordinates: Coordinates) -> tuple[Coordinates, Coordinates]:

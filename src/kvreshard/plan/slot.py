@@ -22,6 +22,10 @@ from kvreshard.plan.refine import Loop, Strip, fold
 Int64s = NDArray[np.int64]
 
 
+_ZERO = np.zeros(1, dtype=np.int64)
+_ZERO.flags.writeable = False
+
+
 class Boxes(msgspec.Struct, frozen=True, eq=False):
     """What is read as one piece at the source, per overlap: source offsets and lengths, and where each lies in a staging slot of
     `slot_bytes`.
@@ -41,6 +45,8 @@ def find_boxes(pattern: Pattern, max_gap_bytes: int) -> Boxes:
     Bytes in a gap are read and left in the slot: cheaper than a copy of their own (`CostModel.max_gap_bytes`).
     """
     src, length, page = pattern.src_offsets, pattern.lengths, pattern.src_pages
+    if len(src) == 1:
+        return Boxes(src, length, page, _ZERO, _ZERO, int(length[0]))
     apart = (src[1:] - src[:-1] - length[:-1] > max_gap_bytes) | (page[1:] != page[:-1])
     starts = np.flatnonzero(np.concatenate([[True], apart]))
     box_of = np.cumsum(np.concatenate([[True], apart])) - 1
