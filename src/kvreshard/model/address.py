@@ -136,7 +136,7 @@ class AxisMap(msgspec.Struct, frozen=True):
             if held is None or digit.extent is None:
                 used.append(digit)
                 continue
-            used.append(Digit(min(digit.extent, held), digit.page_step, digit.byte_step))
+            used.append(digit if digit.extent <= held else Digit(held, digit.page_step, digit.byte_step))
             held = -(-held // digit.extent)
         return tuple(used)
 

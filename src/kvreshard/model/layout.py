@@ -239,21 +239,22 @@ class EngineLayout:
     @cached_property
     def holder_numbers(self) -> Mapping[str, int]:
         """Field -> a number that fields of equal geometry on every rank share."""
-        places: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for index, outline in enumerate(self.outlines):
-            for field, number in zip(outline.fields, outline.geometry_of, strict=True):
-                places[field].append((index, number))
+        if len(self.outlines) == 1:
+            outline = self.outlines[0]
+            places: dict[str, tuple[int, ...]] = dict(zip(outline.fields, zip(outline.geometry_of), strict=True))
+        else:
+            listed: defaultdict[str, list[int]] = defaultdict(list)
+            for index, outline in enumerate(self.outlines):
+                for field, number in zip(outline.fields, outline.geometry_of, strict=True):
+                    listed[field] += index, number
+            places = {field: tuple(place) for field, place in listed.items()}
         # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
         numbers: dict[object, int] = {}
-        known: dict[tuple[tuple[int, int], ...], int] = {}
-        found: dict[str, int] = {}
-        for field, listed in places.items():
-            place = tuple(listed)
-            if place not in known:
-                held = tuple((rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(field))
-                known[place] = numbers.setdefault(held, len(numbers))
-            found[field] = known[place]
-        return found
+        known: dict[tuple[int, ...], int] = {}
+        for place, field in {place: field for field, place in places.items()}.items():
+            held = tuple((rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(field))
+            known[place] = numbers.setdefault(held, len(numbers))
+        return dict(zip(places, map(known.__getitem__, places.values()), strict=True))
 
     def holders(self, field: str) -> Iterator[tuple[int, Geometry]]:
         """Each rank that holds a part of the field, with its geometry."""

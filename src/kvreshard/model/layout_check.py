@@ -14,19 +14,22 @@ Raises LayoutError with both values and the remedy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import prod
-from operator import add, gt
+from operator import add, gt, lt
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
+from kvreshard.model.outline import Outline
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
+from kvreshard.model.plain_places import PlainSlabs
 
 if TYPE_CHECKING:
     from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Shard
@@ -58,8 +61,7 @@ def check_layout(layout: EngineLayout) -> None:
             )
     pages = _Pages(layout)
     pairs = _Pairs(layout.engine)
-    shapes = layout.shape_numbers
-    kinds_of: dict[int, dict[tuple[int, int], str]] = {}
+    kinds_of: dict[int, _Kinds] = {}
     placed: set[tuple[int, ...]] = set()
     for rank in layout.ranks:
         # Most ranks differ only in what they hold of an axis and where their memory lies: what an outline says is looked at once.
@@ -67,20 +69,40 @@ def check_layout(layout: EngineLayout) -> None:
         kinds = kinds_of.get(id(outline))
         if kinds is None:
             _check_rank_names(layout, rank)
-            _check_slabs(rank, pages_of_pool)
-            kinds = kinds_of[id(outline)] = {}
-            for field, number in zip(outline.fields, outline.geometry_of, strict=True):
-                kinds.setdefault((number, shapes[field]), field)
+            slabs = PlainSlabs.of(outline, pages_of_pool)
+            if slabs is None:
+                _check_slabs(rank, pages_of_pool)
+            kinds = kinds_of[id(outline)] = _Kinds.of(outline, layout.shape_numbers, slabs)
         _check_regions_apart(rank)
-        runs_of = {kind: pages.runs(rank, field, rank.geometries[kind[0]]) for kind, field in kinds.items()}
-        form = (id(outline), *(id(runs) for runs in runs_of.values()), *(pages.form(g) for g in rank.geometries))
+        geometries = [rank.geometries[number] for number, _ in kinds.fields]
+        runs = [pages.runs(rank, field, one) for field, one in zip(kinds.fields.values(), geometries, strict=True)]
+        form = (id(outline), *map(id, runs), *(pages.form(geometry) for geometry in rank.geometries))
         if form not in placed:
             placed.add(form)
-            members = [
-                (shard, runs_of[number, shapes[shard.field]])
-                for shard, number in zip(rank.shards, outline.geometry_of, strict=True)
-            ]
-            _check_places(layout, rank, members, pairs)
+            pools = [layout.group_by_name[geometry.group].pool for geometry in geometries]
+            strides = [geometry.page_stride_bytes for geometry in geometries]
+            if kinds.slabs is None or not kinds.slabs.hold(outline, kinds.which, runs, strides, pools):
+                members = [(shard, runs[kind]) for shard, kind in zip(rank.shards, kinds.which.tolist(), strict=True)]
+                _check_places(layout, rank, members, pairs)
+
+
+class _Kinds(msgspec.Struct, frozen=True, eq=False):
+    """The shards of an outline by geometry and shape: a field of each kind by their numbers, the kind of each shard, shape (shards,), and
+    its slabs where they are plain.
+    """
+
+    fields: dict[tuple[int, int], str]
+    which: Int64s
+    slabs: PlainSlabs | None
+
+    @staticmethod
+    def of(outline: Outline, shapes: Mapping[str, int], slabs: PlainSlabs | None) -> _Kinds:
+        """In the order of their first shards."""
+        kinds = list(zip(outline.geometry_of, map(shapes.__getitem__, outline.fields), strict=True))
+        number = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+        first = dict(zip(reversed(kinds), reversed(outline.fields), strict=True))
+        fields = {kind: first[kind] for kind in number}
+        return _Kinds(fields, np.array([number[kind] for kind in kinds], dtype=np.int64), slabs)
 
 
 class _Pages:
@@ -135,7 +157,9 @@ def _check_places(layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, In
 
 
 def _unique(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
+    names, seen = list(names), set[str]()
+    if len(set(names)) == len(names):
+        return
     for name in names:
         if name in seen:
             raise LayoutError(f"{what} '{name}' is given twice; names must be unique")
@@ -145,11 +169,15 @@ def _unique(what: str, names: Iterable[str]) -> None:
 def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
     _unique(f"rank {rank.rank}: region", rank.outline.region_names)
     _unique(f"rank {rank.rank}: field", rank.outline.fields)
-    pools = {group.pool for group in layout.groups}
+    pools, regions = {group.pool for group in layout.groups}, set(rank.outline.region_names)
     for slab in rank.slabs:
-        if slab.pool not in pools or slab.region not in rank.region_by_name:
+        if slab.pool not in pools or slab.region not in regions:
             raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
     outline = rank.outline
+    sizes = map(outline.region_bytes.__getitem__, outline.region_of)
+    are_inside = min(outline.offsets_bytes, default=0) >= 0 and all(map(lt, outline.offsets_bytes, sizes))
+    if are_inside and all(map(layout.field_by_name.__contains__, outline.fields)):
+        return
     for field, offset, region in zip(outline.fields, outline.offsets_bytes, outline.region_of, strict=True):
         if field not in layout.field_by_name:
             raise LayoutError(f"rank {rank.rank}: shard of field '{field}', which the engine does not list")

@@ -55,6 +55,8 @@ Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Wholes = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 T = TypeVar("T")
+# The name of a shape that no field has, for whoever is told what is wrong with it.
+UNUSED = "of no name"
 
 
 class _Shape(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -208,9 +210,13 @@ def _user_of(number: int, body: _Packed) -> str:
 def _layout_of(body: _Packed) -> EngineLayout:
     if len(body.fields) != len(body.shape_of):
         raise WireError(f"{len(body.fields)} fields and {len(body.shape_of)} numbers of shapes; each field has one")
-    shapes = [(axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional) for shape in body.shapes]
+    first = dict(zip(reversed(body.shape_of), reversed(body.fields), strict=True))
+    shapes = [
+        Field(first.get(number, UNUSED), axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional)
+        for number, shape in enumerate(body.shapes)
+    ]
     fields = tuple(
-        Field(name, *shape) for name, shape in zip(body.fields, _all(shapes, body.shape_of, "shape"), strict=True)
+        shape.named(name) for name, shape in zip(body.fields, _all(shapes, body.shape_of, "shape"), strict=True)
     )
     maps = []
     for number, mapped in enumerate(body.maps):

@@ -41,9 +41,9 @@ def cut_axis(src: EngineLayout, family: Family, number: int, budget: Budget) -> 
         held.setdefault(geometry.axes[number].owned, []).append(rank)
     why = f"an axis '{axis.name}' that is cut into too many stretches"
     budget.spend(name, AXIS_STEPS + EDGE_STEPS * count_edges(axis.extent, held), why)
-    if len(held) == 1 and axis.extent is not None and Interval(0, axis.extent) in held:
+    if len(held) == 1 and Interval(0, axis.extent) in held:  # every rank holds all of it
         budget.spend(name, (HOLDER_STEPS + OWNER_STEPS) * (1 + len(family.src)), why)
-        return CutAxis(np.array([0, axis.extent], dtype=np.int64), (frozenset(family.src),))  # all of it on every rank
+        return CutAxis(np.array([0, axis.extent or 1], dtype=np.int64), (frozenset(family.src),))
     try:
         edges = edges_of(axis.extent, tuple(held))
     except LayoutMismatch as error:

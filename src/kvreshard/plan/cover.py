@@ -88,6 +88,9 @@ def meets(
     extent: int | None, starts: Coordinates, sizes: Coordinates, periods: int | Coordinates, owned: Ownership
 ) -> NDArray[np.bool_]:
     """Whether `owned` holds a coordinate of each of many turns: `sizes` coordinates from `starts`, every `periods`."""
+    if extent is not None and isinstance(owned, Interval):  # nothing comes again on an axis with an end
+        stop = extent if owned.stop is None else owned.stop
+        return (starts < stop) & (starts + sizes > owned.start)
     period, turns = _turns(extent, (owned,))
     found = np.zeros(np.broadcast(starts, sizes).shape, dtype=bool)
     shared = np.gcd(periods, period)
@@ -131,6 +134,10 @@ def count_in_windows(first: Ownership, second: Ownership, low: Coordinates, high
 def edges_of(extent: int | None, owners: Sequence[Ownership]) -> Coordinates:
     """Where the axis is cut by every edge of every owner, over one common period, its ends included."""
     period = common_period(extent, owners)
+    if all(isinstance(owned, Interval) for owned in owners):
+        starts, stops = ([owned.start for owned in owners], [getattr(owned, "stop", None) for owned in owners])
+        found = {0, period, *(end for end in (*starts, *stops) if end is not None and end <= period)}
+        return np.array(sorted(found), dtype=np.int64)
     ends = np.array([0, period], dtype=np.int64)
     return np.unique(np.concatenate([ends, *(owned.edges(0, period) for owned in owners)]))
 

@@ -6,6 +6,7 @@ pipeline stage. What is found for one of them holds for all.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,9 +31,14 @@ class Family:
 def families(src: EngineLayout, dst: EngineLayout, names: list[str]) -> tuple[Family, ...]:
     """The named fields, grouped by equal geometry on all ranks, in the order of `names`."""
     src_holders, dst_holders = src.holder_numbers, dst.holder_numbers
-    grouped: dict[object, list[str]] = {}
-    for name in names:
-        grouped.setdefault((dst.shape_numbers[name], src_holders.get(name), dst_holders[name]), []).append(name)
+    grouped: defaultdict[object, list[str]] = defaultdict(list)
+    kinds = (
+        map(dst.shape_numbers.__getitem__, names),
+        map(src_holders.get, names),
+        map(dst_holders.__getitem__, names),
+    )
+    for name, kind in zip(names, zip(*kinds, strict=True), strict=True):
+        grouped[kind].append(name)
     return tuple(
         Family(
             tuple(members), dst.field_by_name[members[0]], dict(src.holders(members[0])), dict(dst.holders(members[0]))

@@ -35,6 +35,16 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     names: list[str] = []
     found_of: dict[tuple[int, int], list[str]] = {}
     held = {field for outline in dst.outlines for field in outline.fields}
+    if src.field_by_name.keys() == dst.field_by_name.keys():
+        listed = src.field_by_name.values()
+        pairs = zip(
+            map(src.shape_numbers.__getitem__, src.field_by_name),
+            map(dst.shape_numbers.__getitem__, src.field_by_name),
+            strict=True,
+        )
+        kinds = dict(zip(pairs, listed, strict=True)).values()
+        if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in kinds):
+            return Match(tuple(filter(held.__contains__, dst.field_by_name)), ())
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
