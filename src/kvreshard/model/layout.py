@@ -226,15 +226,13 @@ class EngineLayout:
     @cached_property
     def shape_numbers(self) -> Mapping[str, int]:
         """Field -> a number that fields of equal axes, element size and encoding share: axes are dear to compare."""
+        kinds = [(id(field.axes), field.element_bytes, field.encoding) for field in self.fields]
         numbers: dict[object, int] = {}
-        seen: dict[tuple[int, int, str], int] = {}
-        found: dict[str, int] = {}
-        for field in self.fields:
-            known = id(field.axes), field.element_bytes, field.encoding
-            if known not in seen:
-                seen[known] = numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
-            found[field.name] = seen[known]
-        return found
+        seen = {
+            kind: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+            for kind, field in dict(zip(kinds, self.fields, strict=True)).items()
+        }
+        return {field.name: seen[kind] for field, kind in zip(self.fields, kinds, strict=True)}
 
     @cached_property
     def holder_numbers(self) -> Mapping[str, int]:

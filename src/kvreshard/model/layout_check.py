@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.outline import Outline
+from kvreshard.model.outline import Outline, firsts
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
 from kvreshard.model.plain_places import PlainSlabs
@@ -99,9 +99,8 @@ class _Kinds(msgspec.Struct, frozen=True, eq=False):
     def of(outline: Outline, shapes: Mapping[str, int], slabs: PlainSlabs | None) -> _Kinds:
         """In the order of their first shards."""
         kinds = list(zip(outline.geometry_of, map(shapes.__getitem__, outline.fields), strict=True))
-        number = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
-        first = dict(zip(reversed(kinds), reversed(outline.fields), strict=True))
-        fields = {kind: first[kind] for kind in number}
+        fields = firsts(kinds, outline.fields)
+        number = {kind: index for index, kind in enumerate(fields)}
         return _Kinds(fields, np.array([number[kind] for kind in kinds], dtype=np.int64), slabs)
 
 

@@ -9,10 +9,10 @@ Refused, as LayoutError: columns of different length, and numbers of regions tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvreshard.model.layout import Geometry, Region, Shard
 
 Int64s = NDArray[np.int64]
+K = TypeVar("K")
+V = TypeVar("V")
 # Families of fields; a route has a few.
 MAX_KEPT = 64
 
@@ -140,3 +142,12 @@ def outline_of(
         tuple(shard.offset_bytes for shard in shards),
         tuple(seen[id(shard.geometry)] for shard in shards),
     )
+
+
+def firsts(kinds: Iterable[K], things: Iterable[V]) -> dict[K, V]:
+    """Every kind, in the order of their first things, with that."""
+    found: dict[K, V] = {}
+    for kind, thing in zip(kinds, things, strict=True):
+        if kind not in found:
+            found[kind] = thing
+    return found

@@ -23,7 +23,7 @@ from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Field
 from kvreshard.model.form import Form
 from kvreshard.model.layout import EngineLayout, Geometry, Rank
-from kvreshard.model.outline import Outline, Slab
+from kvreshard.model.outline import Outline, Slab, firsts
 from kvreshard.model.parts import (
     MAX_AXES,
     MAX_FIELDS,
@@ -210,7 +210,7 @@ def _user_of(number: int, body: _Packed) -> str:
 def _layout_of(body: _Packed) -> EngineLayout:
     if len(body.fields) != len(body.shape_of):
         raise WireError(f"{len(body.fields)} fields and {len(body.shape_of)} numbers of shapes; each field has one")
-    first = dict(zip(reversed(body.shape_of), reversed(body.fields), strict=True))
+    first = firsts(body.shape_of, body.fields)
     shapes = [
         Field(first.get(number, UNUSED), axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional)
         for number, shape in enumerate(body.shapes)

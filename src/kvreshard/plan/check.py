@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import combinations
 from math import prod
 from operator import itemgetter
 
@@ -23,12 +24,15 @@ import numpy as np
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
-from kvreshard.model.outline import Int64s, Outline
+from kvreshard.model.outline import Int64s, Outline, firsts
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import count_common, exact_period, overlaps
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import SHOWN, differences
 from kvreshard.plan.route import Route
+
+# Of one field. More are first looked at together: which of them have cells in common at all.
+FEW_LANES = 4
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
@@ -88,14 +92,18 @@ class _Named(msgspec.Struct, frozen=True, eq=False):
     @staticmethod
     def of(names: tuple[str, ...], outline: Outline, shapes: Mapping[str, int]) -> _Named:
         """Found once for all lanes of one family: they have one tuple of names."""
-        lacking = tuple(name for name in names if name not in outline.number_of_field)
-        held = tuple(name for name in names if name in outline.number_of_field) if lacking else names
+        lacking, held = tuple[str, ...](), names
+        if not all(map(outline.number_of_field.__contains__, names)):
+            lacking = tuple(name for name in names if name not in outline.number_of_field)
+            held = tuple(name for name in names if name in outline.number_of_field)
         shards = outline.numbers(held)
         alike = list(zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True))
-        first = dict(zip(reversed(alike), reversed(held), strict=True))
-        number = {kind: index for index, kind in enumerate(first)}
-        which = np.array([number[kind] for kind in alike] if len(number) > 1 else [0] * len(alike), dtype=np.int64)
-        return _Named(lacking, held, shards, tuple((kind[0], name) for kind, name in first.items()), which)
+        some = firsts(alike, held)
+        which = np.zeros(len(alike), dtype=np.int64)
+        if len(some) > 1:
+            number = {kind: index for index, kind in enumerate(some)}
+            which = np.array([number[kind] for kind in alike], dtype=np.int64)
+        return _Named(lacking, held, shards, tuple((kind[0], name) for kind, name in some.items()), which)
 
 
 class _Seen:
@@ -114,8 +122,8 @@ class _Seen:
         """Every pair of shapes that these fields have on both sides, with a field."""
         found = self._shapes.get(id(names))
         if found is None:
-            src, dst = (map(layout.shape_numbers.__getitem__, reversed(names)) for layout in (self._src, self._dst))
-            found = self._shapes[id(names)] = dict(zip(zip(src, dst, strict=True), reversed(names), strict=True))
+            src, dst = (map(layout.shape_numbers.__getitem__, names) for layout in (self._src, self._dst))
+            found = self._shapes[id(names)] = firsts(zip(src, dst, strict=True), names)
         return found
 
     def differences(self, names: tuple[str, ...]) -> Iterator[str]:
@@ -248,11 +256,8 @@ def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, 
                     f"which holds only {axis.src.owned}"
                 )
     for first, second in _overlapping(lanes):
-        shared = [
-            count_common(a.extent, a.chosen, b.chosen, a.dst.owned)
-            for a, b in zip(first.axes, second.axes, strict=True)
-        ]
-        if all(shared):
+        pairs = zip(first.axes, second.axes, strict=True)
+        if all(count_common(a.extent, a.chosen, b.chosen, a.dst.owned) for a, b in pairs):
             axes = ", ".join(
                 f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True)
             )
@@ -284,12 +289,16 @@ def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, 
 
 def _overlapping(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Lane]]:
     """Pairs of lanes of one field whose elected boxes have cells in common, whatever the destination holds of them."""
+    if len(lanes) <= FEW_LANES:
+        yield from combinations(lanes, 2)  # to look at a pair costs less than to find out whether it must be
+        return
     pairs = np.tri(len(lanes), k=-1, dtype=bool).T
     for along in zip(*(lane.axes for lane in lanes), strict=True):
         number = {owned: index for index, owned in enumerate(dict.fromkeys(axis.chosen for axis in along))}
         which = np.array([number[axis.chosen] for axis in along])
         pairs &= overlaps(along[0].extent, list(number))[which][:, which]
-    return ((lanes[first], lanes[second]) for first, second in np.argwhere(pairs).tolist())
+    for first, second in np.argwhere(pairs).tolist():
+        yield lanes[first], lanes[second]
 
 
 def _count(extent: int | None, period: int, *owners: Ownership) -> int:

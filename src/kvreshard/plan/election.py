@@ -132,6 +132,8 @@ def _check_number(src: EngineLayout, dst: EngineLayout, family: Family, what: st
 
 def _join_cells(shape: Field, cells: list[Box]) -> list[Box]:
     """Fewer boxes with the same cells: neighbours that differ on one axis only are joined, axis by axis."""
+    if len(cells) == 1:
+        return cells
     boxes = list(cells)
     texts: dict[Ownership, str] = {}
     for number, axis in enumerate(shape.axes):

@@ -16,6 +16,7 @@ import msgspec
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
+from kvreshard.model.outline import firsts
 
 SHOWN = 8
 SHOWN_FIELDS = 3
@@ -36,14 +37,9 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     found_of: dict[tuple[int, int], list[str]] = {}
     held = {field for outline in dst.outlines for field in outline.fields}
     if src.field_by_name.keys() == dst.field_by_name.keys():
-        listed = src.field_by_name.values()
-        pairs = zip(
-            map(src.shape_numbers.__getitem__, src.field_by_name),
-            map(dst.shape_numbers.__getitem__, src.field_by_name),
-            strict=True,
-        )
-        kinds = dict(zip(pairs, listed, strict=True)).values()
-        if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in kinds):
+        kinds = (map(layout.shape_numbers.__getitem__, src.field_by_name) for layout in (src, dst))
+        alike = firsts(zip(*kinds, strict=True), src.fields).values()
+        if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in alike):
             return Match(tuple(filter(held.__contains__, dst.field_by_name)), ())
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
