@@ -55,8 +55,6 @@ Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Wholes = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 T = TypeVar("T")
-# The name of a shape that no field has, for whoever is told what is wrong with it.
-UNUSED = "of no name"
 
 
 class _Shape(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -210,14 +208,13 @@ def _user_of(number: int, body: _Packed) -> str:
 def _layout_of(body: _Packed) -> EngineLayout:
     if len(body.fields) != len(body.shape_of):
         raise WireError(f"{len(body.fields)} fields and {len(body.shape_of)} numbers of shapes; each field has one")
-    first = firsts(body.shape_of, body.fields)
-    shapes = [
-        Field(first.get(number, UNUSED), axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional)
-        for number, shape in enumerate(body.shapes)
-    ]
-    fields = tuple(
-        shape.named(name) for name, shape in zip(body.fields, _all(shapes, body.shape_of, "shape"), strict=True)
-    )
+    shapes = _all(body.shapes, body.shape_of, "shape")
+    first = firsts(body.shape_of, zip(body.fields, shapes, strict=True))
+    like = {
+        number: Field(name, axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional)
+        for number, (name, shape) in first.items()
+    }
+    fields = tuple(like[number].named(name) for number, name in zip(body.shape_of, body.fields, strict=True))
     maps = []
     for number, mapped in enumerate(body.maps):
         try:

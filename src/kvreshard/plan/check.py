@@ -13,22 +13,21 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import combinations
 from math import prod
 from operator import itemgetter
 
-import msgspec
 import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
-from kvreshard.model.outline import Int64s, Outline, firsts
 from kvreshard.model.ownership import Ownership
+from kvreshard.plan.alike import Seen, shape_of
 from kvreshard.plan.cover import count_common, exact_period, overlaps
 from kvreshard.plan.lane import Lane
-from kvreshard.plan.match import SHOWN, differences
+from kvreshard.plan.match import SHOWN
 from kvreshard.plan.route import Route
 
 # Of one field. More are first looked at together: which of them have cells in common at all.
@@ -50,7 +49,7 @@ def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
 def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[str]:
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
-    seen = _Seen(src, dst)
+    seen = Seen(src, dst)
     lanes_of: dict[int, tuple[tuple[str, ...], list[tuple[int, Lane]]]] = {}
     for position, lane in enumerate(route.lanes):
         if lane.dst_rank != rank.rank:
@@ -77,85 +76,7 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
             yield from _cover_faults(name, rank.geometries[number], lanes, rank, dst)
 
 
-class _Named(msgspec.Struct, frozen=True, eq=False):
-    """Some fields in an outline. `held`: those that have a shard there, and `shards` their numbers, shape (held,).
-
-    `kinds`: numbers of geometries, each with a field; `which` says of every held field which of them it is like, in shape too.
-    """
-
-    lacking: tuple[str, ...]
-    held: tuple[str, ...]
-    shards: Int64s
-    kinds: tuple[tuple[int, str], ...]
-    which: Int64s
-
-    @staticmethod
-    def of(names: tuple[str, ...], outline: Outline, shapes: Mapping[str, int]) -> _Named:
-        """Found once for all lanes of one family: they have one tuple of names."""
-        lacking, held = tuple[str, ...](), names
-        if not all(map(outline.number_of_field.__contains__, names)):
-            lacking = tuple(name for name in names if name not in outline.number_of_field)
-            held = tuple(name for name in names if name in outline.number_of_field)
-        shards = outline.numbers(held)
-        alike = list(zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True))
-        some = firsts(alike, held)
-        which = np.zeros(len(alike), dtype=np.int64)
-        if len(some) > 1:
-            number = {kind: index for index, kind in enumerate(some)}
-            which = np.array([number[kind] for kind in alike], dtype=np.int64)
-        return _Named(lacking, held, shards, tuple((kind[0], name) for kind, name in some.items()), which)
-
-
-class _Seen:
-    """What lanes of the same fields have in common, looked at once."""
-
-    def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
-        self._src, self._dst = src, dst
-        self._shapes: dict[int, Mapping[tuple[int, int], str]] = {}
-        self._named: dict[tuple[int, int, int], _Named] = {}
-        self._compared: set[tuple[int, int]] = set()
-        self._drawn: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
-        for number, name in {number: name for name, number in dst.shape_numbers.items()}.items():
-            self._drawn[tuple(_shape(dst, name))].add(number)
-
-    def shapes(self, names: tuple[str, ...]) -> Mapping[tuple[int, int], str]:
-        """Every pair of shapes that these fields have on both sides, with a field."""
-        found = self._shapes.get(id(names))
-        if found is None:
-            src, dst = (map(layout.shape_numbers.__getitem__, names) for layout in (self._src, self._dst))
-            found = self._shapes[id(names)] = firsts(zip(src, dst, strict=True), names)
-        return found
-
-    def differences(self, names: tuple[str, ...]) -> Iterator[str]:
-        """In what the two engines' fields differ, once for each pair of shapes."""
-        src, dst = self._src, self._dst
-        for pair, name in self.shapes(names).items():
-            if pair not in self._compared:
-                self._compared.add(pair)
-                found = differences(src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
-                yield from (f"field '{name}'{finding}" for finding in found)
-
-    def drawn(self, lane: Lane) -> tuple[str, ...]:
-        """Those of a lane's fields that have its axes: the same tuple if all have."""
-        drawn = self._drawn[tuple((axis.name, axis.extent) for axis in lane.axes)]
-        if all(shape in drawn for _, shape in self.shapes(lane.fields)):
-            return lane.fields
-        return tuple(name for name in lane.fields if self._dst.shape_numbers[name] in drawn)
-
-    def named(self, names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> _Named:
-        """These fields in a rank's outline."""
-        key = id(names), id(rank.outline), id(layout)
-        found = self._named.get(key)
-        if found is None:
-            found = self._named[key] = _Named.of(names, rank.outline, layout.shape_numbers)
-        return found
-
-
-def _shape(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
-    return [(axis.name, axis.extent) for axis in layout.field_by_name[name].axes]
-
-
-def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: _Seen) -> Iterator[str]:
+def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
     """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
     bases = lane.bases.src if side == "source" else lane.bases.dst
     outline, names = rank.outline, lane.fields
@@ -192,8 +113,8 @@ def _geometry_faults(
             yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
-    if [(axis.name, axis.extent) for axis in lane.axes] != _shape(layout, field.name):
-        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {_shape(layout, field.name)}"
+    if [(axis.name, axis.extent) for axis in lane.axes] != shape_of(layout, field.name):
+        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {shape_of(layout, field.name)}"
     if field.sequence is not None:
         yield from _sequence_faults(lane, field.sequence, who, source)
     stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes

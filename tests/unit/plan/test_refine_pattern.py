@@ -7,7 +7,7 @@ import pytest
 
 from kvreshard.model import AxisMap, Cyclic, Digit, Interval
 from kvreshard.plan.pattern import Bases, build_pattern, coalesce, fuse
-from kvreshard.plan.refine import Loop, Strip, fold, refine
+from kvreshard.plan.refine import Loop, Strip, _cut, _inner, fold, refine
 
 
 def cells(strip: Strip) -> list[tuple[int, int, int, int]]:
@@ -51,6 +51,34 @@ def test_strips_hold_every_common_cell_once(src: AxisMap, dst: AxisMap) -> None:
             expected = np.stack([src_page, src_byte, dst_page, dst_byte], axis=1).tolist()
             strips = refine(src, dst, chosen, src_low, dst_low, length)
             assert sorted(map(list, (cell for strip in strips for cell in cells(strip)))) == sorted(expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_intervals_are_refined_as_if_they_were_anything(seed: int) -> None:
+    """Bounded axes and sequences whose one stretch is found without arrays: the same strips as by every edge."""
+    rng = np.random.default_rng(seed)
+    num_one, num_none = 0, 0
+    for _ in range(200):
+        is_sequence, extent = rng.random() < 0.5, int(rng.integers(1, 40))
+        maps, low = [], [0, 0]
+        for side in range(2):
+            digits = tuple(Digit(int(n), 0, int(step)) for n, step in zip(rng.integers(1, 9, 2), (3, 100), strict=True))
+            start, stop = sorted(rng.choice(extent + 1, size=2, replace=False).tolist())
+            if is_sequence:
+                maps.append(AxisMap("token", ALL, (*digits, Digit(None, 1, 0))))
+                low[side] = int(rng.integers(0, 9))
+            else:
+                maps.append(AxisMap("head", Interval(start, stop), (*digits, Digit(stop - start, 0, 5000))))
+        start, stop = sorted(rng.choice(extent + 1, size=2, replace=False).tolist())
+        chosen = ALL if is_sequence else Interval(start, stop)
+        length = int(rng.integers(0, extent + 1))
+        found = refine(*maps, chosen, *low, length)
+        inner = [_inner(mapped) for mapped in maps]
+        assert found == _cut(maps[0], maps[1], chosen, *low, length, inner[0], inner[1])
+        num_one += len(found) == 1
+        num_none += not found
+    assert num_one > 20
+    assert num_none > 5
 
 
 def test_one_axis_with_equal_maps_is_one_strip() -> None:

@@ -1,0 +1,103 @@
+"""What do the lanes of a route have in common, so that a proof looks at it once?
+
+The lanes of one family have one tuple of names, and mostly two outlines to find them in, one a side. What is said of every name is found
+once for each of these objects:
+
+1. `Seen.differences`: in what the two engines' fields differ, once for each pair of shapes.
+2. `Seen.named`: where the fields are in an outline, and of which kinds; each kind is then looked at once.
+3. `Seen.drawn`: those of a lane's fields that have its axes.
+
+It takes nothing from how the route was made: names and layouts only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import numpy as np
+
+from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.outline import Int64s, Outline, firsts
+from kvreshard.plan.lane import Lane
+from kvreshard.plan.match import differences
+
+
+def shape_of(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
+    """The axes of a field, each with its extent."""
+    return [(axis.name, axis.extent) for axis in layout.field_by_name[name].axes]
+
+
+class Named(msgspec.Struct, frozen=True, eq=False):
+    """Some fields in an outline. `held`: those that have a shard there, and `shards` their numbers, shape (held,).
+
+    `kinds`: numbers of geometries, each with a field; `which` says of every held field which of them it is like, in shape too.
+    """
+
+    lacking: tuple[str, ...]
+    held: tuple[str, ...]
+    shards: Int64s
+    kinds: tuple[tuple[int, str], ...]
+    which: Int64s
+
+    @staticmethod
+    def of(names: tuple[str, ...], outline: Outline, shapes: Mapping[str, int]) -> Named:
+        """Found once for all lanes of one family: they have one tuple of names."""
+        lacking, held = tuple[str, ...](), names
+        if not all(map(outline.number_of_field.__contains__, names)):
+            lacking = tuple(name for name in names if name not in outline.number_of_field)
+            held = tuple(name for name in names if name in outline.number_of_field)
+        shards = outline.numbers(held)
+        alike = list(zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True))
+        some = firsts(alike, held)
+        which = np.zeros(len(alike), dtype=np.int64)
+        if len(some) > 1:
+            number = {kind: index for index, kind in enumerate(some)}
+            which = np.array([number[kind] for kind in alike], dtype=np.int64)
+        return Named(lacking, held, shards, tuple((kind[0], name) for kind, name in some.items()), which)
+
+
+class Seen:
+    """What lanes of the same fields have in common, looked at once."""
+
+    def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
+        self._src, self._dst = src, dst
+        self._shapes: dict[int, Mapping[tuple[int, int], str]] = {}
+        self._named: dict[tuple[int, int, int], Named] = {}
+        self._compared: set[tuple[int, int]] = set()
+        self._drawn: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
+        for number, name in {number: name for name, number in dst.shape_numbers.items()}.items():
+            self._drawn[tuple(shape_of(dst, name))].add(number)
+
+    def shapes(self, names: tuple[str, ...]) -> Mapping[tuple[int, int], str]:
+        """Every pair of shapes that these fields have on both sides, with a field."""
+        found = self._shapes.get(id(names))
+        if found is None:
+            src, dst = (map(layout.shape_numbers.__getitem__, names) for layout in (self._src, self._dst))
+            found = self._shapes[id(names)] = firsts(zip(src, dst, strict=True), names)
+        return found
+
+    def differences(self, names: tuple[str, ...]) -> Iterator[str]:
+        """In what the two engines' fields differ, once for each pair of shapes."""
+        src, dst = self._src, self._dst
+        for pair, name in self.shapes(names).items():
+            if pair not in self._compared:
+                self._compared.add(pair)
+                found = differences(src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
+                yield from (f"field '{name}'{finding}" for finding in found)
+
+    def drawn(self, lane: Lane) -> tuple[str, ...]:
+        """Those of a lane's fields that have its axes: the same tuple if all have."""
+        drawn = self._drawn[tuple((axis.name, axis.extent) for axis in lane.axes)]
+        if all(shape in drawn for _, shape in self.shapes(lane.fields)):
+            return lane.fields
+        return tuple(name for name in lane.fields if self._dst.shape_numbers[name] in drawn)
+
+    def named(self, names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> Named:
+        """These fields in a rank's outline."""
+        key = id(names), id(rank.outline), id(layout)
+        found = self._named.get(key)
+        if found is None:
+            found = self._named[key] = Named.of(names, rank.outline, layout.shape_numbers)
+        return found

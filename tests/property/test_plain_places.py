@@ -1,0 +1,126 @@
+"""Does the look at all slabs and shards at once ever accept what the look at each of them refuses?
+
+Random layouts as they are, and with a number of an outline changed: what is said of them must not depend on the quick look, and it must
+spare most good layouts of one kind of slab the other.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.model import EngineLayout, LayoutError
+from kvreshard.model.changed import replace as changed
+from kvreshard.model.layout import Rank
+from kvreshard.model.outline import Outline
+from kvreshard.model.plain_places import PlainSlabs
+from kvreshard.testing.pairs import make_pair
+
+NUM_LAYOUTS, NUM_CHANGES = 60, 12
+STEPS = (-(2**40), -4096, -64, -1, 1, 2, 64, 4096, 2**40, 2**62)
+
+
+def change(rng: np.random.Generator, rank: Rank) -> Rank:
+    """The same rank with one or two numbers of its outline changed, sometimes to one that another place has."""
+    outline = rank.outline
+    for _ in range(rng.integers(1, 3)):
+        step = int(rng.choice(STEPS))
+        what = rng.integers(5)
+        if what == 0 and outline.offsets_bytes:
+            outline = replace(outline, offsets_bytes=_one(rng, outline.offsets_bytes, step))
+        elif what == 1 and outline.region_bytes:
+            outline = replace(outline, region_bytes=_one(rng, outline.region_bytes, step))
+        elif what == 2 and outline.region_of:
+            others = (int(rng.integers(len(outline.region_names))), *outline.region_of[1:])
+            outline = replace(outline, region_of=others)
+        elif outline.slabs:
+            place, name = int(rng.integers(len(outline.slabs))), str(rng.choice(_NUMBERS))
+            other = getattr(outline.slabs[int(rng.integers(len(outline.slabs)))], name)
+            slab = outline.slabs[place]
+            value = other if rng.random() < 0.5 else getattr(slab, name) + step
+            slabs = [*outline.slabs[:place], changed(slab, **{name: value}), *outline.slabs[place + 1 :]]
+            outline = replace(outline, slabs=tuple(slabs))
+    return replace(rank, outline=outline)
+
+
+_NUMBERS = ("offset_bytes", "page_stride_bytes", "page_bytes")
+
+
+def _one(rng: np.random.Generator, numbers: tuple[int, ...], step: int) -> tuple[int, ...]:
+    place = int(rng.integers(len(numbers)))
+    other = numbers[int(rng.integers(len(numbers)))]
+    value = other if rng.random() < 0.5 else numbers[place] + step
+    return (*numbers[:place], value, *numbers[place + 1 :])
+
+
+def said(layout: EngineLayout, ranks: tuple[Rank, ...]) -> str:
+    """What a layout of these ranks is refused with, if it is."""
+    try:
+        EngineLayout(layout.engine, layout.fields, layout.groups, ranks)
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_said_of_a_layout_does_not_depend_on_the_quick_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, hold = PlainSlabs.of, PlainSlabs.hold
+    num_plain, num_held, num_refused = 0, 0, 0
+
+    def counted_of(outline: Outline, pages: Any) -> PlainSlabs | None:
+        nonlocal num_plain
+        found = of(outline, pages)
+        num_plain += found is not None
+        return found
+
+    def counted_hold(self: PlainSlabs, *args: Any) -> bool:
+        nonlocal num_held
+        found = hold(self, *args)
+        num_held += found
+        return found
+
+    seed = random.getrandbits(32)
+    for number in range(NUM_LAYOUTS):
+        pair = make_pair("kinds" if number % 2 else "raw", (seed + number) % 2**32)
+        for layout in (pair.src, pair.dst):
+            rng = np.random.default_rng(seed + number)
+            for at in range(NUM_CHANGES):
+                place = int(rng.integers(len(layout.ranks)))
+                try:
+                    other = change(rng, layout.ranks[place]) if at else layout.ranks[place]
+                except LayoutError:
+                    continue  # it is no rank, whatever a layout says of it
+                ranks = (*layout.ranks[:place], other, *layout.ranks[place + 1 :])
+                monkeypatch.setattr(PlainSlabs, "of", staticmethod(counted_of))
+                monkeypatch.setattr(PlainSlabs, "hold", counted_hold)
+                quick = said(layout, ranks)
+                monkeypatch.setattr(PlainSlabs, "of", staticmethod(lambda outline, pages: None))
+                assert said(layout, ranks) == quick, f"seed {seed}, pair {number}, change {at}"
+                num_refused += bool(quick)
+    assert num_plain > 100
+    assert num_held > 50
+    assert num_refused > 100
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"), [("llama-3.1-70b", "tp=4,order=HND,interior=separate"), ("deepseek-v3", "tp=8")]
+)
+def test_layouts_of_engines_are_seen_to_be_right_at_once(
+    model: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError("looked at each")
+
+    hold, found = PlainSlabs.hold, []
+
+    def noted(self: PlainSlabs, *args: Any) -> bool:
+        found.append(hold(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr("kvreshard.model.layout_check._check_slabs", fail)
+    monkeypatch.setattr(PlainSlabs, "hold", noted)
+    describe(load(model), parse_engine(engine), "prefill", 100)
+    assert found
+    assert all(found)
