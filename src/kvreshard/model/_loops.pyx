@@ -3,7 +3,7 @@
 `tests/unit/model/test_loops.py` holds each to the NumPy that does the same where nothing was compiled.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -14,7 +14,7 @@ ctypedef long long int64
 ctypedef unsigned long long uint64
 
 cdef object _INT32 = np.dtype(np.int32), _INT64 = np.dtype(np.int64), _UINT64 = np.dtype(np.uint64)
-cdef object _empty = np.empty, _ndarray = np.ndarray
+cdef object _empty = np.empty
 # Above it a key of two numbers would not fit.
 cdef int64 MAX_PAGE = 1 << 40
 # Far from where sums of them would wrap.
@@ -22,20 +22,42 @@ cdef int64 MAX_TOKENS = 1 << 48
 
 
 cdef class _Numbers:
-    """Where the numbers of an array lie, as long as this lives: found in a third of the time of a memoryview.
+    """Where whole numbers of 64 bits lie, as long as this lives: found in a third of the time of a memoryview.
 
-    Raises TypeError for anything but an array of int64, BufferError or ValueError where they do not lie one after another.
+    Raises AttributeError or TypeError for anything but an array of them of one dimension.
     """
 
     cdef Py_buffer view
     cdef int64* at
-    cdef Py_ssize_t size
+    cdef Py_ssize_t size, step
 
-    def __cinit__(self, object array, int flags=PyBUF_SIMPLE):
-        if type(array) is not _ndarray or array.dtype is not _INT64 or array.ndim != 1:
-            raise TypeError(array)
-        PyObject_GetBuffer(array, &self.view, flags)
-        self.at, self.size = <int64*>self.view.buf, self.view.len // 8
+    def __cinit__(self, object array):
+        cdef object dtype = array.dtype
+        if dtype is not _INT64 and dtype is not _UINT64 and dtype != _INT64 and dtype != _UINT64:
+            raise TypeError(f"numbers of {dtype}")
+        PyObject_GetBuffer(array, &self.view, PyBUF_STRIDES)
+        if self.view.ndim != 1:
+            raise TypeError(f"numbers of {self.view.ndim} dimensions")
+        self.at, self.size, self.step = <int64*>self.view.buf, self.view.shape[0], self.view.strides[0] // 8
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+    cdef inline int64 get(self, Py_ssize_t index) noexcept:
+        return self.at[index * self.step]
+
+
+cdef class _Fresh:
+    """An array that was just made, without gaps, to be written."""
+
+    cdef Py_buffer view
+    cdef int64* at
+    cdef readonly object array
+
+    def __cinit__(self, object shape, object dtype):
+        self.array = _empty(shape, dtype)
+        PyObject_GetBuffer(self.array, &self.view, PyBUF_WRITABLE)
+        self.at = <int64*>self.view.buf
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
@@ -44,12 +66,11 @@ cdef class _Numbers:
 def page_ids(object pages):
     """A copy of the page ids, as an array of whatever they are; a list of ints is the usual case."""
     cdef Py_ssize_t i, n
-    cdef _Numbers out
+    cdef _Fresh out
     if not PyList_CheckExact(pages) or not PyList_GET_SIZE(pages):
         return np.array(pages)
     n = PyList_GET_SIZE(pages)
-    found = _empty(n, _INT64)
-    out = _Numbers(found, PyBUF_WRITABLE)
+    out = _Fresh(n, _INT64)
     for i in range(n):
         item = <object>PyList_GET_ITEM(pages, i)
         if not PyLong_CheckExact(item):
@@ -58,15 +79,16 @@ def page_ids(object pages):
             out.at[i] = PyLong_AsLongLong(item)
         except OverflowError:
             return np.array(pages)
-    return found
+    return out.array
 
 
-def bounds(const int64[:] values):
+def bounds(array):
     """The least and the greatest of some numbers, at least one."""
-    cdef int64 low = values[0], high = values[0], value
+    cdef _Numbers values = _Numbers(array)
+    cdef int64 low = values.get(0), high = low, value
     cdef Py_ssize_t i
-    for i in range(1, values.shape[0]):
-        value = values[i]
+    for i in range(1, values.size):
+        value = values.get(i)
         if value < low:
             low = value
         elif value > high:
@@ -74,14 +96,15 @@ def bounds(const int64[:] values):
     return low, high
 
 
-def run_bounds(const int64[:] first, const int64[:] counts):
+def run_bounds(first, counts):
     """The least and the greatest of some runs of numbers, none of them empty, at least one."""
-    cdef int64 low = first[0], high = first[0], last
+    cdef _Numbers begins = _Numbers(first), lengths = _Numbers(counts)
+    cdef int64 low = begins.get(0), high = low, last
     cdef Py_ssize_t i
-    for i in range(first.shape[0]):
-        last = first[i] + (counts[i] - 1)
-        if first[i] < low:
-            low = first[i]
+    for i in range(begins.size):
+        last = begins.get(i) + (lengths.get(i) - 1)
+        if begins.get(i) < low:
+            low = begins.get(i)
         if last > high:
             high = last
     return low, high
@@ -122,60 +145,66 @@ cdef void _sort(Pair* pairs, Pair* spare, Py_ssize_t n, int64 most) noexcept:
 
 def ordered(src, dst):
     """Pairs of pages in the order of the source; how many continue the pair before on both sides, and how many do at the source."""
-    cdef const int64[:] src_page = src, dst_page = dst
-    cdef Py_ssize_t i, n = src_page.shape[0], joined = 0, src_joined = 0
+    cdef _Numbers src_page = _Numbers(src), dst_page = _Numbers(dst)
+    cdef Py_ssize_t i, n = src_page.size, joined = 0, src_joined = 0
     cdef int64 most = 0
     cdef Pair* pairs
-    cdef int64[::1] new_src, new_dst
+    cdef _Fresh found
     cdef bint ascends = True
     for i in range(1, n):
-        if src_page[i] < src_page[i - 1]:
+        if src_page.get(i) < src_page.get(i - 1):
             ascends = False
             break
     if not ascends:
-        found = _empty((2, n), _INT64)
-        new_src, new_dst = found[0], found[1]
+        found = _Fresh((2, n), _INT64)
         pairs = <Pair*>PyMem_Malloc(2 * n * sizeof(Pair))
         if pairs == NULL:
             raise MemoryError
         try:
             for i in range(n):
-                pairs[i].src, pairs[i].dst = src_page[i], dst_page[i]
-                if src_page[i] < 0:
-                    raise ValueError(f"page {src_page[i]}")
-                if src_page[i] > most:
-                    most = src_page[i]
+                pairs[i].src, pairs[i].dst = src_page.get(i), dst_page.get(i)
+                if pairs[i].src < 0:
+                    raise ValueError(f"page {pairs[i].src}")
+                if pairs[i].src > most:
+                    most = pairs[i].src
             _sort(pairs, pairs + n, n, most)
             for i in range(n):
-                new_src[i], new_dst[i] = pairs[i].src, pairs[i].dst
+                found.at[i], found.at[n + i] = pairs[i].src, pairs[i].dst
         finally:
             PyMem_Free(pairs)
-        src, dst = found[0], found[1]
-        src_page, dst_page = new_src, new_dst
+        src, dst = found.array
+        src_page, dst_page = _Numbers(src), _Numbers(dst)
     for i in range(1, n):
-        if src_page[i] == src_page[i - 1] + 1:
+        if src_page.get(i) == src_page.get(i - 1) + 1:
             src_joined += 1
-            joined += dst_page[i] == dst_page[i - 1] + 1
+            joined += dst_page.get(i) == dst_page.get(i - 1) + 1
     return src, dst, joined, src_joined
 
 
-def runs(const int64[:] src, const int64[:] dst, int64 most_pages):
+cdef inline bint _begins(_Numbers src, _Numbers dst, Py_ssize_t i, int64 most_pages) noexcept:
+    """Whether pair i begins a run."""
+    return i % most_pages == 0 or src.get(i) != src.get(i - 1) + 1 or dst.get(i) != dst.get(i - 1) + 1
+
+
+def runs(src, dst, int64 most_pages):
     """Source page, destination page and length of every run that continues on both sides; each `most_pages`th pair begins one."""
-    cdef Py_ssize_t i, n = src.shape[0], count = 0
-    cdef int64[:, ::1] out
+    cdef _Numbers src_page = _Numbers(src), dst_page = _Numbers(dst)
+    cdef Py_ssize_t i, n = src_page.size, count = 0
+    cdef _Fresh out
     for i in range(n):
-        if i == 0 or i % most_pages == 0 or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1:
-            count += 1
-    found = _empty((3, count), _INT64)
-    out = found
+        count += _begins(src_page, dst_page, i, most_pages)
+    out = _Fresh((3, count), _INT64)
+    cdef int64* first = out.at
+    cdef int64* second = out.at + count
+    cdef int64* length = out.at + 2 * count
     count = -1
     for i in range(n):
-        if i == 0 or i % most_pages == 0 or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1:
+        if _begins(src_page, dst_page, i, most_pages):
             count += 1
-            out[0, count], out[1, count], out[2, count] = src[i], dst[i], 1
+            first[count], second[count], length[count] = src_page.get(i), dst_page.get(i), 1
         else:
-            out[2, count] += 1
-    return found[0], found[1], found[2]
+            length[count] += 1
+    return tuple(out.array)
 
 
 cdef int64 _whole(object number) except? -1:
@@ -306,7 +335,7 @@ cdef class Streams:
         cdef _Numbers src_page = _Numbers(src.pages), dst_page = _Numbers(dst.pages)
         if src_page.size != 1 or dst_page.size != 1 or src.num_tokens != dst.num_tokens:
             return None
-        if not stream.src.has(src_page.at[0]) or not self._take(seen, stream.dst, dst_page.at[0], 0):
+        if not stream.src.has(src_page.get(0)) or not self._take(seen, stream.dst, dst_page.get(0), 0):
             return None
         return [src.pages], [dst.pages], []
 
@@ -328,9 +357,9 @@ cdef class Streams:
             if low < src_first or high > src_first + src_page.size or low < dst_first or high > dst_first + dst_page.size:
                 return None
             for page in range(low, high):
-                if not stream.src.has(src_page.at[page - src_first]):
+                if not stream.src.has(src_page.get(page - src_first)):
                     return None
-                if not self._take(seen, stream.dst, dst_page.at[page - dst_first], page - dst_first):
+                if not self._take(seen, stream.dst, dst_page.get(page - dst_first), page - dst_first):
                     return None
             start = max(end, start)
             if stop <= start:
@@ -349,8 +378,8 @@ cdef class Streams:
                     parts.append(
                         (
                             (first - page * size, first - page * size, last - first),
-                            src_page.at[page - src_first],
-                            dst_page.at[page - dst_first],
+                            src_page.get(page - src_first),
+                            dst_page.get(page - dst_first),
                         )
                     )
         return src_found, dst_found, parts
@@ -402,161 +431,174 @@ cdef class Streams:
         return True
 
 
+cdef class _Rows:
+    """Rows of (address, bytes, device) of both sides, and what all rows before each cost, with what all of them do."""
+
+    cdef _Fresh local, remote, cost
+    cdef uint64 local_device, remote_device, cost_bytes, total
+    cdef Py_ssize_t row
+
+    def __cinit__(self, Py_ssize_t count, tuple devices, uint64 cost_bytes):
+        self.local, self.remote = _Fresh((count, 3), _UINT64), _Fresh((count, 3), _UINT64)
+        self.cost = _Fresh(count + 1, _UINT64)
+        self.local_device, self.remote_device = devices
+        self.cost_bytes, self.total, self.row = cost_bytes, 0, 0
+        self.cost.at[0] = 0
+
+    cdef inline void add(self, uint64 local, uint64 remote, uint64 length) noexcept:
+        cdef int64* here = self.local.at + 3 * self.row
+        cdef int64* there = self.remote.at + 3 * self.row
+        here[0], here[1], here[2] = local, length, self.local_device
+        there[0], there[1], there[2] = remote, length, self.remote_device
+        self.total += length + self.cost_bytes
+        self.row += 1
+        self.cost.at[self.row] = self.total
+
+
 def frame_rows(tuple entries, tuple stride_bytes, tuple devices, tuple pages, uint64 cost_bytes):
     """The entries of a frame, one by one for some runs of pages, with what all before each cost beside its bytes."""
-    cdef const uint64[:] local_address = entries[0], remote_address = entries[1], length_bytes = entries[2]
-    cdef const int64[:] local_page = pages[0], remote_page = pages[1], run_pages = pages[2]
+    cdef _Numbers local_address = _Numbers(entries[0]), remote_address = _Numbers(entries[1]), length = _Numbers(entries[2])
+    cdef _Numbers local_page = _Numbers(pages[0]), remote_page = _Numbers(pages[1]), run_pages = _Numbers(pages[2])
     cdef uint64 local_stride_bytes = stride_bytes[0], remote_stride_bytes = stride_bytes[1]
-    cdef uint64 local_device = devices[0], remote_device = devices[1], length, total = 0
-    cdef Py_ssize_t entry, run, num_entries = length_bytes.shape[0], num_runs = local_page.shape[0], row = 0
-    cdef uint64[:, ::1] local, remote
-    cdef uint64[::1] cost
-    local_rows, remote_rows = _empty((num_entries * num_runs, 3), _UINT64), _empty((num_entries * num_runs, 3), _UINT64)
-    before = _empty(num_entries * num_runs + 1, _UINT64)
-    local, remote, cost = local_rows, remote_rows, before
-    for entry in range(num_entries):
-        for run in range(num_runs):
-            length = length_bytes[entry] * <uint64>run_pages[run]
-            local[row, 0] = local_address[entry] + <uint64>local_page[run] * local_stride_bytes
-            remote[row, 0] = remote_address[entry] + <uint64>remote_page[run] * remote_stride_bytes
-            local[row, 1] = remote[row, 1] = length
-            local[row, 2], remote[row, 2] = local_device, remote_device
-            cost[row] = total
-            total += length + cost_bytes
-            row += 1
-    cost[row] = total
-    return local_rows, remote_rows, before
+    cdef Py_ssize_t entry, run
+    cdef _Rows rows = _Rows(length.size * local_page.size, devices, cost_bytes)
+    for entry in range(length.size):
+        for run in range(local_page.size):
+            rows.add(
+                <uint64>local_address.get(entry) + <uint64>local_page.get(run) * local_stride_bytes,
+                <uint64>remote_address.get(entry) + <uint64>remote_page.get(run) * remote_stride_bytes,
+                <uint64>length.get(entry) * <uint64>run_pages.get(run),
+            )
+    return rows.local.array, rows.remote.array, rows.cost.array
+
+
+def piece_rows(tuple pieces, tuple devices, uint64 cost_bytes):
+    """Pieces as rows of both sides, with what all before each cost beside their bytes, and the longest."""
+    cdef _Numbers local_address = _Numbers(pieces[0]), remote_address = _Numbers(pieces[1]), length = _Numbers(pieces[2])
+    cdef uint64 longest = 0
+    cdef Py_ssize_t row
+    cdef _Rows rows = _Rows(length.size, devices, cost_bytes)
+    for row in range(length.size):
+        rows.add(local_address.get(row), remote_address.get(row), length.get(row))
+        if <uint64>length.get(row) > longest:
+            longest = length.get(row)
+    return rows.local.array, rows.remote.array, rows.cost.array, longest
 
 
 def frame_copies(tuple entries, tuple stride_bytes, tuple pages):
     """The entries of a frame, one by one for some runs of pages: addresses of both sides and lengths."""
-    cdef const int64[:] src_start = entries[0], dst_start = entries[1], length = entries[2]
-    cdef const int64[:] src_page = pages[0], dst_page = pages[1], run_pages = pages[2]
+    cdef _Numbers src_start = _Numbers(entries[0]), dst_start = _Numbers(entries[1]), length = _Numbers(entries[2])
+    cdef _Numbers src_page = _Numbers(pages[0]), dst_page = _Numbers(pages[1]), run_pages = _Numbers(pages[2])
     cdef int64 src_stride_bytes = stride_bytes[0], dst_stride_bytes = stride_bytes[1]
-    cdef Py_ssize_t entry, run, num_entries = length.shape[0], num_runs = src_page.shape[0], row = 0
-    cdef int64[:, ::1] out
-    found = _empty((3, num_entries * num_runs), _INT64)
-    out = found
-    for entry in range(num_entries):
-        for run in range(num_runs):
-            out[0, row] = src_start[entry] + src_page[run] * src_stride_bytes
-            out[1, row] = dst_start[entry] + dst_page[run] * dst_stride_bytes
-            out[2, row] = length[entry] * run_pages[run]
+    cdef Py_ssize_t entry, run, row = 0, count = length.size * src_page.size
+    cdef _Fresh out = _Fresh((3, count), _INT64)
+    for entry in range(length.size):
+        for run in range(src_page.size):
+            out.at[row] = src_start.get(entry) + src_page.get(run) * src_stride_bytes
+            out.at[count + row] = dst_start.get(entry) + dst_page.get(run) * dst_stride_bytes
+            out.at[2 * count + row] = length.get(entry) * run_pages.get(run)
             row += 1
-    return found[0], found[1], found[2]
+    return tuple(out.array)
 
 
-def frame_indices(const int64[:] local_page, const int64[:] remote_page, tuple counts, Py_ssize_t first, Py_ssize_t stop):
+def frame_indices(local, remote, tuple counts, Py_ssize_t first, Py_ssize_t stop):
     """Pieces `[first, stop)` of a frame as indices of both sides, entry after entry."""
-    cdef Py_ssize_t piece, num_pages = local_page.shape[0], page = first % num_pages
+    cdef _Numbers local_page = _Numbers(local), remote_page = _Numbers(remote)
+    cdef Py_ssize_t piece, num_pages = local_page.size, page = first % num_pages
     cdef int64 local_count = counts[0], remote_count = counts[1]
     cdef int64 local_base = first // num_pages * local_count, remote_base = first // num_pages * remote_count
-    cdef int[::1] local, remote
-    local_index, remote_index = _empty(stop - first, _INT32), _empty(stop - first, _INT32)
-    local, remote = local_index, remote_index
+    cdef _Fresh local_index = _Fresh(stop - first, _INT32), remote_index = _Fresh(stop - first, _INT32)
+    cdef int* here = <int*>local_index.at
+    cdef int* there = <int*>remote_index.at
     for piece in range(stop - first):
-        local[piece] = <int>(local_base + local_page[page])
-        remote[piece] = <int>(remote_base + remote_page[page])
+        here[piece] = <int>(local_base + local_page.get(page))
+        there[piece] = <int>(remote_base + remote_page.get(page))
         page += 1
         if page == num_pages:
             page = 0
             local_base += local_count
             remote_base += remote_count
-    return local_index, remote_index
+    return local_index.array, remote_index.array
 
 
-def piece_rows(tuple pieces, tuple devices, uint64 cost_bytes):
-    """Pieces as rows of both sides, with what all before each cost beside their bytes, and the longest."""
-    cdef const uint64[:] local_address = pieces[0], remote_address = pieces[1], length_bytes = pieces[2]
-    cdef uint64 local_device = devices[0], remote_device = devices[1], total = 0, longest = 0
-    cdef Py_ssize_t row, n = length_bytes.shape[0]
-    cdef uint64[:, ::1] local, remote
-    cdef uint64[::1] cost
-    local_rows, remote_rows, before = _empty((n, 3), _UINT64), _empty((n, 3), _UINT64), _empty(n + 1, _UINT64)
-    local, remote, cost = local_rows, remote_rows, before
-    for row in range(n):
-        local[row, 0], remote[row, 0] = local_address[row], remote_address[row]
-        local[row, 1] = remote[row, 1] = length_bytes[row]
-        local[row, 2], remote[row, 2] = local_device, remote_device
-        cost[row] = total
-        total += length_bytes[row] + cost_bytes
-        if length_bytes[row] > longest:
-            longest = length_bytes[row]
-    cost[n] = total
-    return local_rows, remote_rows, before, longest
-
-
-def reach(const uint64[:] address, const uint64[:] length_bytes):
+def reach(address, length_bytes):
     """The first byte of any piece and the last of any, at least one piece."""
-    cdef uint64 low = address[0], high = 0, last
+    cdef _Numbers at = _Numbers(address), length = _Numbers(length_bytes)
+    cdef uint64 low = at.get(0), high = 0, first, last
     cdef Py_ssize_t i
-    for i in range(address.shape[0]):
-        last = address[i] + (length_bytes[i] - 1)
-        if address[i] < low:
-            low = address[i]
+    for i in range(at.size):
+        first = at.get(i)
+        last = first + (<uint64>length.get(i) - 1)
+        if first < low:
+            low = first
         if last > high:
             high = last
     return low, high
 
 
-def slot_reads(const int64[:, :] src_page, tuple boxes, tuple sizes_bytes, const int64[:] bases, Py_ssize_t fields_each):
+def slot_reads(const int64[:, :] src_page, tuple boxes, tuple sizes_bytes, field_bases, Py_ssize_t fields_each):
     """The boxes of every slot, those that continue on both sides joined, for every field."""
-    cdef const int64[:] src_offset = boxes[0], slot_offset = boxes[1], length = boxes[2]
+    cdef _Numbers src_offset = _Numbers(boxes[0]), slot_offset = _Numbers(boxes[1]), length = _Numbers(boxes[2])
+    cdef _Numbers bases = _Numbers(field_bases)
     cdef int64 stride_bytes = sizes_bytes[0], slot_bytes = sizes_bytes[1], source, place, batch_bytes
-    cdef Py_ssize_t slot, box, field, row, num_slots = src_page.shape[0], num_boxes = src_offset.shape[0]
-    cdef Py_ssize_t num_fields = bases.shape[0], count = -1, at
-    cdef int64[:, ::1] one, out
-    found = _empty((3, num_slots * num_boxes), _INT64)
-    one = found
-    for slot in range(num_slots):
-        for box in range(num_boxes):
-            # All boxes of a slot lie in one page, or each in its own.
-            source = src_page[slot, box if src_page.shape[1] > 1 else 0] * stride_bytes + src_offset[box]
-            place = slot * slot_bytes + slot_offset[box]
-            if count >= 0 and source == one[0, count] + one[2, count] and place == one[1, count] + one[2, count]:
-                one[2, count] += length[box]
-            else:
-                count += 1
-                one[0, count], one[1, count], one[2, count] = source, place, length[box]
-    count += 1
-    written = _empty((3, num_fields * count), _INT64)
-    out = written
-    batch_bytes = num_slots * slot_bytes
-    at = 0
-    for field in range(num_fields):
-        for row in range(count):
-            out[0, at] = bases[field] + one[0, row]
-            out[1, at] = field % fields_each * batch_bytes + one[1, row]
-            out[2, at] = one[2, row]
-            at += 1
-    return written[0], written[1], written[2], count
+    cdef Py_ssize_t slot, box, field, row, num_slots = src_page.shape[0], num_boxes = length.size
+    cdef Py_ssize_t num_fields = bases.size, most = num_slots * num_boxes, count = -1, at = 0, total
+    cdef int64* sources = <int64*>PyMem_Malloc(3 * most * sizeof(int64))
+    if sources == NULL:
+        raise MemoryError
+    cdef int64* places = sources + most
+    cdef int64* lengths = sources + 2 * most
+    try:
+        for slot in range(num_slots):
+            for box in range(num_boxes):
+                # All boxes of a slot lie in one page, or each in its own.
+                source = src_page[slot, box if src_page.shape[1] > 1 else 0] * stride_bytes + src_offset.get(box)
+                place = slot * slot_bytes + slot_offset.get(box)
+                if count >= 0 and source == sources[count] + lengths[count] and place == places[count] + lengths[count]:
+                    lengths[count] += length.get(box)
+                else:
+                    count += 1
+                    sources[count], places[count], lengths[count] = source, place, length.get(box)
+        count += 1
+        total = num_fields * count
+        out = _Fresh((3, total), _INT64)
+        batch_bytes = num_slots * slot_bytes
+        for field in range(num_fields):
+            for row in range(count):
+                out.at[at] = bases.get(field) + sources[row]
+                out.at[total + at] = field % fields_each * batch_bytes + places[row]
+                out.at[2 * total + at] = lengths[row]
+                at += 1
+    finally:
+        PyMem_Free(sources)
+    return *out.array, count
 
 
-def shifted(const int64[:] values, list counts, list by):
+def shifted(array, list counts, list by):
     """So many of the values, one group after another, each greater by its group's number."""
-    cdef Py_ssize_t group, at = 0, i, n = values.shape[0], count
+    cdef _Numbers values = _Numbers(array)
+    cdef Py_ssize_t group, at = 0, i, n = values.size, count
     cdef int64 more
-    cdef int64[::1] out
-    found = _empty(n, _INT64)
-    out = found
+    cdef _Fresh out = _Fresh(n, _INT64)
     for group in range(len(counts)):
         count, more = counts[group], by[group]
         if count < 0 or at + count > n:
             raise ValueError(f"{counts} of {n}")
         for i in range(at, at + count):
-            out[i] = values[i] + more
+            out.at[i] = values.get(i) + more
         at += count
     if at != n:
         raise ValueError(f"{counts} of {n}")
-    return found
+    return out.array
 
 
-def are_pieces(const int64[:] local, const int64[:] remote, const int64[:] length_bytes):
+def are_pieces(local_address, remote_address, length_bytes):
     """Whether there is a length for every address of both sides, no address is negative, and none is empty."""
-    cdef Py_ssize_t i, n = length_bytes.shape[0]
-    if local.shape[0] != n or remote.shape[0] != n:
+    cdef _Numbers local = _Numbers(local_address), remote = _Numbers(remote_address), length = _Numbers(length_bytes)
+    cdef Py_ssize_t i
+    if local.size != length.size or remote.size != length.size:
         return False
-    for i in range(n):
-        if local[i] < 0 or remote[i] < 0 or length_bytes[i] < 1:
+    for i in range(length.size):
+        if local.get(i) < 0 or remote.get(i) < 0 or length.get(i) < 1:
             return False
     return True

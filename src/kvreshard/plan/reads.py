@@ -77,8 +77,8 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
             found.members.append((sheaf, pairs))
     for found in framed.values():
         plan.add_pages(found)
-    batches = tuple(pack(plan.batches, staging_bytes))
-    return ReadPlan(tuple(_gathered(plan.direct)), batches)
+    batches = tuple(pack(plan.batches, staging_bytes)) if plan.batches else ()
+    return ReadPlan(tuple(plan.direct if len(plan.direct) < 2 else _gathered(plan.direct)), batches)
 
 
 def _cut(route: Route, request: Request, plan: _Plan) -> Iterator[tuple[Stream, PagePairs]]:

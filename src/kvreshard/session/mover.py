@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
@@ -16,6 +15,7 @@ from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Copies, Direction, Transfer, Transport
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.local import LocalMemory
+from kvreshard.transport.placed import ByObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,7 @@ class Mover:
     staging: Staging | None = None
     timeout_s: float = 60.0
     clock: Callable[[], float] = time.monotonic
-    _frames: WeakKeyDictionary[PageFrame, Frame] = field(
-        default_factory=WeakKeyDictionary, init=False, compare=False, repr=False
-    )
+    _frames: ByObject[PageFrame, Frame] = field(default_factory=ByObject, init=False, compare=False, repr=False)
 
     def post(self, direction: Direction, copies: CopyList | PageCopies) -> Transfer:
         """Post copies of the planner to the peer that they name. Raises TransportError."""
@@ -53,18 +51,18 @@ class Mover:
     def _frame(self, frame: PageFrame) -> Frame:
         """What a reader's transport knows a frame by: one object per frame, so that it is prepared once."""
         found = self._frames.get(frame)
-        if found is None:
-            found = Frame.of(
-                frame.dst_start,
-                frame.src_start,
-                frame.length,
-                frame.dst_stride_bytes,
-                frame.src_stride_bytes,
-                frame.dst_count,
-                frame.src_count,
-            )
-            self._frames[frame] = found
-        return found
+        if found is not None:
+            return found
+        made = Frame.of(
+            frame.dst_start,
+            frame.src_start,
+            frame.length,
+            frame.dst_stride_bytes,
+            frame.src_stride_bytes,
+            frame.dst_count,
+            frame.src_count,
+        )
+        return self._frames.put(frame, made)
 
     def fill(self, dst: EngineLayout, route: Route, request: Request) -> int:
         """Zero what no copy of a checked request writes in its new pages on the route's destination rank; returns bytes."""

@@ -72,8 +72,7 @@ def test_nothing_outlives_its_key() -> None:
     assert wholes.get(whole, regions, regions, "remote") is not None
     del frame, whole
     gc.collect()
-    assert not frames._found
-    assert not wholes._found
+    assert len(frames) == len(wholes) == 0
 
 
 def test_what_was_asked_for_last_goes_with_its_key_like_everything_else() -> None:
