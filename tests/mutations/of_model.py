@@ -108,14 +108,14 @@ MUTANTS = [
     Mutant(
         "ranks of one outline: page strides are not looked at",
         "model/layout_check.py",
-        ", *(pages.form(g) for g in rank.geometries))",
+        ", *(pages.form(geometry) for geometry in rank.geometries))",
         ")",
     ),
     Mutant(
         "ranks of one outline: pages of the first only",
         "model/layout_check.py",
-        "pages.runs(rank, field, rank.geometries[kind[0]])",
-        "pages.runs(rank, field, layout.ranks[0].geometries[kind[0]])",
+        "geometries = [rank.geometries[number] for number, _ in kinds.fields]",
+        "geometries = [layout.ranks[0].geometries[number] for number, _ in kinds.fields]",
     ),
     Mutant(
         "packed: numbers go one too far", "model/packed.py", "max(numbers) >= len(things)", "max(numbers) > len(things)"
@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         "packed: optional fields are not told",
         "model/packed.py",
-        "shape.element_bytes, shape.encoding, shape.optional) for",
-        "shape.element_bytes, shape.encoding, False) for",
+        "[_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, f.optional) for f in firsts]",
+        "[_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, False) for f in firsts]",
     ),
     Mutant(
         "an outline forgets offsets",
@@ -149,5 +149,83 @@ MUTANTS = [
         "model/layout_check.py",
         "if len(by_stride) == 1 and all(",
         "if len(by_stride) == 1 or all(",
+    ),
+    Mutant(
+        "plain slabs may touch the next",
+        "model/plain_places.py",
+        "(last[:-1] > start[1:]).any()",
+        "False",
+    ),
+    Mutant(
+        "plain slabs may leave their region",
+        "model/plain_places.py",
+        "(end > outline.sizes[region]).any() or ",
+        "",
+    ),
+    Mutant(
+        "plain slabs have one page",
+        "model/plain_places.py",
+        "(num_pages[pool] - 1) * stride + size",
+        "size",
+    ),
+    Mutant(
+        "plain pages may overlap",
+        "model/plain_places.py",
+        "(stride < size).any() or ",
+        "",
+    ),
+    Mutant(
+        "plain shards may end anywhere",
+        "model/plain_places.py",
+        "stop <= self.stop[slab]",
+        "stop <= self.stop[slab] + 2**40",
+    ),
+    Mutant(
+        "plain shards may have any stride",
+        "model/plain_places.py",
+        "        is_inside &= self.stride_bytes[slab] == np.array(strides, dtype=np.int64)[which]\n",
+        "",
+    ),
+    Mutant(
+        "plain shards may lie in any pool",
+        "model/plain_places.py",
+        "        is_inside &= self.pool[slab] == np.array([self.pool_numbers[pool] for pool in pools], dtype=np.int64)[which]\n",
+        "",
+    ),
+    Mutant(
+        "plain shards may share bytes",
+        "model/plain_places.py",
+        "return not (stop[order][:-1] > start[order][1:]).any()",
+        "return True",
+    ),
+    Mutant(
+        "offsets are not looked at",
+        "model/layout_check.py",
+        "are_inside = min(outline.offsets_bytes, default=0) >= 0 and all(map(lt, outline.offsets_bytes, sizes))",
+        "are_inside = True",
+    ),
+    Mutant(
+        "negative addresses are pieces",
+        "model/plain_loops.py",
+        "min(np.minimum.reduce(local), np.minimum.reduce(remote)) >= 0 and ",
+        "",
+    ),
+    Mutant(
+        "empty pieces are pieces",
+        "model/plain_loops.py",
+        "np.minimum.reduce(length_bytes) >= 1",
+        "True",
+    ),
+    Mutant(
+        "the first group is shifted for all",
+        "model/plain_loops.py",
+        "np.repeat(np.array(by, dtype=np.int64), counts)",
+        "by[0]",
+    ),
+    Mutant(
+        "boxes are joined whatever the buffer looks like",
+        "model/plain_loops.py",
+        " | (place[1:] != place[:-1] + length[:-1])",
+        "",
     ),
 ]

@@ -69,10 +69,15 @@ MUTANTS = [
     Mutant(
         "fuse ignores the destination",
         "plan/pattern.py",
-        "(np.diff(src) == length) & (np.diff(dst) == length)",
-        "(np.diff(src) == length)",
+        " & (dst[1:] == dst[:-1] + length)",
+        "",
     ),
-    Mutant("fuse joins regions", "plan/pattern.py", " & (np.diff(region) == 0)", ""),
+    Mutant(
+        "fuse joins regions",
+        "plan/pattern.py",
+        " & (region[1:] == region[:-1])",
+        "",
+    ),
     Mutant(
         "fields are fused in unequal numbers",
         "plan/pattern.py",
@@ -129,7 +134,12 @@ MUTANTS = [
         "(owned.edges(0, period) for owned in owners[1:])",
     ),
     Mutant("a hole is let through", "plan/check.py", "if written < wanted:", "if written < 0:"),
-    Mutant("an overlap is let through", "plan/check.py", "        if all(shared):\n", "        if False:\n"),
+    Mutant(
+        "an overlap is let through",
+        "plan/check.py",
+        "        if all(count_common(a.extent, a.chosen, b.chosen, a.dst.owned) for a, b in pairs):\n",
+        "        if False:\n",
+    ),
     Mutant(
         "out of bounds is let through",
         "plan/check.py",
@@ -232,15 +242,15 @@ MUTANTS = [
     ),
     Mutant(
         "geometries of a field are not told apart",
-        "plan/family.py",
-        "places[field].append((index, number))",
-        "places[field].append((index, 0))",
+        "model/layout.py",
+        "listed[field] += index, number",
+        "listed[field] += index, 0",
     ),
     Mutant(
         "an outline stands for its first rank",
-        "plan/family.py",
+        "model/layout.py",
         "yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]",
-        "yield rank.rank, layout.ranks[0].geometries[rank.outline.geometry_of[number]]",
+        "yield rank.rank, self.ranks[0].geometries[rank.outline.geometry_of[number]]",
     ),
     Mutant(
         "regions of the destination are all one",
@@ -255,4 +265,64 @@ MUTANTS = [
         "",
     ),
     Mutant("the proof does not look at addresses", "plan/check.py", "(bases != rank.bases[shards]) | ", ""),
+    Mutant(
+        "one stretch ends where the destination may not",
+        "plan/refine.py",
+        "(dst.owned.stop, dst_low))",
+        "(None, dst_low))",
+    ),
+    Mutant(
+        "one stretch begins where the chosen part may not",
+        "plan/refine.py",
+        ", chosen.start - src_low",
+        "",
+    ),
+    Mutant(
+        "one stretch may wrap a digit",
+        "plan/refine.py",
+        "return (start - first) // extent == (stop - 1 - first) // extent",
+        "return True",
+    ),
+    Mutant(
+        "an axis that all hold is cut in one, whoever holds it",
+        "plan/cells.py",
+        "if len(held) == 1 and Interval(0, axis.extent) in held:",
+        "if len(held) == 1:",
+    ),
+    Mutant(
+        "nobody meets the end of an axis",
+        "plan/cover.py",
+        "(starts < stop) & (starts + sizes > owned.start)",
+        "(starts < stop - 1) & (starts + sizes > owned.start)",
+    ),
+    Mutant(
+        "kinds of fields are looked at by the first alone",
+        "plan/alike.py",
+        "if len(some) > 1:",
+        "if False:",
+    ),
+    Mutant(
+        "shapes are compared by the first field alone",
+        "plan/alike.py",
+        "for pair, name in self.shapes(names).items():",
+        "for pair, name in list(self.shapes(names).items())[:1]:",
+    ),
+    Mutant(
+        "lanes of other axes draw a field too",
+        "plan/alike.py",
+        "if all(shape in drawn for _, shape in self.shapes(lane.fields)):",
+        "if True:",
+    ),
+    Mutant(
+        "no two of a few lanes are compared",
+        "plan/check.py",
+        "        yield from combinations(lanes, 2)",
+        "        yield from ()",
+    ),
+    Mutant(
+        "fields of one name are alike",
+        "plan/match.py",
+        "if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in alike):",
+        "if True:",
+    ),
 ]

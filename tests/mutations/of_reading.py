@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "a slot forgets the gaps before a run",
         "plan/slot.py",
-        "slot_offsets[box_of] + src - src[starts][box_of])",
-        "slot_offsets[box_of])",
+        "slot_offsets[box_of] + src - src[starts][box_of]",
+        "slot_offsets[box_of]",
     ),
     Mutant(
         "staged moves of all lengths are alike",
@@ -92,20 +92,20 @@ MUTANTS = [
     Mutant(
         "staged fields all go to the first",
         "plan/stage.py",
-        "bases.dst[field:stop]",
-        "bases.dst[: stop - field]",
+        "pattern.bases.dst[slice(*self.fields)]",
+        "pattern.bases.dst[: self.fields[1] - self.fields[0]]",
     ),
     Mutant(
         "staged fields read another field's source",
         "plan/stage.py",
-        "reads.part(*rows)",
-        "reads.part(0, rows[1] - rows[0])",
+        "field * num_reads,",
+        "0,",
     ),
     Mutant(
         "fields of a later batch are read behind those before",
-        "plan/stage.py",
-        " % fields_each * (num_pieces",
-        " * (num_pieces",
+        "model/plain_loops.py",
+        " % fields_each * (len(src_page) * slot_bytes)",
+        " * (len(src_page) * slot_bytes)",
     ),
     Mutant(
         "slots do not go into their page",
@@ -134,8 +134,8 @@ MUTANTS = [
     Mutant(
         "a packed batch is permuted from where it was",
         "plan/stage.py",
-        "slot_offset=move.slot_offset + filled",
-        "slot_offset=move.slot_offset",
+        "replace(part, at=part.at + at)",
+        "replace(part, at=part.at)",
     ),
     Mutant(
         "batches are packed that do not fit",
@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "batches of two ranks are packed",
         "plan/stage.py",
-        "waiting[0].reads.src_rank != batch.reads.src_rank or ",
+        "waiting[0].src_rank != batch.src_rank or ",
         "",
     ),
     Mutant(
@@ -169,9 +169,9 @@ MUTANTS = [
     ),
     Mutant(
         "destination pages stay unsorted",
-        "plan/whole.py",
-        "src_page, dst_page = src_page[order], dst_page[order]",
-        "src_page = src_page[order]",
+        "model/plain_loops.py",
+        "src, dst = src[order], dst[order]",
+        "src = src[order]",
     ),
     Mutant(
         "pages are joined that are neighbours at the source only",

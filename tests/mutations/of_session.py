@@ -18,8 +18,8 @@ MUTANTS = [
     Mutant(
         "batches are handed out source by source",
         "session/staging.py",
-        "[placed[number] for number in range(len(batches))]",
-        "list(placed.values())",
+        "    for address, batch in batches:\n        rank",
+        "    for address, batch in sorted(batches, key=lambda one: one[1].src_rank):\n        rank",
     ),
     Mutant(
         "a lease's word is not compared",
