@@ -261,7 +261,7 @@ MUTANTS = [
     Mutant(
         "the proof does not look at bounds",
         "plan/check.py",
-        " | (outline.offsets[shards] > sizes - reached)",
+        " | (outline.offsets[shards] > sizes - reach)",
         "",
     ),
     Mutant("the proof does not look at addresses", "plan/check.py", "(bases != rank.bases[shards]) | ", ""),
@@ -294,12 +294,6 @@ MUTANTS = [
         "plan/cover.py",
         "(starts < stop) & (starts + sizes > owned.start)",
         "(starts < stop - 1) & (starts + sizes > owned.start)",
-    ),
-    Mutant(
-        "kinds of fields are looked at by the first alone",
-        "plan/alike.py",
-        "if len(some) > 1:",
-        "if False:",
     ),
     Mutant(
         "shapes are compared by the first field alone",

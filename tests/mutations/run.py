@@ -28,7 +28,13 @@ from mutant import Mutant
 from mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-UNITS = ["tests/unit/kinds", "tests/golden", "tests/unit/plan", "tests/unit/model", "tests/property/test_plain_places.py"]
+UNITS = [
+    "tests/unit/kinds",
+    "tests/golden",
+    "tests/unit/plan",
+    "tests/unit/model",
+    "tests/property/test_plain_places.py",
+]
 PAIRS = ["tests/property/test_pairs.py"]
 SESSION_UNITS = ["tests/unit/session", "tests/unit/transport", "-m", "not nixl and not slow"]
 HISTORIES = ["tests/property/test_session.py", "--hypothesis-profile=ci"]

@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.model import EngineLayout, LayoutError
+from kvreshard.model import (
+    Axis,
+    AxisMap,
+    Digit,
+    EngineLayout,
+    Field,
+    Geometry,
+    Group,
+    Interval,
+    LayoutError,
+    Region,
+    Shard,
+    Slab,
+)
 from kvreshard.model.changed import replace as changed
 from kvreshard.model.layout import Rank
 from kvreshard.model.outline import Outline
@@ -40,13 +53,13 @@ def change(rng: np.random.Generator, rank: Rank) -> Rank:
             place, name = int(rng.integers(len(outline.slabs))), str(rng.choice(_NUMBERS))
             other = getattr(outline.slabs[int(rng.integers(len(outline.slabs)))], name)
             slab = outline.slabs[place]
-            value = other if rng.random() < 0.5 else getattr(slab, name) + step
+            value = other if name == "pool" or rng.random() < 0.5 else getattr(slab, name) + step
             slabs = [*outline.slabs[:place], changed(slab, **{name: value}), *outline.slabs[place + 1 :]]
             outline = replace(outline, slabs=tuple(slabs))
     return replace(rank, outline=outline)
 
 
-_NUMBERS = ("offset_bytes", "page_stride_bytes", "page_bytes")
+_NUMBERS = ("offset_bytes", "page_stride_bytes", "page_bytes", "pool")
 
 
 def _one(rng: np.random.Generator, numbers: tuple[int, ...], step: int) -> tuple[int, ...]:
@@ -124,3 +137,23 @@ def test_layouts_of_engines_are_seen_to_be_right_at_once(
     describe(load(model), parse_engine(engine), "prefill", 100)
     assert found
     assert all(found)
+
+
+def two_pools(first_bytes: int, second_bytes: int) -> EngineLayout:
+    """Two states in pools of their own, 10 pages of 64 bytes each, one behind the other; where each begins in their region."""
+    names = ("first", "second")
+    fields = tuple(Field(name, (Axis("channel", 32),), 2, "bf16") for name in names)
+    groups = tuple(Group(name, name, 10, None) for name in names)
+    slabs = tuple(Slab(name, "memory", at, 64, 64) for name, at in zip(names, (0, 640), strict=True))
+    held = (AxisMap("channel", Interval(0, 32), (Digit(32, 0, 2),)),)
+    shards = tuple(
+        Shard(name, "memory", at, Geometry(name, 64, held))
+        for name, at in zip(names, (first_bytes, second_bytes), strict=True)
+    )
+    return EngineLayout("e", fields, groups, (Rank.of(0, (), (Region("memory", 0, 1280),), slabs, shards),))
+
+
+def test_a_shard_in_a_slab_of_another_pool_is_refused() -> None:
+    assert len(two_pools(0, 640).ranks) == 1
+    with pytest.raises(LayoutError, match=r"'first': bytes .* outside the slabs of pool 'first'"):
+        two_pools(640, 0)

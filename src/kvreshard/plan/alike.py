@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import msgspec
-import numpy as np
 
 from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.model.outline import Int64s, Outline, firsts
@@ -30,16 +29,14 @@ def shape_of(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
 
 
 class Named(msgspec.Struct, frozen=True, eq=False):
-    """Some fields in an outline. `held`: those that have a shard there, and `shards` their numbers, shape (held,).
+    """Some fields in an outline: those that `lacking` has have no shard there, of the others `shards` has the numbers, in their order.
 
-    `kinds`: numbers of geometries, each with a field; `which` says of every held field which of them it is like, in shape too.
+    `kinds`: the numbers of their geometries, and a field of each, one for every shape.
     """
 
     lacking: tuple[str, ...]
-    held: tuple[str, ...]
     shards: Int64s
     kinds: tuple[tuple[int, str], ...]
-    which: Int64s
 
     @staticmethod
     def of(names: tuple[str, ...], outline: Outline, shapes: Mapping[str, int]) -> Named:
@@ -49,13 +46,8 @@ class Named(msgspec.Struct, frozen=True, eq=False):
             lacking = tuple(name for name in names if name not in outline.number_of_field)
             held = tuple(name for name in names if name in outline.number_of_field)
         shards = outline.numbers(held)
-        alike = list(zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True))
-        some = firsts(alike, held)
-        which = np.zeros(len(alike), dtype=np.int64)
-        if len(some) > 1:
-            number = {kind: index for index, kind in enumerate(some)}
-            which = np.array([number[kind] for kind in alike], dtype=np.int64)
-        return Named(lacking, held, shards, tuple((kind[0], name) for kind, name in some.items()), which)
+        alike = zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True)
+        return Named(lacking, shards, tuple((kind[0], name) for kind, name in firsts(alike, held).items()))
 
 
 class Seen:

@@ -82,21 +82,20 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     outline, names = rank.outline, lane.fields
     named = seen.named(names, rank, layout)
     yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
-    reaches = []
+    reach = 0  # of the longest kind; kinds that differ in it differ from the lane too, which is a fault of theirs
     for number, name in named.kinds:
         field = layout.field_by_name[name]
-        reach = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
-        reaches.append(min(reach, MAX_ADDRESS - 1))
+        behind = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
+        reach = max(reach, min(behind, MAX_ADDRESS - 1))
     if len(bases) != len(names):
         yield f"field '{names[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(names)} fields"
     shards = named.shards
     if not len(bases) == len(shards) == len(names):
         return
-    reached = np.array(reaches, dtype=np.int64)[named.which]
     sizes = outline.sizes[outline.region_numbers[shards]]
-    for index in np.flatnonzero((bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reached)).tolist():
+    for index in np.flatnonzero((bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reach)).tolist():
         shard = rank.shards[int(shards[index])]
-        yield from _place_faults(shard, int(bases[index]), int(reached[index]), rank, side)
+        yield from _place_faults(shard, int(bases[index]), reach, rank, side)
 
 
 def _geometry_faults(

@@ -148,6 +148,9 @@ def test_what_fills_a_buffer_by_hand(form: ModuleType) -> None:
     assert length.tolist() == [60] * 9
     source, place, length, count = form.slot_reads(pages, boxes, (60, 60), bases[:1], 1)
     assert (source.tolist(), place.tolist(), length.tolist()) == ([1240, 1540], [0, 120], [120, 60])
+    apart = boxes[0], np.array([0, 30]), boxes[2]
+    source, place, length, count = form.slot_reads(pages[:1], apart, (60, 70), bases[:1], 1)
+    assert (source.tolist(), place.tolist(), length.tolist()) == ([1240, 1260], [0, 30], [20, 40])
     each = np.array([[4, 7], [5, 8]])
     source, place, length, count = form.slot_reads(each, boxes, (100, 60), bases[:1], 1)
     assert (source.tolist(), place.tolist()) == ([1400, 1720, 1500, 1820], [0, 20, 60, 80])

@@ -231,6 +231,15 @@ def test_the_proof_refuses_unequal_encodings() -> None:
     mismatch("'layers.0.k'|encoding|'float16'|'bfloat16'", lambda: prove(ROUTE, fp16, DST))
 
 
+def test_the_proof_compares_every_field_of_a_lane() -> None:
+    """One field of several in a lane is not what it was, whichever it is."""
+    for index, name in enumerate(ZERO.fields):
+        fields = [replace(field, encoding="float16") if field.name == name else field for field in SRC.fields]
+        other = replace(SRC, fields=tuple(fields))
+        mismatch(f"'{name}'|encoding|'float16'|'bfloat16'", lambda other=other: prove(ROUTE, other, DST))
+        assert index < 2
+
+
 def test_a_sharded_length_for_a_replicated_field_is_refused() -> None:
     """A source that splits the channels of a latent, for a destination that has them whole on every rank."""
     src, dst = engine("prefill", tp=2, kind=Latent(4, "bfloat16")), engine("decode", kind=Latent(4, "bfloat16"))
