@@ -12,8 +12,8 @@ MUTANTS = [
     Mutant(
         "indices that were written for earlier entries are handed out",
         "model/plain_loops.py",
-        "entry = first // num_pages\n",
-        "entry = 0\n",
+        "rows = slice(first - entry * num_pages, ",
+        "rows = slice(0, ",
     ),
     Mutant(
         "indices are written for too few entries",

@@ -231,6 +231,12 @@ def test_the_proof_refuses_unequal_encodings() -> None:
     mismatch("'layers.0.k'|encoding|'float16'|'bfloat16'", lambda: prove(ROUTE, fp16, DST))
 
 
+def test_a_lane_of_fewer_axes_is_told_and_not_compared_with_others() -> None:
+    fewer = replace(ZERO, axes=ZERO.axes[:-1])
+    for lanes in ((fewer, ONE), (ONE, fewer)):
+        mismatch("2 axes, its layout has 3", lambda lanes=lanes: prove(routed(*lanes), SRC, DST))
+
+
 def test_the_proof_compares_every_field_of_a_lane() -> None:
     """One field of several in a lane is not what it was, whichever it is."""
     for index, name in enumerate(ZERO.fields):
