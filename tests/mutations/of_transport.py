@@ -28,10 +28,10 @@ MUTANTS = [
         "return CopiesPart(self, 0, stop - first)",
     ),
     Mutant(
-        "a part of a part has its own place",
-        "transport/nixl.py",
-        "return PartCursor(whole, copies.first, copies.stop)",
-        "return PartCursor(whole, 0, copies.stop)",
+        "the pieces of a part are those of its whole",
+        "transport/base.py",
+        "slice(self.first, self.stop), self.whole",
+        "slice(0, self.stop - self.first), self.whole",
     ),
     Mutant(
         "a part takes the budget, whatever it costs",
