@@ -133,10 +133,4 @@ MUTANTS = [
         "known is None or known[0] is not local or known[1] is not remote",
         "known is None",
     ),
-    Mutant(
-        "another object has what one had",
-        "transport/placed.py",
-        "known is not None and known[0]() is key",
-        "known is not None",
-    ),
 ]
