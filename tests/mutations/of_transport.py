@@ -35,8 +35,8 @@ MUTANTS = [
     ),
     Mutant(
         "a part takes the budget, whatever it costs",
-        "transport/slices.py",
-        "if int(cost[stop]) - before > budget_bytes:",
+        "model/plain_loops.py",
+        "if int(cost_before[stop]) - before > budget:",
         "if False:",
     ),
     Mutant(

@@ -143,8 +143,28 @@ cdef void _sort(Pair* pairs, Pair* spare, Py_ssize_t n, int64 most) noexcept:
             pairs[i] = given[i]
 
 
-def ordered(src, dst):
+cdef object _joined(list arrays):
+    """One array after another; the only one as it is."""
+    cdef _Numbers part
+    cdef _Fresh out
+    cdef Py_ssize_t n = 0, i
+    if len(arrays) == 1:
+        return arrays[0]
+    parts = [_Numbers(array) for array in arrays]
+    for part in parts:
+        n += part.size
+    out = _Fresh(n, _INT64)
+    n = 0
+    for part in parts:
+        for i in range(part.size):
+            out.at[n + i] = part.get(i)
+        n += part.size
+    return out.array
+
+
+def ordered(list src_parts, list dst_parts):
     """Pairs of pages in the order of the source; how many continue the pair before on both sides, and how many do at the source."""
+    src, dst = _joined(src_parts), _joined(dst_parts)
     cdef _Numbers src_page = _Numbers(src), dst_page = _Numbers(dst)
     cdef Py_ssize_t i, n = src_page.size, joined = 0, src_joined = 0
     cdef int64 most = 0
@@ -602,3 +622,19 @@ def are_pieces(local_address, remote_address, length_bytes):
         if local.get(i) < 0 or remote.get(i) < 0 or length.get(i) < 1:
             return False
     return True
+
+
+def affordable(cost_before, Py_ssize_t first, Py_ssize_t stop, uint64 budget):
+    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one, and what those cost."""
+    cdef _Numbers cost = _Numbers(cost_before)
+    cdef uint64 before = cost.get(first)
+    cdef Py_ssize_t low = first + 1, high = stop, middle
+    if <uint64>cost.get(stop) - before > budget:
+        while low < high:  # the last that the budget reaches
+            middle = (low + high + 1) // 2
+            if <uint64>cost.get(middle) - before <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        stop = low
+    return stop, <uint64>cost.get(stop) - before

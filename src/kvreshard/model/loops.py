@@ -15,6 +15,7 @@ compiled: ModuleType | None
 if TYPE_CHECKING:
     from kvreshard.model import _loops as compiled
     from kvreshard.model.plain_loops import (
+        affordable,
         are_pieces,
         bounds,
         frame_copies,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         runs,
         shifted,
         slot_reads,
-    )  # fmt: skip
+    )
 else:
     try:
         from kvreshard.model import _loops as compiled
@@ -39,11 +40,24 @@ else:
         _found.bounds, _found.ordered, _found.page_ids, _found.run_bounds, _found.runs
     )  # fmt: skip
     frame_copies, frame_indices, frame_rows = _found.frame_copies, _found.frame_indices, _found.frame_rows
-    are_pieces, piece_rows, reach, shifted, slot_reads = (
-        _found.are_pieces, _found.piece_rows, _found.reach, _found.shifted, _found.slot_reads
+    affordable, are_pieces, piece_rows, reach, shifted, slot_reads = (
+        _found.affordable, _found.are_pieces, _found.piece_rows, _found.reach, _found.shifted, _found.slot_reads
     )  # fmt: skip
 
 __all__ = [
-    "are_pieces", "bounds", "compiled", "frame_copies", "frame_indices", "frame_rows", "ordered", "page_ids", "piece_rows", "reach",
-    "run_bounds", "runs", "shifted", "slot_reads",
-]  # fmt: skip
+    "affordable",
+    "are_pieces",
+    "bounds",
+    "compiled",
+    "frame_copies",
+    "frame_indices",
+    "frame_rows",
+    "ordered",
+    "page_ids",
+    "piece_rows",
+    "reach",
+    "run_bounds",
+    "runs",
+    "shifted",
+    "slot_reads",
+]

@@ -24,11 +24,13 @@ def run_bounds(first: Int64s, counts: Int64s) -> tuple[int, int]:
     return int(np.minimum.reduce(first)), int(np.maximum.reduce(first + (counts - 1)))
 
 
-def ordered(src: Int64s, dst: Int64s) -> tuple[Int64s, Int64s, int, int]:
+def ordered(src_parts: list[Int64s], dst_parts: list[Int64s]) -> tuple[Int64s, Int64s, int, int]:
     """Pairs of pages in the order of the source; how many continue the pair before on both sides, and how many do at the source.
 
-    The same arrays where they are in order.
+    The pages of each side are those of its parts, one after another, at least one part; the same array where it is the only one and in order.
     """
+    src = src_parts[0] if len(src_parts) == 1 else np.concatenate(src_parts)
+    dst = dst_parts[0] if len(dst_parts) == 1 else np.concatenate(dst_parts)
     steps = src[1:] - src[:-1]
     if len(steps) and np.minimum.reduce(steps) < 0:
         order = src.argsort(kind="stable")
@@ -160,3 +162,14 @@ def are_pieces(local: Int64s, remote: Int64s, length_bytes: Int64s) -> bool:
     return not len(local) or bool(
         min(np.minimum.reduce(local), np.minimum.reduce(remote)) >= 0 and np.minimum.reduce(length_bytes) >= 1
     )
+
+
+def affordable(cost_before: Uint64s, first: int, stop: int, budget: int) -> tuple[int, int]:
+    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one, and what those cost together.
+
+    `cost_before`: what all before each piece cost, and all of them, shape (n + 1,).
+    """
+    before = int(cost_before[first])
+    if int(cost_before[stop]) - before > budget:
+        stop = max(first + 1, int(cost_before.searchsorted(np.uint64(before + budget), side="right")) - 1)
+    return stop, int(cost_before[stop]) - before

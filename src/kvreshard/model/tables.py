@@ -39,7 +39,7 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         array = page_ids(self.pages)
-        if array.ndim != 1 or (array.dtype is not INT64 and array.dtype != INT64):
+        if array.dtype is not INT64 or array.ndim != 1:
             if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
                 raise BindError(
                     f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"

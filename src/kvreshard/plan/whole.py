@@ -9,7 +9,7 @@ Nothing is listed per page and lane. `bind` says the same of any pair of pages, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -56,12 +56,9 @@ class WholePages(msgspec.Struct, frozen=True, eq=False):
     src_joined: int
 
     @staticmethod
-    def of(src: Sequence[Int64s], dst: Sequence[Int64s]) -> WholePages:
+    def of(src: list[Int64s], dst: list[Int64s]) -> WholePages:
         """Sorted and compared with their neighbours."""
-        if not src:
-            return _NO_PAGES
-        one = len(src) == 1
-        return WholePages(*ordered(src[0] if one else np.concatenate(src), dst[0] if one else np.concatenate(dst)))
+        return WholePages(*ordered(src, dst)) if src else _NO_PAGES
 
     def num_src_runs(self) -> int:
         """Runs of neighbouring source pages, whatever the destination looks like."""
@@ -110,6 +107,9 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
     most_pages = max(1, max_joined_bytes(sheaf.page_bytes * num_pages) // frame.dst_stride_bytes) if joins else 1
     src_page, dst_page, run_pages = runs(pages.src_page, pages.dst_page, most_pages)
     each = max(1, MAX_COPIES_PER_LIST // sheaf.num_runs)
+    if len(src_page) <= each:
+        yield PageCopies(src_rank, dst_rank, frame, src_page, dst_page, run_pages)
+        return
     for first in range(0, len(src_page), each):
         part = slice(first, first + each)
         yield PageCopies(src_rank, dst_rank, frame, src_page[part], dst_page[part], run_pages[part])

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import piece_rows
+from kvreshard.model.loops import affordable, piece_rows
 from kvreshard.transport.base import Addresses, Copies
 from kvreshard.transport.regions import RegionTable
 
@@ -130,7 +130,7 @@ class SliceCursor:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         group, first = self._groups[0], self._row
         num_pieces = len(group.length_bytes)
-        last, cost_bytes = _reach(group.cost, first, num_pieces, budget_bytes)
+        last, cost_bytes = affordable(group.cost, first, num_pieces, budget_bytes)
         if last == num_pieces:
             self._groups = self._groups[1:]
             self._row = 0
@@ -192,7 +192,7 @@ class PartCursor:
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         placed, first = self._placed, self._row
-        last, cost_bytes = _reach(placed.cost_bytes, first, self._stop, budget_bytes)
+        last, cost_bytes = affordable(placed.cost_bytes, first, self._stop, budget_bytes)
         self._row = last
         return Slice(
             placed.local[first:last], placed.remote[first:last], placed.local_kind, placed.remote_kind, cost_bytes
@@ -204,14 +204,6 @@ def cost_before(length_bytes: Addresses) -> NDArray[np.uint64]:
     cost = np.zeros(len(length_bytes) + 1, dtype=np.uint64)
     np.add.accumulate(length_bytes + np.uint64(DESCRIPTOR_COST_BYTES), out=cost[1:])
     return cost
-
-
-def _reach(cost: NDArray[np.uint64], first: int, stop: int, budget_bytes: int) -> tuple[int, int]:
-    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one; and what they cost."""
-    before = int(cost[first])
-    if int(cost[stop]) - before > budget_bytes:
-        stop = max(first + 1, int(cost.searchsorted(np.uint64(before + budget_bytes), side="right")) - 1)
-    return stop, int(cost[stop]) - before
 
 
 def _side(name: str, table: RegionTable, address: Addresses, length_bytes: Addresses) -> _Side:

@@ -45,9 +45,13 @@ def test_pairs_of_pages_are_compared_and_joined_alike() -> None:
     for _ in range(300):
         src, dst = pages(rng)
         assert same(compiled.bounds(src), plain_loops.bounds(src)), seed
-        assert same(compiled.ordered(src, dst), plain_loops.ordered(src, dst)), seed
+        assert same(compiled.ordered([src], [dst]), plain_loops.ordered([src], [dst])), seed
         wide = rng.permutation(src) * int(rng.choice([1, 300, 70_000, 2**40]))
-        assert same(compiled.ordered(wide, dst), plain_loops.ordered(wide, dst)), seed
+        assert same(compiled.ordered([wide], [dst]), plain_loops.ordered([wide], [dst])), seed
+        cuts = np.sort(rng.integers(0, len(src) + 1, size=2))
+        parts = np.split(wide, cuts), np.split(dst, cuts)
+        assert same(compiled.ordered(*parts), plain_loops.ordered([wide], [dst])), seed
+        assert same(plain_loops.ordered(*parts), plain_loops.ordered([wide], [dst])), seed
         counts = rng.integers(1, 9, size=len(src))
         assert same(compiled.run_bounds(dst, counts), plain_loops.run_bounds(dst, counts)), seed
         most = int(rng.integers(1, 12))
@@ -84,6 +88,11 @@ def test_pieces_are_numbered_and_listed_alike() -> None:
         devices = int(rng.integers(4)), int(rng.integers(4))
         assert same(compiled.piece_rows(pieces, devices, 77), plain_loops.piece_rows(pieces, devices, 77)), seed
         assert same(compiled.reach(pieces[0], pieces[2]), plain_loops.reach(pieces[0], pieces[2])), seed
+        cost = np.cumsum(rng.integers(1, 9, size=num_pages + 1)).astype(np.uint64)
+        begin, end = sorted(rng.choice(num_pages + 1, size=2, replace=False).tolist())
+        for budget in (0, int(rng.integers(40)), 2**63):
+            found = compiled.affordable(cost, begin, end, budget)
+            assert found == plain_loops.affordable(cost, begin, end, budget), seed
         counts = rng.multinomial(num_pages, [0.25] * 4).tolist()
         by = rng.integers(-5, 2**50, size=4).tolist()
         assert same(compiled.shifted(local, counts, by), plain_loops.shifted(local, counts, by)), seed
@@ -167,6 +176,10 @@ def test_pieces_by_hand(form: ModuleType) -> None:
     assert local.tolist() == [[500, 10, 0], [30, 2**63, 0]]
     assert remote.tolist() == [[2**63, 10, 5], [9, 2**63, 5]]
     assert (cost.tolist(), longest) == ([0, 110, 210 + 2**63], 2**63)
+    costs = np.array([0, 5, 6, 9, 20], np.uint64)
+    assert [form.affordable(costs, 1, 4, budget) for budget in (0, 1, 3, 4, 14, 15, 99)] == [
+        (2, 1), (2, 1), (2, 1), (3, 4), (3, 4), (4, 15), (4, 15)
+    ]  # fmt: skip
     top = np.array([2**64 - 8, 7], np.uint64), np.array([8, 1], np.uint64)
     assert form.reach(*top) == (7, 2**64 - 1)
 
@@ -214,12 +227,12 @@ def test_runs_go_on_where_both_sides_do(form: ModuleType) -> None:
         [8, 10, 20, 21, 23],
         [2, 1, 1, 2, 1],
     ]
-    assert form.ordered(src, dst) == (src, dst, 4, 5)
-    back = form.ordered(src[::-1], dst)
+    assert form.ordered([src], [dst]) == (src, dst, 4, 5)
+    back = form.ordered([src[::-1]], [dst])
     assert [back[0].tolist(), back[1].tolist(), *back[2:]] == [src.tolist(), dst[::-1].tolist(), 0, 5]
-    twice = form.ordered(np.array([700, 2, 700, 2**40, 2]), np.array([1, 2, 3, 4, 5]))
+    twice = form.ordered([np.array([700, 2, 700, 2**40, 2])], [np.array([1, 2, 3, 4, 5])])
     assert [twice[0].tolist(), twice[1].tolist()] == [[2, 2, 700, 700, 2**40], [2, 5, 1, 3, 4]]
-    top = form.ordered(np.array([2**63 - 1, 2**62, 0]), np.array([1, 2, 3]))
+    top = form.ordered([np.array([2**63 - 1, 2**62, 0])], [np.array([1, 2, 3])])
     assert [top[0].tolist(), top[1].tolist()] == [[0, 2**62, 2**63 - 1], [3, 2, 1]]
     assert form.run_bounds(np.array([5, 3, 4]), np.array([1, 2, 9])) == (3, 12)
     assert form.bounds(dst) == (8, 23)
