@@ -52,10 +52,16 @@ MUTANTS = [
         "counts = frame.local_count, frame.local_count",
     ),
     Mutant(
-        "the rest of a cut entry is forgotten",
+        "a piece between two slices is forgotten",
         "transport/frames.py",
-        "self._next = stop = max(first + 1, self._reach(before + budget_bytes))",
-        "stop = max(first + 1, self._reach(before + budget_bytes)); self._next = stop + 1",
+        "local_index, remote_index = frame_indices(copies.local_page, copies.remote_page, counts, first, stop)",
+        "local_index, remote_index = frame_indices(copies.local_page, copies.remote_page, counts, first, max(first + 1, stop - 1))",
+    ),
+    Mutant(
+        "slices of any number of pieces are shared",
+        "transport/slices.py",
+        "stop if stop == end or stop - first < SPLIT_PIECES else stop - rest",
+        "stop",
     ),
     Mutant(
         "an entry's pages start over",

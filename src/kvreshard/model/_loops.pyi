@@ -1,46 +1,26 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
+from kvreshard.model.plain_loops import affordable as affordable
+from kvreshard.model.plain_loops import are_pieces as are_pieces
+from kvreshard.model.plain_loops import bounds as bounds
+from kvreshard.model.plain_loops import frame_copies as frame_copies
+from kvreshard.model.plain_loops import frame_indices as frame_indices
+from kvreshard.model.plain_loops import frame_rows as frame_rows
+from kvreshard.model.plain_loops import ordered as ordered
+from kvreshard.model.plain_loops import page_ids as page_ids
+from kvreshard.model.plain_loops import piece_rows as piece_rows
+from kvreshard.model.plain_loops import reach as reach
+from kvreshard.model.plain_loops import run_bounds as run_bounds
+from kvreshard.model.plain_loops import runs as runs
+from kvreshard.model.plain_loops import shifted as shifted
+from kvreshard.model.plain_loops import slot_reads as slot_reads
 from kvreshard.model.tables import Request
 
 Int64s = NDArray[np.int64]
-Uint64s = NDArray[np.uint64]
 Part = tuple[tuple[int, int, int], int, int]
-
-def page_ids(pages: ArrayLike) -> NDArray[np.generic]: ...
-def bounds(values: Int64s) -> tuple[int, int]: ...
-def run_bounds(first: Int64s, counts: Int64s) -> tuple[int, int]: ...
-def ordered(src_parts: list[Int64s], dst_parts: list[Int64s]) -> tuple[Int64s, Int64s, int, int]: ...
-def frame_copies(
-    entries: tuple[Int64s, Int64s, Int64s], stride_bytes: tuple[int, int], pages: tuple[Int64s, Int64s, Int64s]
-) -> tuple[Int64s, Int64s, Int64s]: ...
-def runs(src: Int64s, dst: Int64s, most_pages: int) -> tuple[Int64s, Int64s, Int64s]: ...
-def frame_rows(
-    entries: tuple[Uint64s, Uint64s, Uint64s],
-    stride_bytes: tuple[int, int],
-    devices: tuple[int, int],
-    pages: tuple[Int64s, Int64s, Int64s],
-    cost_bytes: int,
-) -> tuple[Uint64s, Uint64s, Uint64s]: ...
-def frame_indices(
-    local_page: Int64s, remote_page: Int64s, counts: tuple[int, int], first: int, stop: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
-def piece_rows(
-    pieces: tuple[Uint64s, Uint64s, Uint64s], devices: tuple[int, int], cost_bytes: int
-) -> tuple[Uint64s, Uint64s, Uint64s, int]: ...
-def reach(address: Uint64s, length_bytes: Uint64s) -> tuple[int, int]: ...
-def slot_reads(
-    src_page: Int64s,
-    boxes: tuple[Int64s, Int64s, Int64s],
-    sizes_bytes: tuple[int, int],
-    bases: Int64s,
-    fields_each: int,
-) -> tuple[Int64s, Int64s, Int64s, int]: ...
-def shifted(values: Int64s, counts: list[int], by: list[int]) -> Int64s: ...
-def are_pieces(local: Int64s, remote: Int64s, length_bytes: Int64s) -> bool: ...
-def affordable(cost_before: Uint64s, first: int, stop: int, budget: int) -> tuple[int, int]: ...
 
 class Pages:
     def __init__(self, name: str, num_pages: int, null_page: int | None, pool: int, group: int) -> None: ...

@@ -625,7 +625,7 @@ def are_pieces(local_address, remote_address, length_bytes):
 
 
 def affordable(cost_before, Py_ssize_t first, Py_ssize_t stop, uint64 budget):
-    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one, and what those cost."""
+    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one."""
     cdef _Numbers cost = _Numbers(cost_before)
     cdef uint64 before = cost.get(first)
     cdef Py_ssize_t low = first + 1, high = stop, middle
@@ -637,4 +637,4 @@ def affordable(cost_before, Py_ssize_t first, Py_ssize_t stop, uint64 budget):
             else:
                 high = middle - 1
         stop = low
-    return stop, <uint64>cost.get(stop) - before
+    return stop

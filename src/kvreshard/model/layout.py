@@ -30,7 +30,7 @@ import numpy as np
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
+from kvreshard.model.outline import Int64s, Outline, Slab, firsts, outline_of
 
 MAX_ADDRESS = 2**63
 
@@ -230,26 +230,22 @@ class EngineLayout:
         numbers: dict[object, int] = {}
         seen = {
             kind: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
-            for kind, field in dict(zip(kinds, self.fields, strict=True)).items()
+            for kind, field in firsts(kinds, self.fields).items()
         }
         return {field.name: seen[kind] for field, kind in zip(self.fields, kinds, strict=True)}
 
     @cached_property
     def holder_numbers(self) -> Mapping[str, int]:
         """Field -> a number that fields of equal geometry on every rank share."""
-        if len(self.outlines) == 1:
-            outline = self.outlines[0]
-            places: dict[str, tuple[int, ...]] = dict(zip(outline.fields, zip(outline.geometry_of), strict=True))
-        else:
-            listed: defaultdict[str, list[int]] = defaultdict(list)
-            for index, outline in enumerate(self.outlines):
-                for field, number in zip(outline.fields, outline.geometry_of, strict=True):
-                    listed[field] += index, number
-            places = {field: tuple(place) for field, place in listed.items()}
+        listed: defaultdict[str, list[int]] = defaultdict(list)
+        for index, outline in enumerate(self.outlines):
+            for field, number in zip(outline.fields, outline.geometry_of, strict=True):
+                listed[field] += index, number
+        places = {field: tuple(place) for field, place in listed.items()}
         # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
         numbers: dict[object, int] = {}
         known: dict[tuple[int, ...], int] = {}
-        for place, field in {place: field for field, place in places.items()}.items():
+        for place, field in firsts(places.values(), places).items():
             held = tuple((rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(field))
             known[place] = numbers.setdefault(held, len(numbers))
         return dict(zip(places, map(known.__getitem__, places.values()), strict=True))

@@ -164,12 +164,12 @@ def are_pieces(local: Int64s, remote: Int64s, length_bytes: Int64s) -> bool:
     )
 
 
-def affordable(cost_before: Uint64s, first: int, stop: int, budget: int) -> tuple[int, int]:
-    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one, and what those cost together.
+def affordable(cost_before: Uint64s, first: int, stop: int, budget: int) -> int:
+    """Up to which of the pieces `[first, stop)` a budget reaches, at least past one.
 
     `cost_before`: what all before each piece cost, and all of them, shape (n + 1,).
     """
     before = int(cost_before[first])
     if int(cost_before[stop]) - before > budget:
-        stop = max(first + 1, int(cost_before.searchsorted(np.uint64(before + budget), side="right")) - 1)
-    return stop, int(cost_before[stop]) - before
+        return max(first + 1, int(cost_before.searchsorted(np.uint64(before + budget), side="right")) - 1)
+    return stop

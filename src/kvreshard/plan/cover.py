@@ -134,12 +134,18 @@ def count_in_windows(first: Ownership, second: Ownership, low: Coordinates, high
 def edges_of(extent: int | None, owners: Sequence[Ownership]) -> Coordinates:
     """Where the axis is cut by every edge of every owner, over one common period, its ends included."""
     period = common_period(extent, owners)
-    if all(isinstance(owned, Interval) for owned in owners):
-        starts, stops = ([owned.start for owned in owners], [getattr(owned, "stop", None) for owned in owners])
-        found = {0, period, *(end for end in (*starts, *stops) if end is not None and end <= period)}
-        return np.array(sorted(found), dtype=np.int64)
-    ends = np.array([0, period], dtype=np.int64)
-    return np.unique(np.concatenate([ends, *(owned.edges(0, period) for owned in owners)]))
+    intervals = [owned for owned in owners if isinstance(owned, Interval)]
+    if len(intervals) == len(owners):
+        ends = {
+            0,
+            period,
+            *(owned.start for owned in intervals),
+            *(owned.stop for owned in intervals if owned.stop is not None),
+        }
+        return np.array(sorted(end for end in ends if end <= period), dtype=np.int64)
+    return np.unique(
+        np.concatenate([np.array([0, period], dtype=np.int64), *(owned.edges(0, period) for owned in owners)])
+    )
 
 
 def count_edges(extent: int | None, owners: Iterable[Ownership]) -> int:

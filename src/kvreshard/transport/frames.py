@@ -27,6 +27,7 @@ from kvreshard.transport.slices import (
     DESCRIPTOR_COST_BYTES,
     MAX_PIECE_BYTES,
     PlacedCopies,
+    in_shares,
 )
 
 MAX_INDEX = 1 << 31
@@ -148,7 +149,7 @@ class FrameCursor:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         first, copies, frame = self._next, self._copies, self._copies.frame
         before = self._cost_before(first)
-        self._next = stop = max(first + 1, self._reach(before + budget_bytes))
+        self._next = stop = in_shares(first, max(first + 1, self._reach(before + budget_bytes)), self._stop)
         counts = frame.local_count, frame.remote_count
         local_index, remote_index = frame_indices(copies.local_page, copies.remote_page, counts, first, stop)
         return FrameSlice(frame, self._placed.place, local_index, remote_index, self._cost_before(stop) - before)

@@ -130,7 +130,8 @@ class SliceCursor:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         group, first = self._groups[0], self._row
         num_pieces = len(group.length_bytes)
-        last, cost_bytes = affordable(group.cost, first, num_pieces, budget_bytes)
+        last = in_shares(first, affordable(group.cost, first, num_pieces, budget_bytes), num_pieces)
+        cost_bytes = int(group.cost[last]) - int(group.cost[first])
         if last == num_pieces:
             self._groups = self._groups[1:]
             self._row = 0
@@ -192,11 +193,21 @@ class PartCursor:
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
         placed, first = self._placed, self._row
-        last, cost_bytes = affordable(placed.cost_bytes, first, self._stop, budget_bytes)
-        self._row = last
+        self._row = last = in_shares(first, affordable(placed.cost_bytes, first, self._stop, budget_bytes), self._stop)
+        cost_bytes = int(placed.cost_bytes[last]) - int(placed.cost_bytes[first])
         return Slice(
             placed.local[first:last], placed.remote[first:last], placed.local_kind, placed.remote_kind, cost_bytes
         )
+
+
+def in_shares(first: int, stop: int, end: int) -> int:
+    """Where a slice ends that may end at `stop` of `end` pieces: with whole shares for NIXL's threads, where it has any and others follow.
+
+    What does not divide among them is posted by the thread that answers peers, alone: of 5,461 pieces instead of 5,460 the 99th percentile
+    of its answers was 32 to 54 ms instead of 23 to 25.
+    """
+    rest = (stop - first) % SPLIT_PIECES
+    return stop if stop == end or stop - first < SPLIT_PIECES else stop - rest
 
 
 def cost_before(length_bytes: Addresses) -> NDArray[np.uint64]:

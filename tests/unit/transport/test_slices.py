@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
+from kvreshard.transport.agent import Cursor
 from kvreshard.transport.base import Copies, MemoryRegion, TransportError
+from kvreshard.transport.framed import Frame, FramedCopies
+from kvreshard.transport.frames import FrameCursor, FramePlace, PlacedFrame
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import (
     DESCRIPTOR_COST_BYTES,
@@ -11,6 +14,7 @@ from kvreshard.transport.slices import (
     MAX_BUDGET_BYTES,
     MAX_PIECE_BYTES,
     MIN_BUDGET_BYTES,
+    SPLIT_PIECES,
     PartCursor,
     PlacedCopies,
     Slice,
@@ -134,3 +138,29 @@ def test_a_small_post_says_nothing_unless_it_was_slow() -> None:
     assert budget.budget_bytes == FIRST_BUDGET_BYTES
     budget.learn(1_000_000, 0.040)
     assert budget.budget_bytes == 500_000
+
+
+@pytest.mark.parametrize("budget_pieces", [1, 63, 64, 100, 999, 1000, 5000])
+def test_slices_that_others_follow_are_whole_shares(budget_pieces: int) -> None:
+    """For NIXL's threads, whatever hands them out: what does not divide among them is posted by the thread that answers peers."""
+    index = np.arange(1000, dtype=np.int64)
+    copies = Copies.of(index * 100, index * 50 + 2**50, 7)
+    placed = PlacedCopies.of(copies, LOCAL_HOST, REMOTE_HOST, "remote")
+    assert placed is not None
+    frame = Frame.of([0, 2000, 4000, 6000], [0, 2000, 4000, 6000], 7, 8, 8, 250, 250)
+    place = PlacedFrame.of(frame, FramePlace("cpu", "cpu", 0, 0))
+    cursors: list[Cursor] = [
+        SliceCursor(copies, LOCAL_HOST, REMOTE_HOST, "remote"),
+        PartCursor(placed, 0, 1000),
+        FrameCursor(FramedCopies(frame, index[:250], index[:250]), place),
+    ]
+    each = budget_pieces if budget_pieces < SPLIT_PIECES else budget_pieces // SPLIT_PIECES * SPLIT_PIECES
+    for cursor in cursors:
+        sizes = []
+        while not cursor.exhausted:
+            piece = cursor.take(budget_pieces * (7 + DESCRIPTOR_COST_BYTES))
+            assert piece.cost_bytes == len(piece) * (7 + DESCRIPTOR_COST_BYTES)
+            sizes.append(len(piece))
+        assert sum(sizes) == 1000
+        assert set(sizes[:-1]) <= {each}
+        assert sizes[-1] <= max(each, budget_pieces)
