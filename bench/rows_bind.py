@@ -88,9 +88,8 @@ def _shape(shape: Shape, full: bool) -> Iterator[Result]:
                 def theirs() -> None:
                     intree.read(*tables, post=False)  # noqa: B023
 
-                found = compare(
-                    ours, theirs, pairs=31 if num_tokens <= 8192 else 11, budget_s=6 if full else 0.4, between=release
-                )
+                # Of the short ones many pairs, or their interval says more of the machine than of them.
+                found = compare(ours, theirs, pairs=101, budget_s=6 if full else 0.5, between=release)
                 release()
                 limits = []
                 for _ in range(5):

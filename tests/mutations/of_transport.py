@@ -60,8 +60,14 @@ MUTANTS = [
     Mutant(
         "slices of any number of pieces are shared",
         "transport/slices.py",
-        "stop if stop == end or stop - first < SPLIT_PIECES else stop - rest",
+        "stop - (stop - first) % SHARES if is_shared else stop",
         "stop",
+    ),
+    Mutant(
+        "the last slice is cut in equal shares",
+        "transport/slices.py",
+        "stop - first >= SPLIT_PIECES and stop < end",
+        "stop - first >= SPLIT_PIECES",
     ),
     Mutant(
         "an entry's pages start over",

@@ -7,7 +7,9 @@ from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyO
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.string cimport memcpy
 
+cimport cython
 import numpy as np
 
 ctypedef long long int64
@@ -21,6 +23,8 @@ cdef int64 MAX_PAGE = 1 << 40
 cdef int64 MAX_TOKENS = 1 << 48
 
 
+@cython.final
+@cython.freelist(16)
 cdef class _Numbers:
     """Where whole numbers of 64 bits lie, as long as this lives: found in a third of the time of a memoryview.
 
@@ -47,6 +51,8 @@ cdef class _Numbers:
         return self.at[index * self.step]
 
 
+@cython.final
+@cython.freelist(8)
 cdef class _Fresh:
     """An array that was just made, without gaps, to be written."""
 
@@ -150,14 +156,17 @@ cdef object _joined(list arrays):
     cdef Py_ssize_t n = 0, i
     if len(arrays) == 1:
         return arrays[0]
-    parts = [_Numbers(array) for array in arrays]
-    for part in parts:
-        n += part.size
+    for array in arrays:
+        n += len(array)
     out = _Fresh(n, _INT64)
     n = 0
-    for part in parts:
-        for i in range(part.size):
-            out.at[n + i] = part.get(i)
+    for array in arrays:
+        part = _Numbers(array)
+        if part.step == 1:
+            memcpy(out.at + n, part.at, part.size * sizeof(int64))
+        else:
+            for i in range(part.size):
+                out.at[n + i] = part.get(i)
         n += part.size
     return out.array
 
@@ -171,8 +180,10 @@ def ordered(list src_parts, list dst_parts):
     cdef Pair* pairs
     cdef _Fresh found
     cdef bint ascends = True
+    cdef int64* here = src_page.at
+    cdef Py_ssize_t step = src_page.step
     for i in range(1, n):
-        if src_page.get(i) < src_page.get(i - 1):
+        if here[i * step] < here[(i - 1) * step]:
             ascends = False
             break
     if not ascends:
@@ -194,37 +205,52 @@ def ordered(list src_parts, list dst_parts):
             PyMem_Free(pairs)
         src, dst = found.array
         src_page, dst_page = _Numbers(src), _Numbers(dst)
+        here, step = src_page.at, src_page.step
+    cdef int64* there = dst_page.at
+    cdef Py_ssize_t other_step = dst_page.step
+    cdef bint continues
     for i in range(1, n):
-        if src_page.get(i) == src_page.get(i - 1) + 1:
-            src_joined += 1
-            joined += dst_page.get(i) == dst_page.get(i - 1) + 1
+        continues = here[i * step] == here[(i - 1) * step] + 1
+        src_joined += continues
+        joined += continues and there[i * other_step] == there[(i - 1) * other_step] + 1
     return src, dst, joined, src_joined
-
-
-cdef inline bint _begins(_Numbers src, _Numbers dst, Py_ssize_t i, int64 most_pages) noexcept:
-    """Whether pair i begins a run."""
-    return i % most_pages == 0 or src.get(i) != src.get(i - 1) + 1 or dst.get(i) != dst.get(i - 1) + 1
 
 
 def runs(src, dst, int64 most_pages):
     """Source page, destination page and length of every run that continues on both sides; each `most_pages`th pair begins one."""
     cdef _Numbers src_page = _Numbers(src), dst_page = _Numbers(dst)
-    cdef Py_ssize_t i, n = src_page.size, count = 0
+    cdef Py_ssize_t i, n = src_page.size, count = -1, step = src_page.step, other_step = dst_page.step
+    cdef int64* here = src_page.at
+    cdef int64* there = dst_page.at
+    cdef int64 left = 0
     cdef _Fresh out
-    for i in range(n):
-        count += _begins(src_page, dst_page, i, most_pages)
-    out = _Fresh((3, count), _INT64)
-    cdef int64* first = out.at
-    cdef int64* second = out.at + count
-    cdef int64* length = out.at + 2 * count
-    count = -1
-    for i in range(n):
-        if _begins(src_page, dst_page, i, most_pages):
+    cdef Py_ssize_t* begins = <Py_ssize_t*>PyMem_Malloc((n + 1) * sizeof(Py_ssize_t))
+    if begins == NULL:
+        raise MemoryError
+    try:
+        for i in range(n):
+            if left == 0:
+                left = most_pages
+            elif here[i * step] == here[(i - 1) * step] + 1 and there[i * other_step] == there[(i - 1) * other_step] + 1:
+                left -= 1
+                continue
             count += 1
-            first[count], second[count], length[count] = src_page.get(i), dst_page.get(i), 1
-        else:
-            length[count] += 1
+            begins[count] = i
+            left -= 1
+        count += 1
+        begins[count] = n
+        out = _Fresh((3, count), _INT64)
+        for i in range(count):
+            out.at[i], out.at[count + i] = here[begins[i] * step], there[begins[i] * other_step]
+            out.at[2 * count + i] = begins[i + 1] - begins[i]
+    finally:
+        PyMem_Free(begins)
     return tuple(out.array)
+
+
+cdef inline object _stretch(object pages, Py_ssize_t num_pages, Py_ssize_t start, Py_ssize_t stop):
+    """Entries of a table; all of them are the table."""
+    return pages if start == 0 and stop == num_pages else pages[start:stop]
 
 
 cdef int64 _whole(object number) except? -1:
@@ -387,8 +413,8 @@ cdef class Streams:
             end = stop
             low, high = (start + size - 1) // size, stop // size
             if high > low:
-                src_found.append(src.pages[low - src_first : high - src_first])
-                dst_found.append(dst.pages[low - dst_first : high - dst_first])
+                src_found.append(_stretch(src.pages, src_page.size, low - src_first, high - src_first))
+                dst_found.append(_stretch(dst.pages, dst_page.size, low - dst_first, high - dst_first))
             for edge in range(2):
                 first, last = (high * size, stop) if edge else (start, low * size)
                 if low > high:  # inside one page

@@ -140,27 +140,27 @@ def test_a_small_post_says_nothing_unless_it_was_slow() -> None:
     assert budget.budget_bytes == 500_000
 
 
-@pytest.mark.parametrize("budget_pieces", [1, 63, 64, 100, 999, 1000, 5000])
-def test_slices_that_others_follow_are_whole_shares(budget_pieces: int) -> None:
-    """For NIXL's threads, whatever hands them out: what does not divide among them is posted by the thread that answers peers."""
-    index = np.arange(1000, dtype=np.int64)
+@pytest.mark.parametrize("budget_pieces", [1, 63, 64, 71, 100, 126, 999, 1000, 5000])
+def test_slices_that_others_follow_are_equal_shares(budget_pieces: int) -> None:
+    """For NIXL's threads, whatever hands them out, and no smaller than that takes."""
+    index = np.arange(1004, dtype=np.int64)
     copies = Copies.of(index * 100, index * 50 + 2**50, 7)
     placed = PlacedCopies.of(copies, LOCAL_HOST, REMOTE_HOST, "remote")
     assert placed is not None
-    frame = Frame.of([0, 2000, 4000, 6000], [0, 2000, 4000, 6000], 7, 8, 8, 250, 250)
+    frame = Frame.of([0, 2000, 4000, 6000], [0, 2000, 4000, 6000], 7, 8, 8, 251, 251)
     place = PlacedFrame.of(frame, FramePlace("cpu", "cpu", 0, 0))
     cursors: list[Cursor] = [
         SliceCursor(copies, LOCAL_HOST, REMOTE_HOST, "remote"),
-        PartCursor(placed, 0, 1000),
-        FrameCursor(FramedCopies(frame, index[:250], index[:250]), place),
+        PartCursor(placed, 0, 1004),
+        FrameCursor(FramedCopies(frame, index[:251], index[:251]), place),
     ]
-    each = budget_pieces if budget_pieces < SPLIT_PIECES else budget_pieces // SPLIT_PIECES * SPLIT_PIECES
+    each = budget_pieces if budget_pieces < SPLIT_PIECES else budget_pieces // 8 * 8
+    wanted = [each] * ((1004 - budget_pieces - 1) // each + 1) if budget_pieces < 1004 else []
+    wanted.append(1004 - sum(wanted))
     for cursor in cursors:
         sizes = []
         while not cursor.exhausted:
             piece = cursor.take(budget_pieces * (7 + DESCRIPTOR_COST_BYTES))
             assert piece.cost_bytes == len(piece) * (7 + DESCRIPTOR_COST_BYTES)
             sizes.append(len(piece))
-        assert sum(sizes) == 1000
-        assert set(sizes[:-1]) <= {each}
-        assert sizes[-1] <= max(each, budget_pieces)
+        assert sizes == wanted
