@@ -79,7 +79,7 @@ def run(full: bool) -> Iterator[Result]:
             for rank in arena.src_ranks:
                 prepared.forget(f"source {rank}")
 
-        found = compare(ours, theirs, pairs=9 if full else 5, budget_s=90, between=reset)
+        found = compare(ours, theirs, pairs=10 if full else 6, budget_s=90, between=reset)
         calls_s = []
         for _ in range(5):
             reset()

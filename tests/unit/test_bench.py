@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench import page, rows_ttft
-from bench.compare import compare, interval
+from bench.compare import balanced, compare, interval
 from bench.engine_pairs import Turn
 from bench.results import Result, compared, machine, save, skipped, times
 from bench.tables import KINDS, page_table
@@ -37,6 +37,15 @@ def test_an_interval_holds_its_median() -> None:
     middle, low, high = interval(np.random.default_rng(0).lognormal(0.5, 0.2, 41))
     assert low <= middle <= high
     assert low < high
+
+
+def test_who_comes_second_is_not_slower_for_it() -> None:
+    """Second costs 20 % here; the sides are alike, whichever order has one pair more."""
+    for num_pairs in (6, 7, 40, 41):
+        ratios = np.array([1.2, 1 / 1.2] * num_pairs)[:num_pairs] * np.random.default_rng(1).normal(1, 0.001, num_pairs)
+        middle, low, high = balanced(ratios)
+        assert 0.99 < low <= middle <= high < 1.01
+    assert balanced(np.full(6, 2.0)) == pytest.approx((2, 2, 2))
 
 
 def test_both_sides_run_equally_often_and_after_the_same() -> None:
