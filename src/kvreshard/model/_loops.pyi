@@ -6,9 +6,11 @@ from numpy.typing import NDArray
 from kvreshard.model.plain_loops import affordable as affordable
 from kvreshard.model.plain_loops import are_pieces as are_pieces
 from kvreshard.model.plain_loops import bounds as bounds
+from kvreshard.model.plain_loops import extent_of as extent_of
 from kvreshard.model.plain_loops import frame_copies as frame_copies
 from kvreshard.model.plain_loops import frame_indices as frame_indices
 from kvreshard.model.plain_loops import frame_rows as frame_rows
+from kvreshard.model.plain_loops import int64s as int64s
 from kvreshard.model.plain_loops import ordered as ordered
 from kvreshard.model.plain_loops import page_ids as page_ids
 from kvreshard.model.plain_loops import piece_rows as piece_rows

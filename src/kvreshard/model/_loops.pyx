@@ -7,10 +7,13 @@ from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyO
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLong, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from cpython.tuple cimport PyTuple_CheckExact, PyTuple_GET_ITEM, PyTuple_GET_SIZE
 from libc.string cimport memcpy
 
 cimport cython
 import numpy as np
+
+from kvreshard.model import plain_loops
 
 ctypedef long long int64
 ctypedef unsigned long long uint64
@@ -69,23 +72,68 @@ cdef class _Fresh:
         PyBuffer_Release(&self.view)
 
 
-def page_ids(object pages):
-    """A copy of the page ids, as an array of whatever they are; a list of ints is the usual case."""
+cdef object _of_ints(object values):
+    """A list or tuple of ints as an array; None for anything else, for none of them, and for ints of more than 64 bits."""
     cdef Py_ssize_t i, n
+    cdef bint is_list = PyList_CheckExact(values)
     cdef _Fresh out
-    if not PyList_CheckExact(pages) or not PyList_GET_SIZE(pages):
-        return np.array(pages)
-    n = PyList_GET_SIZE(pages)
+    if not is_list and not PyTuple_CheckExact(values):
+        return None
+    n = PyList_GET_SIZE(values) if is_list else PyTuple_GET_SIZE(values)
+    if not n:
+        return None
     out = _Fresh(n, _INT64)
     for i in range(n):
-        item = <object>PyList_GET_ITEM(pages, i)
+        item = <object>(PyList_GET_ITEM(values, i) if is_list else PyTuple_GET_ITEM(values, i))
         if not PyLong_CheckExact(item):
-            return np.array(pages)
+            return None
         try:
             out.at[i] = PyLong_AsLongLong(item)
         except OverflowError:
-            return np.array(pages)
+            return None
     return out.array
+
+
+def page_ids(object pages):
+    """A copy of the page ids, as an array of whatever they are; a list of ints is the usual case."""
+    found = _of_ints(pages)
+    return np.array(pages) if found is None else found
+
+
+def int64s(object values):
+    """Whole numbers as an array."""
+    found = _of_ints(values)
+    return np.array(values, _INT64) if found is None else found
+
+
+def extent_of(tuple addresses, tuple sizes):
+    """The least address and size, where the last of some regions ends, and whether each begins where the one before ends, or after."""
+    cdef Py_ssize_t i, n = PyTuple_GET_SIZE(addresses)
+    cdef int64 address, size, low = 0, least = 0
+    cdef uint64 end = 0, last = 0
+    cdef bint in_order = True
+    if not n or PyTuple_GET_SIZE(sizes) != n:
+        return plain_loops.extent_of(addresses, sizes)
+    for i in range(n):
+        place, length = <object>PyTuple_GET_ITEM(addresses, i), <object>PyTuple_GET_ITEM(sizes, i)
+        if not PyLong_CheckExact(place) or not PyLong_CheckExact(length):
+            return plain_loops.extent_of(addresses, sizes)
+        try:
+            address, size = PyLong_AsLongLong(place), PyLong_AsLongLong(length)
+        except OverflowError:
+            return plain_loops.extent_of(addresses, sizes)
+        if address < 0 or size < 0:
+            return plain_loops.extent_of(addresses, sizes)
+        if not i or address < low:
+            low = address
+        if not i or size < least:
+            least = size
+        if i and <uint64>address < end:
+            in_order = False
+        end = <uint64>address + <uint64>size
+        if end > last:
+            last = end
+    return low, least, last, in_order
 
 
 def bounds(array):

@@ -18,11 +18,10 @@ Everything is checked once, here, by `layout_check`. Raises LayoutError.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import add
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -30,6 +29,7 @@ import numpy as np
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
+from kvreshard.model.loops import extent_of, int64s
 from kvreshard.model.outline import Int64s, Outline, Slab, firsts, outline_of
 
 MAX_ADDRESS = 2**63
@@ -140,12 +140,16 @@ class Rank:
             raise LayoutError(
                 f"rank {self.rank}: {len(self.geometries)} geometries, but a shard has number {outline.num_geometries - 1}"
             )
-        if self.addresses and (
-            min(self.addresses) < 0
-            or min(outline.region_bytes) <= 0
-            or max(map(add, self.addresses, outline.region_bytes)) > MAX_ADDRESS
-        ):
+        low, least_bytes, end, _ = self.extent
+        if low < 0 or least_bytes <= 0 or end > MAX_ADDRESS:
             _ = self.regions  # says of which one
+
+    @cached_property
+    def extent(self) -> tuple[int, int, int, bool]:
+        """Of the regions: the least address, the least size in bytes, where the last one ends, and whether each begins where the one
+        before ends, or after.
+        """
+        return extent_of(self.addresses, self.outline.region_bytes) if self.addresses else (0, 1, 0, True)
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
@@ -177,7 +181,7 @@ class Rank:
     @cached_property
     def bases(self) -> Int64s:
         """Address of each shard's first cell in page 0, shape (shards,), in the outline's order."""
-        starts = np.array(self.addresses, dtype=np.int64)
+        starts = int64s(self.addresses)
         return starts[self.outline.region_numbers] + self.outline.offsets
 
     def with_shards(self, shards: tuple[Shard, ...]) -> Rank:
@@ -237,14 +241,12 @@ class EngineLayout:
     @cached_property
     def holder_numbers(self) -> Mapping[str, int]:
         """Field -> a number that fields of equal geometry on every rank share."""
-        listed: defaultdict[str, list[int]] = defaultdict(list)
-        for index, outline in enumerate(self.outlines):
-            for field, number in zip(outline.fields, outline.geometry_of, strict=True):
-                listed[field] += index, number
-        places = {field: tuple(place) for field, place in listed.items()}
+        numbers_of = [dict(zip(outline.fields, outline.geometry_of, strict=True)) for outline in self.outlines]
+        fields = dict.fromkeys(chain.from_iterable(numbers_of))
+        places = dict(zip(fields, zip(*(map(held.get, fields) for held in numbers_of), strict=True), strict=True))
         # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
         numbers: dict[object, int] = {}
-        known: dict[tuple[int, ...], int] = {}
+        known: dict[tuple[int | None, ...], int] = {}
         for place, field in firsts(places.values(), places).items():
             held = tuple((rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(field))
             known[place] = numbers.setdefault(held, len(numbers))

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from math import prod
-from operator import add, gt, lt
+from operator import lt
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
+from kvreshard.model.loops import int64s
 from kvreshard.model.outline import Outline, firsts
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
@@ -47,7 +48,8 @@ RUNS_AT_ONCE = 1 << 20
 
 def check_layout(layout: EngineLayout) -> None:
     """Raises LayoutError unless the layout holds together."""
-    _unique(f"engine '{layout.engine}': field", (field.name for field in layout.fields))
+    if len(layout.field_by_name) < len(layout.fields):
+        _unique(f"engine '{layout.engine}': field", (field.name for field in layout.fields))
     _unique(f"engine '{layout.engine}': group", (group.name for group in layout.groups))
     _unique(f"engine '{layout.engine}': rank", (str(rank.rank) for rank in layout.ranks))
     if not layout.ranks:
@@ -101,7 +103,7 @@ class _Kinds(msgspec.Struct, frozen=True, eq=False):
         kinds = list(zip(outline.geometry_of, map(shapes.__getitem__, outline.fields), strict=True))
         fields = firsts(kinds, outline.fields)
         number = {kind: index for index, kind in enumerate(fields)}
-        return _Kinds(fields, np.array([number[kind] for kind in kinds], dtype=np.int64), slabs)
+        return _Kinds(fields, int64s(list(map(number.__getitem__, kinds))), slabs)
 
 
 class _Pages:
@@ -167,7 +169,8 @@ def _unique(what: str, names: Iterable[str]) -> None:
 
 def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
     _unique(f"rank {rank.rank}: region", rank.outline.region_names)
-    _unique(f"rank {rank.rank}: field", rank.outline.fields)
+    if len(rank.outline.number_of_field) < len(rank.outline.fields):
+        _unique(f"rank {rank.rank}: field", rank.outline.fields)
     pools, regions = {group.pool for group in layout.groups}, set(rank.outline.region_names)
     for slab in rank.slabs:
         if slab.pool not in pools or slab.region not in regions:
@@ -192,8 +195,8 @@ def _check_regions_apart(rank: Rank) -> None:
 
     Addresses are a rank's own, so every rank is looked at: mostly its regions follow one another.
     """
-    ends = map(add, rank.addresses, rank.outline.region_bytes)
-    if not any(map(gt, ends, rank.addresses[1:])):
+    *_, are_in_order = rank.extent
+    if are_in_order:
         return
     in_order = sorted(rank.regions, key=lambda region: (region.address, region.name))
     for before, after in pairwise(in_order):

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         affordable,
         are_pieces,
         bounds,
+        extent_of,
         frame_copies,
         frame_indices,
         frame_rows,
+        int64s,
         ordered,
         page_ids,
         piece_rows,
@@ -36,8 +38,8 @@ else:
     except ImportError:  # no compiler, or a tree that nobody installed
         compiled = None
     _found = plain_loops if compiled is None else compiled
-    bounds, ordered, page_ids, run_bounds, runs = (
-        _found.bounds, _found.ordered, _found.page_ids, _found.run_bounds, _found.runs
+    bounds, extent_of, int64s, ordered, page_ids, run_bounds, runs = (
+        _found.bounds, _found.extent_of, _found.int64s, _found.ordered, _found.page_ids, _found.run_bounds, _found.runs
     )  # fmt: skip
     frame_copies, frame_indices, frame_rows = _found.frame_copies, _found.frame_indices, _found.frame_rows
     affordable, are_pieces, piece_rows, reach, shifted, slot_reads = (
@@ -49,9 +51,11 @@ __all__ = [
     "are_pieces",
     "bounds",
     "compiled",
+    "extent_of",
     "frame_copies",
     "frame_indices",
     "frame_rows",
+    "int64s",
     "ordered",
     "page_ids",
     "piece_rows",

@@ -9,9 +9,11 @@ Refused, as LayoutError: columns of different length, and numbers of regions tha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -19,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutError
+from kvreshard.model.loops import int64s
 
 if TYPE_CHECKING:
     from kvreshard.model.layout import Geometry, Region, Shard
@@ -75,13 +78,13 @@ class Outline:
     @cached_property
     def number_of_field(self) -> Mapping[str, int]:
         """Field -> number of its shard."""
-        return {field: number for number, field in enumerate(self.fields)}
+        return dict(zip(self.fields, range(len(self.fields)), strict=True))
 
     def numbers(self, fields: tuple[str, ...]) -> Int64s:
         """The numbers of these fields' shards, shape (fields,). Raises KeyError for a field without one."""
         found = self._numbers.get(fields)
         if found is None:
-            found = np.array([self.number_of_field[field] for field in fields], dtype=np.int64)
+            found = int64s(list(map(self.number_of_field.__getitem__, fields)))
             found.flags.writeable = False
             if len(self._numbers) >= MAX_KEPT:
                 self._numbers.clear()
@@ -96,22 +99,22 @@ class Outline:
     @cached_property
     def geometry_numbers(self) -> Int64s:
         """`geometry_of`, shape (shards,)."""
-        return np.array(self.geometry_of, dtype=np.int64)
+        return int64s(self.geometry_of)
 
     @cached_property
     def sizes(self) -> Int64s:
         """Bytes of each region, shape (regions,)."""
-        return np.array(self.region_bytes, dtype=np.int64)
+        return int64s(self.region_bytes)
 
     @cached_property
     def offsets(self) -> Int64s:
         """`offsets_bytes`, shape (shards,)."""
-        return np.array(self.offsets_bytes, dtype=np.int64)
+        return int64s(self.offsets_bytes)
 
     @cached_property
     def region_numbers(self) -> Int64s:
         """`region_of`, shape (shards,)."""
-        return np.array(self.region_of, dtype=np.int64)
+        return int64s(self.region_of)
 
 
 def outline_of(
@@ -147,7 +150,5 @@ def outline_of(
 def firsts(kinds: Iterable[K], things: Iterable[V]) -> dict[K, V]:
     """Every kind, in the order of their first things, with that."""
     found: dict[K, V] = {}
-    for kind, thing in zip(kinds, things, strict=True):
-        if kind not in found:
-            found[kind] = thing
+    deque(starmap(found.setdefault, zip(kinds, things, strict=True)), maxlen=0)
     return found

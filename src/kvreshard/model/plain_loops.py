@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import add, gt
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -12,6 +15,20 @@ Uint64s = NDArray[np.uint64]
 def page_ids(pages: ArrayLike) -> NDArray[np.generic]:
     """A copy of the page ids, as an array of whatever they are."""
     return np.array(pages)
+
+
+def int64s(values: Sequence[int]) -> Int64s:
+    """Whole numbers as an array. Raises OverflowError for one that has more than 64 bits."""
+    return np.array(values, dtype=np.int64)
+
+
+def extent_of(addresses: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int, int, bool]:
+    """The least address and size, where the last of some regions ends, and whether each begins where the one before ends, or after.
+
+    At least one region, and as many sizes.
+    """
+    ends = list(map(add, addresses, sizes))
+    return min(addresses), min(sizes), max(ends), not any(map(gt, ends, addresses[1:]))
 
 
 def bounds(values: Int64s) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.loops import int64s
 from kvreshard.model.outline import Int64s, Outline
 
 # Places of all regions together are numbers far from where they wrap around.
@@ -50,7 +51,7 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
             return None
         try:
             offset, size, stride, region, pool = (
-                np.array(column, dtype=np.int64)
+                int64s(column)
                 for column in (
                     [slab.offset_bytes for slab in slabs],
                     [slab.page_bytes for slab in slabs],
@@ -61,8 +62,8 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
             )
         except OverflowError:
             return None
-        num_pages = np.array(list(pages_of_pool.values()), dtype=np.int64)
-        region_start = np.array([0, *accumulate(outline.region_bytes)][:-1], dtype=np.int64)
+        num_pages = int64s(list(pages_of_pool.values()))
+        region_start = int64s([0, *accumulate(outline.region_bytes)][:-1])
         if offset.min() < 0 or size.min() <= 0 or (stride < size).any() or offset.max() >= MAX_PLACE:
             return None
         end = offset + (num_pages[pool] - 1) * stride + size
@@ -80,16 +81,16 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
         """Whether all shards are plainly in their places. `which`: the kind of each shard, shape (shards,); of each kind the runs of its
         page, sorted, shape (n, 2), its page stride and its pool.
         """
-        first = np.array([int(runs[0, 0]) for runs in pages], dtype=np.int64)
-        last = np.array([int(runs[-1, 1]) for runs in pages], dtype=np.int64)
+        first = int64s([int(runs[0, 0]) for runs in pages])
+        last = int64s([int(runs[-1, 1]) for runs in pages])
         start = self.region_start[outline.region_numbers] + outline.offsets
         slab = np.searchsorted(self.start, start, side="right") - 1
         if not len(start) or slab.min() < 0 or first.min() < 0 or last.max() >= MAX_PLACE:
             return False
         stop = start + last[which]
         is_inside: NDArray[np.bool_] = stop <= self.stop[slab]
-        is_inside &= self.stride_bytes[slab] == np.array(strides, dtype=np.int64)[which]
-        is_inside &= self.pool[slab] == np.array([self.pool_numbers[pool] for pool in pools], dtype=np.int64)[which]
+        is_inside &= self.stride_bytes[slab] == int64s(strides)[which]
+        is_inside &= self.pool[slab] == int64s([self.pool_numbers[pool] for pool in pools])[which]
         if not is_inside.all():
             return False
         order = np.argsort(start, kind="stable")

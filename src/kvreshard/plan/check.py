@@ -12,9 +12,8 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import combinations, repeat
 from math import prod
 from operator import itemgetter
 
@@ -23,6 +22,7 @@ import numpy as np
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
+from kvreshard.model.outline import firsts
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.alike import Seen, shape_of
 from kvreshard.plan.cover import count_common, exact_period, overlaps
@@ -59,21 +59,28 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         yield from _lane_faults(lane, rank, dst, "destination", seen)
         names = seen.drawn(lane)
         lanes_of.setdefault(id(names), (names, []))[1].append((position, lane))
-    places: defaultdict[str, list[int]] = defaultdict(list)
-    for place, (names, _) in lanes_of.items():
-        for name in names:
-            places[name].append(place)
-    covered: set[tuple[int, ...]] = set()
+    places = _places({place: names for place, (names, _) in lanes_of.items()})
     outline = rank.outline
-    for name, number in zip(outline.fields, outline.geometry_of, strict=True):
-        if name not in src.field_by_name:
-            continue
-        key = (number, *places[name])
-        if key not in covered:
-            covered.add(key)
-            drawing = [found for place in places[name] for found in lanes_of[place][1]]
+    drawn_by = map(places.get, outline.fields, repeat(()))
+    alike = zip(outline.geometry_of, map(src.field_by_name.__contains__, outline.fields), drawn_by, strict=True)
+    for (number, is_matched, drawn), name in firsts(alike, outline.fields).items():
+        if is_matched:
+            drawing = [found for place in drawn for found in lanes_of[place][1]]
             lanes = [lane for _, lane in sorted(drawing, key=itemgetter(0))]
             yield from _cover_faults(name, rank.geometries[number], lanes, rank, dst)
+
+
+def _places(names_of: Mapping[int, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+    """Each name with the places that have it, as often as they do."""
+    found: dict[str, tuple[int, ...]] = {}
+    for place, names in names_of.items():
+        here = dict.fromkeys(names, (place,))
+        if len(here) == len(names) and found.keys().isdisjoint(here):  # mostly a field is of one family
+            found.update(here)
+            continue
+        for name in names:
+            found[name] = (*found.get(name, ()), place)
+    return found
 
 
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
@@ -93,7 +100,8 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     if not len(bases) == len(shards) == len(names):
         return
     sizes = outline.sizes[outline.region_numbers[shards]]
-    for index in np.flatnonzero((bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reach)).tolist():
+    is_wrong = (bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reach)
+    for index in np.flatnonzero(is_wrong).tolist() if np.logical_or.reduce(is_wrong) else ():
         shard = rank.shards[int(shards[index])]
         yield from _place_faults(shard, int(bases[index]), reach, rank, side)
 

@@ -13,6 +13,7 @@ the length of a sequence.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 import msgspec
@@ -50,7 +51,7 @@ def refine(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low:
     The frames are those of the window's first page on each side; `chosen` is in the source's. Post-condition: the strips
     hold every coordinate of the window that source, destination and chosen part hold, exactly once.
     """
-    src_inner, dst_inner = _inner(src), _inner(dst)
+    src_inner, dst_inner = _inner(src.digits), _inner(dst.digits)
     if isinstance(src.owned, Interval) and isinstance(dst.owned, Interval) and isinstance(chosen, Interval):
         # What intervals have in common is one stretch, which mostly lies in one digit of both sides.
         low = max(0, src.owned.start - src_low, chosen.start - src_low, dst.owned.start - dst_low)
@@ -111,13 +112,14 @@ def count_cuts(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_
         cuts += 2 * (length // owned.period + 2 if owned.period > 1 else 1)
     for mapped, low in ((src, src_low), (dst, dst_low)):
         held = count_within(mapped.owned, low, low + length)
-        cuts += held // (_inner(mapped)[0].extent or 1) + 1
+        cuts += held // (_inner(mapped.digits)[0].extent or 1) + 1
     return cuts
 
 
-def _inner(mapped: AxisMap) -> tuple[Digit, ...]:
-    """The digits inside a page, canonical."""
-    return canonical(tuple(d for d in mapped.digits if not d.page_step and d.extent is not None))
+@lru_cache(maxsize=1 << 12)
+def _inner(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
+    """The digits inside a page, canonical. An engine's axes have a few kinds of them, and every lane asks several times."""
+    return canonical(tuple(d for d in digits if not d.page_step and d.extent is not None))
 
 
 def _digit_edges(owned: Ownership, inner: tuple[Digit, ...], low: int, length: int) -> Coordinates:

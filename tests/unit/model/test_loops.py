@@ -102,6 +102,37 @@ def test_pieces_are_numbered_and_listed_alike() -> None:
         assert compiled.are_pieces(*columns) == plain_loops.are_pieces(*columns), seed
 
 
+@needs_compiled
+def test_regions_are_looked_at_alike() -> None:
+    assert compiled is not None
+    seed = random.getrandbits(32)
+    rng = random.Random(seed)
+    for _ in range(500):
+        count = rng.randint(1, 5)
+        most = rng.choice([4, 1 << 40, 1 << 62, 1 << 63, 1 << 64])
+        addresses = sorted(rng.randint(-1 if rng.random() < 0.2 else 0, most) for _ in range(count))
+        if rng.random() < 0.5:
+            rng.shuffle(addresses)
+        sizes = [rng.choice([0, 1, -1 if rng.random() < 0.2 else 2, most]) for _ in range(count)]
+        given = tuple(addresses), tuple(sizes)
+        assert compiled.extent_of(*given) == plain_loops.extent_of(*given), (seed, given)
+        for numbers in (addresses, tuple(addresses), [True, 2], (), range(3)):
+            if max(numbers, default=0) < 1 << 63:
+                assert same(compiled.int64s(numbers), plain_loops.int64s(numbers)), seed
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_regions_follow_one_another_or_do_not(form: ModuleType) -> None:
+    assert form.extent_of((8, 16, 40), (8, 24, 1)) == (8, 1, 41, True)
+    assert form.extent_of((8, 16, 40), (9, 24, 1)) == (8, 1, 41, False)
+    assert form.extent_of((8, 16, 40), (8, 25, 0)) == (8, 0, 41, False)
+    assert form.extent_of((40, 0), (2**63, 3)) == (0, 3, 2**63 + 40, False)
+    assert form.extent_of((-1,), (-2,)) == (-1, -2, -3, True)
+    with pytest.raises(OverflowError):
+        form.int64s((1, 2**63))
+    assert form.int64s((-(2**63), 2**63 - 1)).tolist() == [-(2**63), 2**63 - 1]
+
+
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_pieces_are_told_from_what_is_none(form: ModuleType) -> None:
     good = [np.array([0, 5]), np.array([7, 0]), np.array([1, 2])]

@@ -28,6 +28,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove
+from kvreshard.plan.pattern import Bases
 from kvreshard.testing.small import GROUP, engine
 
 SRC, DST = engine("prefill", tp=2), engine("decode", tp=1)
@@ -161,6 +162,13 @@ def based(lane: Lane, side: str, delta: int) -> Lane:
     return replace(lane, bases=bases)
 
 
+def of_fields(lane: Lane, *numbers: int) -> Lane:
+    """The lane with some of its fields only, as often as they are asked for."""
+    rows = list(numbers)
+    bases = Bases(lane.bases.src[rows], lane.bases.dst[rows], lane.bases.region[rows])
+    return replace(lane, fields=tuple(lane.fields[row] for row in rows), bases=bases)
+
+
 ZERO, ONE = lane_of(0), lane_of(1)
 HEAD = ONE.axes[1]
 
@@ -171,6 +179,9 @@ HEAD = ONE.axes[1]
         ((ZERO,), "field 'layers.0.k'|a hole|rank 0|head [0, 2)|rank 0 gives|head [0, 1)"),
         ((), "field 'layers.0.k'|a hole|nobody gives anything"),
         ((ZERO, ONE, ONE), "ranks 1 and 1 both write the same cells|head [1, 2)"),
+        ((ZERO, ONE, of_fields(ONE, 1)), "field 'layers.0.v': ranks 1 and 1 both write the same cells"),
+        ((ZERO, of_fields(ONE, 0)), "field 'layers.0.v'|a hole|rank 0 gives|head [0, 1)"),
+        ((of_fields(ZERO, 0, 1, 0), ONE), "field 'layers.0.k': ranks 0 and 0 both write the same cells"),
         (
             (with_axis(ZERO, 1, chosen=Interval(0, 2)), ONE),
             "field 'layers.0.k', axis 'head': [0, 2) is read from rank 0, which holds only [0, 1)",
@@ -215,6 +226,7 @@ def test_the_proof_refuses_a_wrong_route(lanes: tuple[Lane, ...], facts: str) ->
 def test_the_proof_accepts_the_right_route_and_its_lanes_in_any_order() -> None:
     prove(ROUTE, SRC, DST)
     prove(routed(*reversed(ROUTE.lanes)), SRC, DST)
+    prove(routed(of_fields(ONE, 1), ZERO, of_fields(ONE, 0)), SRC, DST)
 
 
 def test_the_proof_refuses_fields_of_another_rank() -> None:
