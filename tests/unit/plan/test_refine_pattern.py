@@ -73,7 +73,7 @@ def test_intervals_are_refined_as_if_they_were_anything(seed: int) -> None:
         chosen = ALL if is_sequence else Interval(start, stop)
         length = int(rng.integers(0, extent + 1))
         found = refine(*maps, chosen, *low, length)
-        inner = [_inner(mapped) for mapped in maps]
+        inner = [_inner(mapped.digits) for mapped in maps]
         assert found == _cut(maps[0], maps[1], chosen, *low, length, inner[0], inner[1])
         num_one += len(found) == 1
         num_none += not found
