@@ -77,9 +77,15 @@ MUTANTS = [
     ),
     Mutant(
         "regions that follow one another are not told from others",
+        "model/plain_loops.py",
+        "not any(map(gt, ends, addresses[1:]))",
+        "not all(map(gt, ends, addresses[1:]))",
+    ),
+    Mutant(
+        "regions are not looked at where they do not follow one another",
         "model/layout_check.py",
-        "if not any(map(gt, ends, rank.addresses[1:])):",
-        "if not all(map(gt, ends, rank.addresses[1:])):",
+        "    if are_in_order:\n",
+        "    if True:\n",
     ),
     Mutant(
         "cells that share bytes are let through",
@@ -141,8 +147,14 @@ MUTANTS = [
     Mutant(
         "an address may end above all memory",
         "model/layout.py",
-        "            or max(map(add, self.addresses, outline.region_bytes)) > MAX_ADDRESS\n",
+        " or end > MAX_ADDRESS",
         "",
+    ),
+    Mutant(
+        "the last region is taken for the one that ends last",
+        "model/plain_loops.py",
+        "min(addresses), min(sizes), max(ends)",
+        "min(addresses), min(sizes), ends[-1]",
     ),
     Mutant(
         "slabs of one stride are not compared",
@@ -183,13 +195,13 @@ MUTANTS = [
     Mutant(
         "plain shards may have any stride",
         "model/plain_places.py",
-        "        is_inside &= self.stride_bytes[slab] == np.array(strides, dtype=np.int64)[which]\n",
+        "        is_inside &= self.stride_bytes[slab] == int64s(strides)[which]\n",
         "",
     ),
     Mutant(
         "plain shards may lie in any pool",
         "model/plain_places.py",
-        "        is_inside &= self.pool[slab] == np.array([self.pool_numbers[pool] for pool in pools], dtype=np.int64)[which]\n",
+        "        is_inside &= self.pool[slab] == int64s([self.pool_numbers[pool] for pool in pools])[which]\n",
         "",
     ),
     Mutant(

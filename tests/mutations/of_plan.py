@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         "geometries of a field are not told apart",
         "model/layout.py",
-        "listed[field] += index, number",
-        "listed[field] += index, 0",
+        "zip(*(map(held.get, fields) for held in numbers_of), strict=True)",
+        "zip(*(map(held.__contains__, fields) for held in numbers_of), strict=True)",
     ),
     Mutant(
         "an outline stands for its first rank",
@@ -306,6 +306,24 @@ MUTANTS = [
         "plan/alike.py",
         "if all(shape in drawn for _, shape in self.shapes(lane.fields)):",
         "if True:",
+    ),
+    Mutant(
+        "a field that a lane has twice counts once",
+        "plan/check.py",
+        "len(here) == len(names) and found.keys().isdisjoint(here)",
+        "found.keys().isdisjoint(here)",
+    ),
+    Mutant(
+        "a field is of the last family that has it",
+        "plan/check.py",
+        "len(here) == len(names) and found.keys().isdisjoint(here)",
+        "len(here) == len(names)",
+    ),
+    Mutant(
+        "fields of one geometry are covered alike",
+        "plan/check.py",
+        "drawn_by = map(places.get, outline.fields, repeat(()))",
+        "drawn_by = repeat(next(iter(places.values()), ()), len(outline.fields))",
     ),
     Mutant(
         "no two of a few lanes are compared",

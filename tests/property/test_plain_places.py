@@ -139,15 +139,17 @@ def test_layouts_of_engines_are_seen_to_be_right_at_once(
     assert all(found)
 
 
-def two_pools(first_bytes: int, second_bytes: int) -> EngineLayout:
-    """Two states in pools of their own, 10 pages of 64 bytes each, one behind the other; where each begins in their region."""
+def two_pools(first_bytes: int, second_bytes: int, stride_bytes: int = 64) -> EngineLayout:
+    """Two states in pools of their own, 10 pages of 64 bytes each, one behind the other; where each begins in their region, and of both
+    the distance of pages.
+    """
     names = ("first", "second")
     fields = tuple(Field(name, (Axis("channel", 32),), 2, "bf16") for name in names)
     groups = tuple(Group(name, name, 10, None) for name in names)
     slabs = tuple(Slab(name, "memory", at, 64, 64) for name, at in zip(names, (0, 640), strict=True))
     held = (AxisMap("channel", Interval(0, 32), (Digit(32, 0, 2),)),)
     shards = tuple(
-        Shard(name, "memory", at, Geometry(name, 64, held))
+        Shard(name, "memory", at, Geometry(name, stride_bytes, held))
         for name, at in zip(names, (first_bytes, second_bytes), strict=True)
     )
     return EngineLayout("e", fields, groups, (Rank.of(0, (), (Region("memory", 0, 1280),), slabs, shards),))
@@ -157,3 +159,9 @@ def test_a_shard_in_a_slab_of_another_pool_is_refused() -> None:
     assert len(two_pools(0, 640).ranks) == 1
     with pytest.raises(LayoutError, match=r"'first': bytes .* outside the slabs of pool 'first'"):
         two_pools(640, 0)
+
+
+@pytest.mark.parametrize("stride_bytes", [63, 65, 128])
+def test_a_shard_whose_pages_are_apart_otherwise_than_its_slabs_is_refused(stride_bytes: int) -> None:
+    with pytest.raises(LayoutError, match=rf"'first': bytes .* page stride {stride_bytes} lie outside the slabs"):
+        two_pools(0, 640, stride_bytes)

@@ -24,7 +24,6 @@ from functools import cached_property
 from itertools import chain
 
 import msgspec
-import numpy as np
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
