@@ -261,7 +261,7 @@ MUTANTS = [
     Mutant(
         "the proof does not look at bounds",
         "plan/check.py",
-        " | (outline.offsets[shards] > sizes - reach)",
+        " | (named.room_bytes < reach)",
         "",
     ),
     Mutant("the proof does not look at addresses", "plan/check.py", "(bases != rank.bases[shards]) | ", ""),

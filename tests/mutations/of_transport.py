@@ -99,8 +99,14 @@ MUTANTS = [
     Mutant(
         "a run that must be cut is listed",
         "transport/frames.py",
-        "longest_bytes > MAX_PIECE_BYTES",
-        "longest_bytes > 2**62",
+        "self.longest_bytes > MAX_PIECE_BYTES",
+        "self.longest_bytes > 2**62",
+    ),
+    Mutant(
+        "an entry that must be cut stays in its frame",
+        "transport/frames.py",
+        "    if frame.longest_bytes > MAX_PIECE_BYTES:\n",
+        "    if False:\n",
     ),
     Mutant(
         "the remote pages of a run are the local ones",

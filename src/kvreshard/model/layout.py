@@ -264,6 +264,11 @@ class EngineLayout:
         return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
 
     @cached_property
+    def held_fields(self) -> frozenset[str]:
+        """The names of the fields that some rank holds a part of."""
+        return frozenset(chain.from_iterable(outline.fields for outline in self.outlines))
+
+    @cached_property
     def field_by_name(self) -> Mapping[str, Field]:
         return {field.name: field for field in self.fields}
 

@@ -31,11 +31,13 @@ def shape_of(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
 class Named(msgspec.Struct, frozen=True, eq=False):
     """Some fields in an outline: those that `lacking` has have no shard there, of the others `shards` has the numbers, in their order.
 
-    `kinds`: the numbers of their geometries, and a field of each, one for every shape.
+    `room_bytes`: from the first byte of each of them to the end of its region. `kinds`: the numbers of their geometries, and a field of
+    each, one for every shape.
     """
 
     lacking: tuple[str, ...]
     shards: Int64s
+    room_bytes: Int64s
     kinds: tuple[tuple[int, str], ...]
 
     @staticmethod
@@ -47,7 +49,8 @@ class Named(msgspec.Struct, frozen=True, eq=False):
             held = tuple(name for name in names if name in outline.number_of_field)
         shards = outline.numbers(held)
         alike = zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True)
-        return Named(lacking, shards, tuple((kind[0], name) for kind, name in firsts(alike, held).items()))
+        room_bytes = outline.sizes[outline.region_numbers[shards]] - outline.offsets[shards]
+        return Named(lacking, shards, room_bytes, tuple((kind[0], name) for kind, name in firsts(alike, held).items()))
 
 
 class Seen:

@@ -86,7 +86,7 @@ def _places(names_of: Mapping[int, tuple[str, ...]]) -> dict[str, tuple[int, ...
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
     """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
     bases = lane.bases.src if side == "source" else lane.bases.dst
-    outline, names = rank.outline, lane.fields
+    names = lane.fields
     named = seen.named(names, rank, layout)
     yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
     reach = 0  # of the longest kind; kinds that differ in it differ from the lane too, which is a fault of theirs
@@ -99,8 +99,7 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     shards = named.shards
     if not len(bases) == len(shards) == len(names):
         return
-    sizes = outline.sizes[outline.region_numbers[shards]]
-    is_wrong = (bases != rank.bases[shards]) | (outline.offsets[shards] > sizes - reach)
+    is_wrong = (bases != rank.bases[shards]) | (named.room_bytes < reach)
     for index in np.flatnonzero(is_wrong).tolist() if np.logical_or.reduce(is_wrong) else ():
         shard = rank.shards[int(shards[index])]
         yield from _place_faults(shard, int(bases[index]), reach, rank, side)

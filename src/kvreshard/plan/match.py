@@ -35,12 +35,11 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
     found_of: dict[tuple[int, int], list[str]] = {}
-    held = {field for outline in dst.outlines for field in outline.fields}
     if src.field_by_name.keys() == dst.field_by_name.keys():
         kinds = (map(layout.shape_numbers.__getitem__, src.field_by_name) for layout in (src, dst))
         alike = firsts(zip(*kinds, strict=True), src.fields).values()
         if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in alike):
-            return Match(tuple(filter(held.__contains__, dst.field_by_name)), ())
+            return Match(tuple(filter(dst.held_fields.__contains__, dst.field_by_name)), ())
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
@@ -51,7 +50,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             found_of[shapes] = differences(src.engine, other, dst.engine, field)
         for finding in found_of[shapes]:
             findings[finding].append(field.name)
-        if field.name in held:
+        if field.name in dst.held_fields:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:

@@ -141,7 +141,9 @@ def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, fram
     patterns = [lane.pattern(whole) for lane in lanes]
     src_start = np.concatenate([(p.bases.src[:, None] + p.src_offsets).reshape(-1) for p in patterns])
     dst_start = np.concatenate([(p.bases.dst[:, None] + p.dst_offsets).reshape(-1) for p in patterns])
-    length = np.concatenate([np.tile(p.lengths, len(p.bases.src)) for p in patterns])
+    length = np.concatenate(
+        [np.broadcast_to(p.lengths, (len(p.bases.src), len(p.lengths))).reshape(-1) for p in patterns]
+    )
     strides = first.src_page_stride_bytes, first.dst_page_stride_bytes
     counts = first.src_group.num_pages, first.dst_group.num_pages
     # Groups that overlay each other have equal frames: one object, so that their pages are posted together.

@@ -40,6 +40,8 @@ class Frame:
 
     page_bytes: int = field(init=False)
     """Bytes of all entries of one page."""
+    longest_bytes: int = field(init=False)
+    """Bytes of the longest entry."""
     is_dense: bool = field(init=False)
     """Whether neighbouring pages of every entry touch, on both sides."""
 
@@ -53,11 +55,12 @@ class Frame:
         first = Copies(self.local_address, self.remote_address, self.length_bytes)
         for name in ("local_address", "remote_address", "length_bytes"):
             object.__setattr__(self, name, getattr(first, name))
+        object.__setattr__(self, "longest_bytes", int(np.maximum.reduce(self.length_bytes)))
         for name, address, span in (
             ("local", first.local_address, self.local_span_bytes),
             ("remote", first.remote_address, self.remote_span_bytes),
         ):
-            if int(address.max()) + span > ADDRESS_SPACE_BYTES:
+            if int(np.maximum.reduce(address)) + span > ADDRESS_SPACE_BYTES:
                 raise TransportError(f"the {name} pages of a frame leave the 64-bit address space")
         strides = self.local_stride_bytes, self.remote_stride_bytes
         lengths = self.length_bytes
@@ -77,11 +80,11 @@ class Frame:
         remote_count: int,
     ) -> Frame:
         """Build from anything that NumPy reads as rows of whole numbers."""
-        first = Copies.of(local_address, remote_address, length_bytes)
+        local, remote, length = np.asarray(local_address), np.asarray(remote_address), np.asarray(length_bytes)
         return Frame(
-            first.local_address,
-            first.remote_address,
-            first.length_bytes,
+            local,
+            remote,
+            length if length.ndim else np.broadcast_to(length, local.shape),
             local_stride_bytes,
             remote_stride_bytes,
             local_count,
@@ -91,12 +94,12 @@ class Frame:
     @property
     def local_span_bytes(self) -> int:
         """From the first byte of page 0 to the last byte of the last page, over the longest entry."""
-        return (self.local_count - 1) * self.local_stride_bytes + int(self.length_bytes.max())
+        return (self.local_count - 1) * self.local_stride_bytes + self.longest_bytes
 
     @property
     def remote_span_bytes(self) -> int:
         """The same on the remote side."""
-        return (self.remote_count - 1) * self.remote_stride_bytes + int(self.length_bytes.max())
+        return (self.remote_count - 1) * self.remote_stride_bytes + self.longest_bytes
 
 
 class FramedCopies(msgspec.Struct, frozen=True, eq=False):

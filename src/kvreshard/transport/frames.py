@@ -84,7 +84,7 @@ def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: st
             return None
         kind, _, number = device.partition(":")
         devices.append((kind, int(number or 0)))
-    if int(frame.length_bytes.max()) > MAX_PIECE_BYTES:
+    if frame.longest_bytes > MAX_PIECE_BYTES:
         return None
     return FramePlace(devices[0][0], devices[1][0], devices[0][1], devices[1][1])
 
@@ -102,7 +102,7 @@ class PlacedFrame(msgspec.Struct, frozen=True, eq=False):
     def of(frame: Frame, place: FramePlace) -> PlacedFrame:
         """Found once per frame."""
         cost = np.add.accumulate(frame.length_bytes + np.uint64(DESCRIPTOR_COST_BYTES))
-        return PlacedFrame(place, [0, *cost.tolist()], int(frame.length_bytes.max()))
+        return PlacedFrame(place, [0, *cost.tolist()], frame.longest_bytes)
 
     def listed(self, copies: FramedCopies) -> PlacedCopies | None:
         """The same pieces as rows; None where there are none, or one must be cut."""
