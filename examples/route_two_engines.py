@@ -12,7 +12,7 @@ prefill = describe(model, parse_engine("tp=4"), "prefill")
 decode = describe(model, parse_engine("tp=8,order=HND"), "decode")
 
 # The election is the same for all ranks of a pair; sharing it saves computing it once per rank.
-election = elect(prefill, decode, list(match_fields(prefill, decode).names))
+election = elect(prefill, decode, match_fields(prefill, decode).names)
 routes = [compile_route(prefill, decode, rank.rank, election=election) for rank in decode.ranks]
 
 explanation = explain(routes)

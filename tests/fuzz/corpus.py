@@ -51,15 +51,20 @@ def seeds() -> dict[str, dict[str, bytes]]:
     )
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
     told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)
+    engine_cards = {
+        name: make_card(layout, "life", {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks])
+        for name, layout in layouts.items()
+    }
     return {
         "card": {
-            name: encode_card(
-                make_card(layout, "life", {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks])
-            )
-            for name, layout in layouts.items()
+            **{name: encode_card(card) for name, card in engine_cards.items()},
+            **{f"{name}-v2": encode_card(card, 2) for name, card in engine_cards.items()},
         },
         "layout": {name: wire.encode(layout) for name, layout in layouts.items()},
-        "layout_packed": {name: packed.encode(layout) for name, layout in layouts.items()},
+        "layout_packed": {
+            **{name: packed.encode(layout) for name, layout in layouts.items()},
+            **{f"{name}-v1": packed.encode(layout, 1) for name, layout in layouts.items()},
+        },
         "layout_json": {name: wire.encode(layout, "json") for name, layout in layouts.items()},
         "note": {
             "report": write_note(Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)),

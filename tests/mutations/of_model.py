@@ -78,8 +78,8 @@ MUTANTS = [
     Mutant(
         "regions that follow one another are not told from others",
         "model/plain_loops.py",
-        "not any(map(gt, ends, addresses[1:]))",
-        "not all(map(gt, ends, addresses[1:]))",
+        "not (ends[:-1] > addresses[1:].astype(np.uint64)).any()",
+        "not (ends[:-1] > addresses[1:].astype(np.uint64)).all()",
     ),
     Mutant(
         "regions are not looked at where they do not follow one another",
@@ -135,14 +135,14 @@ MUTANTS = [
     Mutant(
         "packed: optional fields are not told",
         "model/packed.py",
-        "[_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, f.optional) for f in firsts]",
-        "[_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, False) for f in firsts]",
+        "[_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, f.optional) for f in fields.shapes]",
+        "[_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, False) for f in fields.shapes]",
     ),
     Mutant(
         "an outline forgets offsets",
         "model/layout.py",
-        "return starts[self.outline.region_numbers] + self.outline.offsets",
-        "return starts[self.outline.region_numbers]",
+        "return self.addresses.array[self.outline.region_of.array] + self.outline.offsets_bytes.array",
+        "return self.addresses.array[self.outline.region_of.array]",
     ),
     Mutant(
         "an address may end above all memory",
@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         "the last region is taken for the one that ends last",
         "model/plain_loops.py",
-        "min(addresses), min(sizes), max(ends)",
-        "min(addresses), min(sizes), ends[-1]",
+        "return low, least, int(np.maximum.reduce(ends)), ",
+        "return low, least, int(ends[-1]), ",
     ),
     Mutant(
         "slabs of one stride are not compared",
@@ -165,25 +165,25 @@ MUTANTS = [
     Mutant(
         "plain slabs may touch the next",
         "model/plain_places.py",
-        "(last[:-1] > start[1:]).any()",
+        "np.logical_or.reduce(last[order][:-1] > start[1:])",
         "False",
     ),
     Mutant(
         "plain slabs may leave their region",
         "model/plain_places.py",
-        "(end > outline.sizes[region]).any() or ",
-        "",
+        "np.logical_or.reduce(end > sizes[region])",
+        "False",
     ),
     Mutant(
         "plain slabs have one page",
         "model/plain_places.py",
-        "(num_pages[pool] - 1) * stride + size",
+        "(num_pages - 1) * stride + size",
         "size",
     ),
     Mutant(
         "plain pages may overlap",
         "model/plain_places.py",
-        "(stride < size).any() or ",
+        " or np.logical_or.reduce(stride < size)",
         "",
     ),
     Mutant(
@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant(
         "plain shards may have any stride",
         "model/plain_places.py",
-        "        is_inside &= self.stride_bytes[slab] == int64s(strides)[which]\n",
+        "        is_inside &= self.stride_bytes[slab] == int64s(list(strides))[which]\n",
         "",
     ),
     Mutant(
@@ -207,14 +207,68 @@ MUTANTS = [
     Mutant(
         "plain shards may share bytes",
         "model/plain_places.py",
-        "return not (stop[order][:-1] > start[order][1:]).any()",
+        "return not np.logical_or.reduce(stop[order][:-1] > start[order][1:])",
         "return True",
+    ),
+    Mutant(
+        "plain shards in order may share bytes",
+        "model/plain_places.py",
+        "if np.logical_and.reduce(start[1:] >= stop[:-1]):",
+        "if np.logical_and.reduce(start[1:] >= start[:-1]):",
+    ),
+    Mutant(
+        "plain slabs in order may share bytes",
+        "model/plain_places.py",
+        "if np.logical_and.reduce(start[1:] >= last[:-1]):",
+        "if np.logical_and.reduce(start[1:] >= start[:-1]):",
+    ),
+    Mutant(
+        "packed: shapes that are equal are not joined",
+        "model/fields.py",
+        "if len({_shape(shape) for shape in shapes}) == len(shapes):",
+        "if True:",
+    ),
+    Mutant(
+        "packed: fields of an outline are taken as all in order",
+        "model/packed.py",
+        "fields = names if numbers.array.tolist() == list(range(len(names))) else",
+        "fields = names if len(numbers) == len(names) else",
+    ),
+    Mutant(
+        "packed: negative numbers count from behind",
+        "model/packed.py",
+        "if low < 0 or high >= count:",
+        "if high >= count:",
+    ),
+    Mutant(
+        "packed: version 1 mixes the columns of slabs",
+        "model/packed.py",
+        'zip(_SLAB_COLUMNS, map(_data, zip(*outline["slabs"], strict=True)), strict=True)',
+        'zip(reversed(_SLAB_COLUMNS), map(_data, zip(*outline["slabs"], strict=True)), strict=True)',
+    ),
+    Mutant(
+        "slabs lie in regions that are not there",
+        "model/outline.py",
+        "        if len(slabs) and not (\n",
+        "        if False and not (\n",
+    ),
+    Mutant(
+        "a name that is there twice has its first number",
+        "model/names.py",
+        "if names == self.all and self.are_unique:",
+        "if names == self.all:",
+    ),
+    Mutant(
+        "rows are told apart by their first column",
+        "model/plain_loops.py",
+        "rows = list(zip(*(column.tolist() for column in columns), strict=True))",
+        "rows = list(zip(*(column.tolist() for column in columns[:1]), strict=True))",
     ),
     Mutant(
         "offsets are not looked at",
         "model/layout_check.py",
-        "are_inside = min(outline.offsets_bytes, default=0) >= 0 and all(map(lt, outline.offsets_bytes, sizes))",
-        "are_inside = True",
+        "if not np.logical_or.reduce(is_outside) and names",
+        "if names",
     ),
     Mutant(
         "negative addresses are pieces",

@@ -224,7 +224,7 @@ MUTANTS = [
     Mutant(
         "bytes of two regions are zeroed at once",
         "plan/fill.py",
-        "return cut(new, np.array(rank.addresses, dtype=np.int64))",
+        "return cut(new, rank.addresses.array)",
         "return new",
     ),
     Mutant("a range inside another ends it", "plan/copies.py", "np.maximum.accumulate(stop[order])", "stop[order]"),
@@ -243,20 +243,26 @@ MUTANTS = [
     Mutant(
         "geometries of a field are not told apart",
         "model/layout.py",
-        "zip(*(map(held.get, fields) for held in numbers_of), strict=True)",
-        "zip(*(map(held.__contains__, fields) for held in numbers_of), strict=True)",
+        "found, first = row_kinds((which[held], outline.geometry_of.array))",
+        "found, first = row_kinds((which[held],))",
     ),
     Mutant(
         "an outline stands for its first rank",
         "model/layout.py",
-        "yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]",
-        "yield rank.rank, self.ranks[0].geometries[rank.outline.geometry_of[number]]",
+        "yield rank.rank, rank.geometries[number]",
+        "yield rank.rank, self.ranks[0].geometries[number]",
+    ),
+    Mutant(
+        "fields that one outline holds are taken for those of another",
+        "model/layout.py",
+        "which[held] = found + (int(which.max()) + 1 if len(first) else 0)",
+        "which[held] = found",
     ),
     Mutant(
         "regions of the destination are all one",
         "plan/route.py",
-        " * len(dst.addresses) + dst.outline.region_numbers[to_shards]",
-        "",
+        "regions = from_regions * len(dst.addresses) + to_regions",
+        "regions = from_regions",
     ),
     Mutant(
         "the proof does not look at bounds",
@@ -298,8 +304,8 @@ MUTANTS = [
     Mutant(
         "shapes are compared by the first field alone",
         "plan/alike.py",
-        "for pair, name in self.shapes(names).items():",
-        "for pair, name in list(self.shapes(names).items())[:1]:",
+        "for pair, (src, dst) in self.shapes(names).items():",
+        "for pair, (src, dst) in list(self.shapes(names).items())[:1]:",
     ),
     Mutant(
         "lanes of other axes draw a field too",
@@ -310,20 +316,26 @@ MUTANTS = [
     Mutant(
         "a field that a lane has twice counts once",
         "plan/check.py",
-        "len(here) == len(names) and found.keys().isdisjoint(here)",
-        "found.keys().isdisjoint(here)",
+        "if int(np.count_nonzero(numbers)) == sum(len(shards) for shards, _ in lanes_of):",
+        "if int(np.count_nonzero(numbers)) == sum(len(set(shards.tolist())) for shards, _ in lanes_of):",
     ),
     Mutant(
         "a field is of the last family that has it",
         "plan/check.py",
-        "len(here) == len(names) and found.keys().isdisjoint(here)",
-        "len(here) == len(names)",
+        "if int(np.count_nonzero(numbers)) == sum(len(shards) for shards, _ in lanes_of):",
+        "if True:",
     ),
     Mutant(
         "fields of one geometry are covered alike",
         "plan/check.py",
-        "drawn_by = map(places.get, outline.fields, repeat(()))",
-        "drawn_by = repeat(next(iter(places.values()), ()), len(outline.fields))",
+        "row_kinds((outline.geometry_of.array, is_matched, drawn))[1]",
+        "row_kinds((outline.geometry_of.array, is_matched))[1]",
+    ),
+    Mutant(
+        "fields that the source lacks stand for others of their geometry",
+        "plan/check.py",
+        "row_kinds((outline.geometry_of.array, is_matched, drawn))[1]",
+        "row_kinds((outline.geometry_of.array, drawn))[1]",
     ),
     Mutant(
         "no two of a few lanes are compared",
@@ -334,7 +346,7 @@ MUTANTS = [
     Mutant(
         "fields of one name are alike",
         "plan/match.py",
-        "if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in alike):",
+        "if not any(differences(src.engine, one, dst.engine, other) for one, other in pairs):",
         "if True:",
     ),
 ]

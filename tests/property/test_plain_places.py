@@ -27,8 +27,10 @@ from kvreshard.model import (
     Slab,
 )
 from kvreshard.model.changed import replace as changed
+from kvreshard.model.column import Column
+from kvreshard.model.fields import Fields
 from kvreshard.model.layout import Rank
-from kvreshard.model.outline import Outline
+from kvreshard.model.outline import Outline, Slabs
 from kvreshard.model.plain_places import PlainSlabs
 from kvreshard.testing.pairs import make_pair
 
@@ -42,31 +44,31 @@ def change(rng: np.random.Generator, rank: Rank) -> Rank:
     for _ in range(rng.integers(1, 3)):
         step = int(rng.choice(STEPS))
         what = rng.integers(5)
-        if what == 0 and outline.offsets_bytes:
+        if what == 0 and len(outline.offsets_bytes):
             outline = replace(outline, offsets_bytes=_one(rng, outline.offsets_bytes, step))
-        elif what == 1 and outline.region_bytes:
+        elif what == 1 and len(outline.region_bytes):
             outline = replace(outline, region_bytes=_one(rng, outline.region_bytes, step))
-        elif what == 2 and outline.region_of:
+        elif what == 2 and len(outline.region_of):
             others = (int(rng.integers(len(outline.region_names))), *outline.region_of[1:])
-            outline = replace(outline, region_of=others)
-        elif outline.slabs:
-            place, name = int(rng.integers(len(outline.slabs))), str(rng.choice(_NUMBERS))
-            other = getattr(outline.slabs[int(rng.integers(len(outline.slabs)))], name)
-            slab = outline.slabs[place]
-            value = other if name == "pool" or rng.random() < 0.5 else getattr(slab, name) + step
-            slabs = [*outline.slabs[:place], changed(slab, **{name: value}), *outline.slabs[place + 1 :]]
-            outline = replace(outline, slabs=tuple(slabs))
+            outline = replace(outline, region_of=Column.of(others))
+        elif len(outline.slabs):
+            slabs = list(outline.slabs.listed(outline.region_names))
+            place, name = int(rng.integers(len(slabs))), str(rng.choice(_NUMBERS))
+            other = getattr(slabs[int(rng.integers(len(slabs)))], name)
+            value = other if name == "pool" or rng.random() < 0.5 else getattr(slabs[place], name) + step
+            slabs[place] = changed(slabs[place], **{name: value})
+            outline = replace(outline, slabs=Slabs.of("rank", slabs, outline.region_names))
     return replace(rank, outline=outline)
 
 
 _NUMBERS = ("offset_bytes", "page_stride_bytes", "page_bytes", "pool")
 
 
-def _one(rng: np.random.Generator, numbers: tuple[int, ...], step: int) -> tuple[int, ...]:
+def _one(rng: np.random.Generator, numbers: Column, step: int) -> Column:
     place = int(rng.integers(len(numbers)))
     other = numbers[int(rng.integers(len(numbers)))]
     value = other if rng.random() < 0.5 else numbers[place] + step
-    return (*numbers[:place], value, *numbers[place + 1 :])
+    return Column.of((*numbers[:place], value, *numbers[place + 1 :]))
 
 
 def said(layout: EngineLayout, ranks: tuple[Rank, ...]) -> str:
@@ -152,7 +154,7 @@ def two_pools(first_bytes: int, second_bytes: int, stride_bytes: int = 64) -> En
         Shard(name, "memory", at, Geometry(name, stride_bytes, held))
         for name, at in zip(names, (first_bytes, second_bytes), strict=True)
     )
-    return EngineLayout("e", fields, groups, (Rank.of(0, (), (Region("memory", 0, 1280),), slabs, shards),))
+    return EngineLayout("e", Fields.of(fields), groups, (Rank.of(0, (), (Region("memory", 0, 1280),), slabs, shards),))
 
 
 def test_a_shard_in_a_slab_of_another_pool_is_refused() -> None:

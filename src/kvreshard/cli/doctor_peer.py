@@ -105,7 +105,7 @@ def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
     """Whether every rank of `dst` can read all it needs from `src`."""
     what = f"route {src.engine} -> {dst.engine}"
     try:
-        election = elect(src, dst, list(match_fields(src, dst).names))
+        election = elect(src, dst, match_fields(src, dst).names)
         routes = [compile_route(src, dst, rank.rank, election=election) for rank in dst.ranks]
     except KvReshardError as error:
         yield Line(what, "error", str(error), "kvreshard plan with both layouts shows the rest")

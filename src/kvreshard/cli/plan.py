@@ -92,7 +92,7 @@ def compile_pair(
     for number in ranks or ():
         if number not in known:
             raise LayoutMismatch(f"engine '{pair.decode.engine}' has no rank {number}; its ranks are {sorted(known)}")
-    election = elect(pair.prefill, pair.decode, list(match_fields(pair.prefill, pair.decode).names))
+    election = elect(pair.prefill, pair.decode, match_fields(pair.prefill, pair.decode).names)
     chosen = dict.fromkeys(ranks) if ranks else known
     return [
         compile_route(pair.prefill, pair.decode, number, election=election, cost=cost or CostModel(), way=way)

@@ -29,6 +29,8 @@ from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
 from kvreshard.model.changed import replace
+from kvreshard.model.column import Column
+from kvreshard.model.fields import Fields
 from kvreshard.model.layout import share_outlines
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
@@ -135,7 +137,7 @@ def assemble(
     places = {layer.name: place for place, layer in enumerate(layers)}
     return EngineLayout(
         engine,
-        tuple(fields[name] for name in sorted(fields, key=lambda name: _place_of(name, places))),
+        Fields.of(fields[name] for name in sorted(fields, key=lambda name: _place_of(name, places))),
         tuple(_group(group, by_name, grid, num_pages, style, null_page) for group in groups),
         share_outlines(ranks),
     )
@@ -156,7 +158,7 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
         ranks=tuple(
             replace(
                 rank,
-                addresses=tuple(addresses[rank.rank][name] for name in rank.outline.region_names),
+                addresses=Column.of(addresses[rank.rank][name] for name in rank.outline.region_names),
                 devices=(device,) * len(rank.outline.region_names),
             )
             for rank in layout.ranks

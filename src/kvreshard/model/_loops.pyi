@@ -15,6 +15,7 @@ from kvreshard.model.plain_loops import ordered as ordered
 from kvreshard.model.plain_loops import page_ids as page_ids
 from kvreshard.model.plain_loops import piece_rows as piece_rows
 from kvreshard.model.plain_loops import reach as reach
+from kvreshard.model.plain_loops import row_kinds as row_kinds
 from kvreshard.model.plain_loops import run_bounds as run_bounds
 from kvreshard.model.plain_loops import runs as runs
 from kvreshard.model.plain_loops import shifted as shifted

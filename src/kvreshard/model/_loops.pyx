@@ -22,6 +22,10 @@ cdef object _INT32 = np.dtype(np.int32), _INT64 = np.dtype(np.int64), _UINT64 = 
 cdef object _empty = np.empty
 # Above it a key of two numbers would not fit.
 cdef int64 MAX_PAGE = 1 << 40
+# Of rows: more are told apart by hashing them.
+cdef enum:
+    MOST_COLUMNS = 4
+    MOST_KINDS = 32
 # Far from where sums of them would wrap.
 cdef int64 MAX_TOKENS = 1 << 48
 
@@ -106,34 +110,74 @@ def int64s(object values):
     return np.array(values, _INT64) if found is None else found
 
 
-def extent_of(tuple addresses, tuple sizes):
+def extent_of(addresses, sizes):
     """The least address and size, where the last of some regions ends, and whether each begins where the one before ends, or after."""
-    cdef Py_ssize_t i, n = PyTuple_GET_SIZE(addresses)
-    cdef int64 address, size, low = 0, least = 0
+    cdef _Numbers at = _Numbers(addresses), length = _Numbers(sizes)
+    cdef Py_ssize_t i
+    cdef int64 low = at.get(0), least = length.get(0)
     cdef uint64 end = 0, last = 0
     cdef bint in_order = True
-    if not n or PyTuple_GET_SIZE(sizes) != n:
-        return plain_loops.extent_of(addresses, sizes)
-    for i in range(n):
-        place, length = <object>PyTuple_GET_ITEM(addresses, i), <object>PyTuple_GET_ITEM(sizes, i)
-        if not PyLong_CheckExact(place) or not PyLong_CheckExact(length):
-            return plain_loops.extent_of(addresses, sizes)
-        try:
-            address, size = PyLong_AsLongLong(place), PyLong_AsLongLong(length)
-        except OverflowError:
-            return plain_loops.extent_of(addresses, sizes)
-        if address < 0 or size < 0:
-            return plain_loops.extent_of(addresses, sizes)
-        if not i or address < low:
-            low = address
-        if not i or size < least:
-            least = size
-        if i and <uint64>address < end:
+    if at.size != length.size:
+        raise ValueError(f"{at.size} addresses, {length.size} sizes")
+    for i in range(at.size):
+        if at.get(i) < low:
+            low = at.get(i)
+        if length.get(i) < least:
+            least = length.get(i)
+        if <uint64>at.get(i) < end:
             in_order = False
-        end = <uint64>address + <uint64>size
+        end = <uint64>at.get(i) + <uint64>length.get(i)
         if end > last:
             last = end
+    if low < 0 or least < 0:
+        return low, least, 0, False
     return low, least, last, in_order
+
+
+def row_kinds(tuple columns):
+    """Which rows of some columns are equal: the kind of each row, numbered in the order of their first rows, and those."""
+    cdef int64* at[MOST_COLUMNS]
+    cdef Py_ssize_t step[MOST_COLUMNS]
+    cdef Py_ssize_t first[MOST_KINDS]
+    cdef Py_ssize_t row, column, kind, count = 0, num_columns = len(columns), num_rows = 0
+    cdef _Numbers numbers
+    cdef _Fresh out
+    if not 1 <= num_columns <= MOST_COLUMNS:
+        return plain_loops.row_kinds(columns)
+    held = []
+    for column in range(num_columns):
+        numbers = _Numbers(columns[column])
+        held.append(numbers)
+        at[column], step[column] = numbers.at, numbers.step
+        if column and numbers.size != num_rows:
+            raise ValueError(f"columns of {num_rows} and {numbers.size} rows")
+        num_rows = numbers.size
+    out = _Fresh(num_rows, _INT64)
+    kind = 0
+    for row in range(num_rows):
+        # Mostly a row is like the one before.
+        if row == 0 or not _are_equal(at, step, num_columns, row, first[kind]):
+            for kind in range(count):
+                if _are_equal(at, step, num_columns, row, first[kind]):
+                    break
+            else:
+                if count == MOST_KINDS:
+                    return plain_loops.row_kinds(columns)
+                first[count] = row
+                kind = count
+                count += 1
+        out.at[row] = kind
+    return out.array, [first[kind] for kind in range(count)]
+
+
+cdef inline bint _are_equal(
+    int64** at, Py_ssize_t* step, Py_ssize_t num_columns, Py_ssize_t row, Py_ssize_t other
+) noexcept:
+    cdef Py_ssize_t column
+    for column in range(num_columns):
+        if at[column][row * step[column]] != at[column][other * step[column]]:
+            return False
+    return True
 
 
 def bounds(array):

@@ -21,15 +21,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 import msgspec
+import numpy as np
 
 from kvreshard.model.address import AxisMap
+from kvreshard.model.column import Column
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.loops import extent_of, int64s
-from kvreshard.model.outline import Int64s, Outline, Slab, firsts, outline_of
+from kvreshard.model.fields import Fields
+from kvreshard.model.loops import extent_of, int64s, row_kinds
+from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
 
 MAX_ADDRESS = 2**63
 
@@ -104,7 +106,7 @@ class Rank:
     rank: int
     place: tuple[tuple[str, int], ...]
     outline: Outline
-    addresses: tuple[int, ...]
+    addresses: Column
     devices: tuple[str, ...]
     geometries: tuple[Geometry, ...]
 
@@ -123,7 +125,7 @@ class Rank:
             rank,
             place,
             outline,
-            tuple(region.address for region in regions),
+            Column.of(region.address for region in regions),
             tuple(region.device for region in regions),
             tuple(numbers),
         )
@@ -148,16 +150,18 @@ class Rank:
         """Of the regions: the least address, the least size in bytes, where the last one ends, and whether each begins where the one
         before ends, or after.
         """
-        return extent_of(self.addresses, self.outline.region_bytes) if self.addresses else (0, 1, 0, True)
+        if not len(self.addresses):
+            return 0, 1, 0, True
+        return extent_of(self.addresses.array, self.outline.region_bytes.array)
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         outline = self.outline
         return tuple(map(Region, outline.region_names, self.addresses, outline.region_bytes, self.devices))
 
-    @property
+    @cached_property
     def slabs(self) -> tuple[Slab, ...]:
-        return self.outline.slabs
+        return tuple(self.outline.slabs.listed(self.outline.region_names))
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -180,8 +184,7 @@ class Rank:
     @cached_property
     def bases(self) -> Int64s:
         """Address of each shard's first cell in page 0, shape (shards,), in the outline's order."""
-        starts = int64s(self.addresses)
-        return starts[self.outline.region_numbers] + self.outline.offsets
+        return self.addresses.array[self.outline.region_of.array] + self.outline.offsets_bytes.array
 
     def with_shards(self, shards: tuple[Shard, ...]) -> Rank:
         """The same rank and memory with other shards. Raises LayoutError as `of` does."""
@@ -203,7 +206,7 @@ class EngineLayout:
     """A whole engine. `engine` names it in messages; ranks are ordered by their number."""
 
     engine: str
-    fields: tuple[Field, ...]
+    fields: Fields
     groups: tuple[Group, ...]
     ranks: tuple[Rank, ...]
 
@@ -227,36 +230,35 @@ class EngineLayout:
         return found
 
     @cached_property
-    def shape_numbers(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal axes, element size and encoding share: axes are dear to compare."""
-        kinds = [(id(field.axes), field.element_bytes, field.encoding) for field in self.fields]
-        numbers: dict[object, int] = {}
-        seen = {
-            kind: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
-            for kind, field in firsts(kinds, self.fields).items()
-        }
-        return {field.name: seen[kind] for field, kind in zip(self.fields, kinds, strict=True)}
-
-    @cached_property
-    def holder_numbers(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal geometry on every rank share."""
-        numbers_of = [dict(zip(outline.fields, outline.geometry_of, strict=True)) for outline in self.outlines]
-        fields = dict.fromkeys(chain.from_iterable(numbers_of))
-        places = dict(zip(fields, zip(*(map(held.get, fields) for held in numbers_of), strict=True), strict=True))
+    def holder_numbers(self) -> Int64s:
+        """A number that fields of equal geometry on every rank share, shape (fields,)."""
+        which = np.zeros(len(self.fields), dtype=np.int64)
+        for outline in self.outlines:
+            held = self.fields.names.numbers(outline.fields.all)
+            found, first = row_kinds((which[held], outline.geometry_of.array))
+            # Numbers of their own: those of fields that this outline does not hold stay as they are.
+            which[held] = found + (int(which.max()) + 1 if len(first) else 0)
         # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
+        which, first = row_kinds((which,))
         numbers: dict[object, int] = {}
-        known: dict[tuple[int | None, ...], int] = {}
-        for place, field in firsts(places.values(), places).items():
-            held = tuple((rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(field))
-            known[place] = numbers.setdefault(held, len(numbers))
-        return dict(zip(places, map(known.__getitem__, places.values()), strict=True))
+        known = []
+        for row in first:
+            held_by = tuple(
+                (rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(self.fields.names[row])
+            )
+            known.append(numbers.setdefault(held_by, len(numbers)))
+        return int64s(known)[which] if known else which
 
     def holders(self, field: str) -> Iterator[tuple[int, Geometry]]:
         """Each rank that holds a part of the field, with its geometry."""
+        number_in: dict[int, int | None] = {}
+        for outline in self.outlines:
+            shard = outline.fields.number_of.get(field)
+            number_in[id(outline)] = None if shard is None else outline.geometry_of[shard]
         for rank in self.ranks:
-            number = rank.outline.number_of_field.get(field)
+            number = number_in[id(rank.outline)]
             if number is not None:
-                yield rank.rank, rank.geometries[rank.outline.geometry_of[number]]
+                yield rank.rank, rank.geometries[number]
 
     @cached_property
     def outlines(self) -> tuple[Outline, ...]:
@@ -264,12 +266,19 @@ class EngineLayout:
         return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
 
     @cached_property
-    def held_fields(self) -> frozenset[str]:
-        """The names of the fields that some rank holds a part of."""
-        return frozenset(chain.from_iterable(outline.fields for outline in self.outlines))
+    def held_fields(self) -> tuple[str, ...]:
+        """The names of the fields that some rank holds a part of, in the order of `fields`."""
+        names = self.fields.names
+        if any(outline.fields == names for outline in self.outlines):
+            return names.all
+        held = np.zeros(len(names), dtype=bool)
+        for outline in self.outlines:
+            held[names.numbers(outline.fields.all)] = True
+        return tuple(names[number] for number in np.flatnonzero(held).tolist())
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:
+        """All of them, made at once; `fields.called` makes one."""
         return {field.name: field for field in self.fields}
 
     @cached_property

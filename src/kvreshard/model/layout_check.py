@@ -14,10 +14,9 @@ Raises LayoutError with both values and the remedy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
-from operator import lt
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,8 +25,9 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.loops import int64s
-from kvreshard.model.outline import Outline, firsts
+from kvreshard.model.fields import Fields
+from kvreshard.model.loops import row_kinds
+from kvreshard.model.outline import Outline
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
 from kvreshard.model.plain_places import PlainSlabs
@@ -48,8 +48,8 @@ RUNS_AT_ONCE = 1 << 20
 
 def check_layout(layout: EngineLayout) -> None:
     """Raises LayoutError unless the layout holds together."""
-    if len(layout.field_by_name) < len(layout.fields):
-        _unique(f"engine '{layout.engine}': field", (field.name for field in layout.fields))
+    if not layout.fields.names.are_unique:
+        _unique(f"engine '{layout.engine}': field", layout.fields.names)
     _unique(f"engine '{layout.engine}': group", (group.name for group in layout.groups))
     _unique(f"engine '{layout.engine}': rank", (str(rank.rank) for rank in layout.ranks))
     if not layout.ranks:
@@ -74,10 +74,10 @@ def check_layout(layout: EngineLayout) -> None:
             slabs = PlainSlabs.of(outline, pages_of_pool)
             if slabs is None:
                 _check_slabs(rank, pages_of_pool)
-            kinds = kinds_of[id(outline)] = _Kinds.of(outline, layout.shape_numbers, slabs)
+            kinds = kinds_of[id(outline)] = _Kinds.of(outline, layout.fields, slabs)
         _check_regions_apart(rank)
         geometries = [rank.geometries[number] for number, _ in kinds.fields]
-        runs = [pages.runs(rank, field, one) for field, one in zip(kinds.fields.values(), geometries, strict=True)]
+        runs = [pages.runs(rank, field, one) for (_, field), one in zip(kinds.fields, geometries, strict=True)]
         form = (id(outline), *map(id, runs), *(pages.form(geometry) for geometry in rank.geometries))
         if form not in placed:
             placed.add(form)
@@ -89,21 +89,19 @@ def check_layout(layout: EngineLayout) -> None:
 
 
 class _Kinds(msgspec.Struct, frozen=True, eq=False):
-    """The shards of an outline by geometry and shape: a field of each kind by their numbers, the kind of each shard, shape (shards,), and
-    its slabs where they are plain.
+    """The shards of an outline by geometry and shape: the number of each kind's geometry and one of its fields, the kind of each shard,
+    shape (shards,), and its slabs where they are plain.
     """
 
-    fields: dict[tuple[int, int], str]
+    fields: list[tuple[int, str]]
     which: Int64s
     slabs: PlainSlabs | None
 
     @staticmethod
-    def of(outline: Outline, shapes: Mapping[str, int], slabs: PlainSlabs | None) -> _Kinds:
+    def of(outline: Outline, fields: Fields, slabs: PlainSlabs | None) -> _Kinds:
         """In the order of their first shards."""
-        kinds = list(zip(outline.geometry_of, map(shapes.__getitem__, outline.fields), strict=True))
-        fields = firsts(kinds, outline.fields)
-        number = {kind: index for index, kind in enumerate(fields)}
-        return _Kinds(fields, int64s(list(map(number.__getitem__, kinds))), slabs)
+        which, firsts = row_kinds((outline.geometry_of.array, fields.kinds_of(outline.fields.all)))
+        return _Kinds([(outline.geometry_of[first], outline.fields[first]) for first in firsts], which, slabs)
 
 
 class _Pages:
@@ -123,10 +121,11 @@ class _Pages:
     def runs(self, rank: Rank, name: str, geometry: Geometry) -> Int64s:
         """`page_runs` of a field; those with equal runs share one array. Raises LayoutError."""
         layout = self._layout
-        known = self._checked.get((layout.shape_numbers[name], layout.geometry_numbers[id(geometry)]))
+        kind = layout.fields.kind_of(name), layout.geometry_numbers[id(geometry)]
+        known = self._checked.get(kind)
         if known is not None:
             return known
-        field = layout.field_by_name[name]
+        field = layout.fields.called(name)
         where = f"rank {rank.rank}, field '{name}'"
         if geometry.group not in layout.group_by_name:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
@@ -143,7 +142,7 @@ class _Pages:
             runs = page_runs(where, field, geometry)
             self._of_loops[key] = self._of_bytes.setdefault(runs.tobytes(), runs)
         runs = self._of_loops[key]
-        self._checked[layout.shape_numbers[name], layout.geometry_numbers[id(geometry)]] = runs
+        self._checked[kind] = runs
         return runs
 
 
@@ -168,20 +167,20 @@ def _unique(what: str, names: Iterable[str]) -> None:
 
 
 def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
-    _unique(f"rank {rank.rank}: region", rank.outline.region_names)
-    if len(rank.outline.number_of_field) < len(rank.outline.fields):
-        _unique(f"rank {rank.rank}: field", rank.outline.fields)
-    pools, regions = {group.pool for group in layout.groups}, set(rank.outline.region_names)
-    for slab in rank.slabs:
-        if slab.pool not in pools or slab.region not in regions:
-            raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
-    outline = rank.outline
-    sizes = map(outline.region_bytes.__getitem__, outline.region_of)
-    are_inside = min(outline.offsets_bytes, default=0) >= 0 and all(map(lt, outline.offsets_bytes, sizes))
-    if are_inside and all(map(layout.field_by_name.__contains__, outline.fields)):
+    outline, names = rank.outline, layout.fields.names
+    for what, listed in (("region", outline.region_names), ("field", outline.fields)):
+        if not listed.are_unique:
+            _unique(f"rank {rank.rank}: {what}", listed)
+    pools = {group.pool for group in layout.groups}
+    if not pools.issuperset(outline.slabs.pools):
+        slab = next(slab for slab in rank.slabs if slab.pool not in pools)
+        raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
+    offsets, sizes = outline.offsets_bytes.array, outline.region_bytes.array[outline.region_of.array]
+    is_outside = (offsets < 0) | (offsets >= sizes)
+    if not np.logical_or.reduce(is_outside) and names.have_all(outline.fields.all):
         return
     for field, offset, region in zip(outline.fields, outline.offsets_bytes, outline.region_of, strict=True):
-        if field not in layout.field_by_name:
+        if field not in names:
             raise LayoutError(f"rank {rank.rank}: shard of field '{field}', which the engine does not list")
         if not 0 <= offset < outline.region_bytes[region]:
             raise LayoutError(

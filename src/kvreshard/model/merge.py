@@ -16,6 +16,7 @@ from itertools import pairwise
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
+from kvreshard.model.fields import Fields
 from kvreshard.model.layout import EngineLayout, Group, Rank, share_outlines
 
 
@@ -44,7 +45,7 @@ def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
             _merge_group(groups, group, rank, group.name in held)
     return EngineLayout(
         engines[0],
-        tuple(field for field, _ in found.values()),
+        Fields.of(field for field, _ in found.values()),
         tuple(group for group, _, _ in groups.values()),
         share_outlines(rank for rank, _ in ranked),
     )

@@ -9,28 +9,24 @@ Refused, as LayoutError: columns of different length, and numbers of regions tha
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import starmap
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.column import Column
 from kvreshard.model.errors import LayoutError
-from kvreshard.model.loops import int64s
+from kvreshard.model.loops import bounds
+from kvreshard.model.names import Names
 
 if TYPE_CHECKING:
     from kvreshard.model.layout import Geometry, Region, Shard
 
 Int64s = NDArray[np.int64]
-K = TypeVar("K")
-V = TypeVar("V")
-# Families of fields; a route has a few.
-MAX_KEPT = 64
 
 
 class Slab(msgspec.Struct, frozen=True):
@@ -44,16 +40,65 @@ class Slab(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Slabs:
+    """Slabs as columns, see `Slab`: slab i is one of pool `pools[pool_of[i]]` in region number `region_of[i]`.
+
+    Pools are in the order of their first slabs.
+    """
+
+    pools: tuple[str, ...]
+    pool_of: Column
+    region_of: Column
+    offsets_bytes: Column
+    strides_bytes: Column
+    pages_bytes: Column
+
+    @staticmethod
+    def of(whose: str, slabs: Iterable[Slab], regions: Names) -> Slabs:
+        """These slabs, in regions of these names. Raises LayoutError for a slab in another."""
+        listed = tuple(slabs)
+        for slab in listed:
+            if slab.region not in regions:
+                raise LayoutError(f"{whose}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
+        pools: dict[str, int] = {}
+        return Slabs(
+            pool_of=Column.of(pools.setdefault(slab.pool, len(pools)) for slab in listed),
+            pools=tuple(pools),
+            region_of=Column.of(regions.number_of[slab.region] for slab in listed),
+            offsets_bytes=Column.of(slab.offset_bytes for slab in listed),
+            strides_bytes=Column.of(slab.page_stride_bytes for slab in listed),
+            pages_bytes=Column.of(slab.page_bytes for slab in listed),
+        )
+
+    def __post_init__(self) -> None:
+        columns = self.pool_of, self.region_of, self.offsets_bytes, self.strides_bytes, self.pages_bytes
+        if len(set(map(len, columns))) > 1:
+            raise LayoutError(
+                f"slabs with {len(self.pool_of)} pools, {len(self.region_of)} regions, {len(self.offsets_bytes)} offsets, "
+                f"{len(self.strides_bytes)} strides and {len(self.pages_bytes)} sizes; each has one of each"
+            )
+
+    def __len__(self) -> int:
+        return len(self.pool_of)
+
+    def listed(self, regions: Names) -> Iterator[Slab]:
+        """One by one; `regions` has the names of their regions."""
+        columns = self.pool_of, self.region_of, self.offsets_bytes, self.strides_bytes, self.pages_bytes
+        for pool, region, offset_bytes, stride_bytes, page_bytes in zip(*columns, strict=True):
+            yield Slab(self.pools[pool], regions[region], offset_bytes, stride_bytes, page_bytes)
+
+
+@dataclass(frozen=True)
 class Outline:
     """Names and sizes of regions, slabs, and one column per fact about the shards; see the top of this file."""
 
-    region_names: tuple[str, ...]
-    region_bytes: tuple[int, ...]
-    slabs: tuple[Slab, ...]
-    fields: tuple[str, ...]
-    region_of: tuple[int, ...]
-    offsets_bytes: tuple[int, ...]
-    geometry_of: tuple[int, ...]
+    region_names: Names
+    region_bytes: Column
+    slabs: Slabs
+    fields: Names
+    region_of: Column
+    offsets_bytes: Column
+    geometry_of: Column
 
     def __post_init__(self) -> None:
         lengths = {len(column) for column in (self.fields, self.region_of, self.offsets_bytes, self.geometry_of)}
@@ -63,58 +108,31 @@ class Outline:
                 f"fields with {len(self.region_of)} regions, {len(self.offsets_bytes)} offsets and {len(self.geometry_of)} "
                 "geometries; each has one of each"
             )
-        numbers = (*self.region_of, *self.geometry_of)
-        if numbers and (min(numbers) < 0 or max(self.region_of) >= len(self.region_names)):
+        slabs = self.slabs
+        if len(slabs) and not (
+            _are_below(slabs.region_of, len(self.region_names)) and _are_below(slabs.pool_of, len(slabs.pools))
+        ):
             raise LayoutError(
-                f"an outline whose shards lie in regions {min(self.region_of)} to {max(self.region_of)} of "
-                f"{len(self.region_names)}, in geometries from {min(self.geometry_of)} on; numbers begin at 0"
+                f"an outline of {len(self.region_names)} regions whose slabs lie in others, or are of none of {len(slabs.pools)} pools"
+            )
+        if not len(self.fields):
+            return
+        (low, high), least = bounds(self.region_of.array), bounds(self.geometry_of.array)[0]
+        if min(low, least) < 0 or high >= len(self.region_names):
+            raise LayoutError(
+                f"an outline whose shards lie in regions {low} to {high} of {len(self.region_names)}, in geometries from {least} "
+                "on; numbers begin at 0"
             )
 
     @cached_property
     def num_geometries(self) -> int:
         """How many geometries a rank needs for this outline."""
-        return max(self.geometry_of, default=-1) + 1
+        return bounds(self.geometry_of.array)[1] + 1 if len(self.fields) else 0
 
-    @cached_property
-    def number_of_field(self) -> Mapping[str, int]:
-        """Field -> number of its shard."""
-        return dict(zip(self.fields, range(len(self.fields)), strict=True))
 
-    def numbers(self, fields: tuple[str, ...]) -> Int64s:
-        """The numbers of these fields' shards, shape (fields,). Raises KeyError for a field without one."""
-        found = self._numbers.get(fields)
-        if found is None:
-            found = int64s(list(map(self.number_of_field.__getitem__, fields)))
-            found.flags.writeable = False
-            if len(self._numbers) >= MAX_KEPT:
-                self._numbers.clear()
-            self._numbers[fields] = found
-        return found
-
-    @cached_property
-    def _numbers(self) -> dict[tuple[str, ...], Int64s]:
-        """What `numbers` has found: every lane of a family asks for the same fields, on both sides, and so does the proof."""
-        return {}
-
-    @cached_property
-    def geometry_numbers(self) -> Int64s:
-        """`geometry_of`, shape (shards,)."""
-        return int64s(self.geometry_of)
-
-    @cached_property
-    def sizes(self) -> Int64s:
-        """Bytes of each region, shape (regions,)."""
-        return int64s(self.region_bytes)
-
-    @cached_property
-    def offsets(self) -> Int64s:
-        """`offsets_bytes`, shape (shards,)."""
-        return int64s(self.offsets_bytes)
-
-    @cached_property
-    def region_numbers(self) -> Int64s:
-        """`region_of`, shape (shards,)."""
-        return int64s(self.region_of)
+def _are_below(numbers: Column, limit: int) -> bool:
+    low, high = bounds(numbers.array)
+    return low >= 0 and high < limit
 
 
 def outline_of(
@@ -126,29 +144,22 @@ def outline_of(
 ) -> Outline:
     """The outline of these regions, slabs and shards; `numbers` gets the geometries in the order of their numbers.
 
-    Raises LayoutError for a shard in a region that is not listed.
+    Raises LayoutError for a slab or a shard in a region that is not listed.
     """
-    region_numbers = {region.name: number for number, region in enumerate(regions)}
+    names = Names(tuple(region.name for region in regions))
     seen: dict[int, int] = {}
     for shard in shards:
-        if shard.region not in region_numbers:
+        if shard.region not in names:
             raise LayoutError(f"{whose}, field '{shard.field}': region '{shard.region}' is not listed")
         # Hashing a geometry costs some 15 us, and layers mostly share the object.
         if id(shard.geometry) not in seen:
             seen[id(shard.geometry)] = numbers.setdefault(shard.geometry, len(numbers))
     return Outline(
-        tuple(region.name for region in regions),
-        tuple(region.size_bytes for region in regions),
-        slabs,
-        tuple(shard.field for shard in shards),
-        tuple(region_numbers[shard.region] for shard in shards),
-        tuple(shard.offset_bytes for shard in shards),
-        tuple(seen[id(shard.geometry)] for shard in shards),
+        names,
+        Column.of(region.size_bytes for region in regions),
+        Slabs.of(whose, slabs, names),
+        Names(tuple(shard.field for shard in shards)),
+        Column.of(names.number_of[shard.region] for shard in shards),
+        Column.of(shard.offset_bytes for shard in shards),
+        Column.of(seen[id(shard.geometry)] for shard in shards),
     )
-
-
-def firsts(kinds: Iterable[K], things: Iterable[V]) -> dict[K, V]:
-    """Every kind, in the order of their first things, with that."""
-    found: dict[K, V] = {}
-    deque(starmap(found.setdefault, zip(kinds, things, strict=True)), maxlen=0)
-    return found

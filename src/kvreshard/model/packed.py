@@ -6,24 +6,29 @@ number:
 - fields by shape, axis maps and geometries once each, and an outline (`model.outline`) for all ranks that share it, in columns;
 - a rank: its number and place, the number of its outline, an address per region, a device (or one per region), its geometries.
 
-msgpack only; a person reads the plain form. `decode` takes both, since an older peer writes the plain one. Refused, as WireError or
-LayoutError: what `wire` refuses, and numbers of things that are not in the message.
+A column is the bytes of a `model.column`, so that nobody reads its numbers one by one; version 1 had lists of numbers. msgpack only; a
+person reads the plain form. `decode` takes both, since an older peer writes the plain one. Refused, as WireError or LayoutError: what
+`wire` refuses, and numbers of things that are not in the message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from kvreshard.model import wire
 from kvreshard.model.address import AxisMap
+from kvreshard.model.column import NUMBER_BYTES, Column
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Field
-from kvreshard.model.form import Form
+from kvreshard.model.fields import Fields
+from kvreshard.model.form import Form, Step, Tree
 from kvreshard.model.layout import EngineLayout, Geometry, Rank
-from kvreshard.model.outline import Outline, Slab, firsts
+from kvreshard.model.loops import bounds, int64s, row_kinds
+from kvreshard.model.names import Names
+from kvreshard.model.outline import Outline, Slabs
 from kvreshard.model.parts import (
     MAX_AXES,
     MAX_FIELDS,
@@ -48,12 +53,12 @@ from kvreshard.model.parts import (
 from kvreshard.model.text import Name, plain
 
 FORM = "kvreshard.layout.packed"
-PACKED = Form(FORM)
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_GEOMETRIES * MAX_AXES)]
-Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+Texts = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-Wholes = Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+Data = Annotated[bytes, msgspec.Meta(max_length=MAX_PER_RANK * NUMBER_BYTES)]
+Wholes = Annotated[list[Whole], msgspec.Meta(max_length=MAX_PER_RANK)]
 T = TypeVar("T")
 
 
@@ -70,30 +75,30 @@ class _Geometry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     axes: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
-class _Slab(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    group: Number
-    region: Number
-    offset_bytes: Whole
-    page_stride_bytes: Whole
-    page_bytes: Whole
+class _Slabs(msgspec.Struct, forbid_unknown_fields=True):
+    group_of: Data
+    region_of: Data
+    offsets_bytes: Data
+    strides_bytes: Data
+    pages_bytes: Data
 
 
 class _Outline(msgspec.Struct, forbid_unknown_fields=True):
-    regions: Names
-    region_bytes: Wholes
-    slabs: Annotated[list[_Slab], msgspec.Meta(max_length=MAX_PER_RANK)]
-    fields: Numbers
-    region_of: Numbers
-    offsets_bytes: Wholes
-    geometry_of: Numbers
+    regions: Texts
+    region_bytes: Data
+    slabs: _Slabs
+    fields: Data
+    region_of: Data
+    offsets_bytes: Data
+    geometry_of: Data
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
     place: Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
     outline: Number
-    addresses: Wholes
-    devices: Names
+    addresses: Data
+    devices: Texts
     geometries: Numbers
 
 
@@ -103,7 +108,7 @@ class _Packed(msgspec.Struct, forbid_unknown_fields=True):
     engine: Name
     shapes: Annotated[list[_Shape], msgspec.Meta(max_length=MAX_FIELDS)]
     fields: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_FIELDS)]
-    shape_of: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_FIELDS)]
+    shape_of: Data
     groups: Annotated[list[GroupForm], msgspec.Meta(max_length=MAX_GROUPS)]
     maps: Annotated[list[AxisMapForm], msgspec.Meta(max_length=MAX_GEOMETRIES * MAX_AXES)]
     geometries: Annotated[list[_Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
@@ -111,73 +116,121 @@ class _Packed(msgspec.Struct, forbid_unknown_fields=True):
     ranks: Annotated[list[_Rank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
+_SLAB_COLUMNS = _Slabs.__struct_fields__
+_OUTLINE_COLUMNS = ("region_bytes", "fields", "region_of", "offsets_bytes", "geometry_of")
+
+
+def _with_columns(tree: Tree) -> Tree:
+    """Version 1 had lists of numbers."""
+    outlines = [
+        {
+            **outline,
+            **{name: _data(outline[name]) for name in _OUTLINE_COLUMNS},
+            "slabs": dict(
+                zip(_SLAB_COLUMNS, map(_data, zip(*outline["slabs"], strict=True)), strict=True)
+                if outline["slabs"]
+                else dict.fromkeys(_SLAB_COLUMNS, b"").items()
+            ),
+        }
+        for outline in tree["outlines"]
+    ]
+    ranks = [{**rank, "addresses": _data(rank["addresses"])} for rank in tree["ranks"]]
+    return {**tree, "shape_of": _data(tree["shape_of"]), "outlines": outlines, "ranks": ranks}
+
+
+def _with_lists(tree: Tree) -> Tree:
+    outlines = [
+        {
+            **outline,
+            **{name: list(Column(outline[name])) for name in _OUTLINE_COLUMNS},
+            "slabs": list(zip(*(Column(outline["slabs"][name]) for name in _SLAB_COLUMNS), strict=True)),
+        }
+        for outline in tree["outlines"]
+    ]
+    ranks = [{**rank, "addresses": list(Column(rank["addresses"]))} for rank in tree["ranks"]]
+    return {**tree, "shape_of": list(Column(tree["shape_of"])), "outlines": outlines, "ranks": ranks}
+
+
+def _data(numbers: Any) -> bytes:
+    return Column.of(msgspec.convert(numbers, Wholes)).data
+
+
+PACKED = Form(FORM, (Step(up=_with_columns, down=_with_lists),))
+
+
 # Made at import: msgspec learns a type at its first use, and two threads that make it learn the same one end the process.
 _header = msgspec.msgpack.Decoder(HeaderForm)
 _body = msgspec.msgpack.Decoder(_Packed)
+_tree = msgspec.msgpack.Decoder(dict[str, Any])
 
 
-def encode(layout: EngineLayout) -> bytes:
-    """The layout as bytes; `decode` gives an equal one."""
-    shapes: dict[object, int] = {}
+def encode(layout: EngineLayout, version: int | None = None) -> bytes:
+    """The layout as bytes, in the newest version unless an earlier one is asked for; `decode` gives an equal one.
+
+    Raises WireError for a version that there is not.
+    """
+    body = _to_wire(layout)
+    if version in (None, PACKED.version):
+        return msgspec.msgpack.encode(body)
+    return msgspec.msgpack.encode(PACKED.lower(msgspec.to_builtins(body, builtin_types=(bytes,)), version))
+
+
+def _to_wire(layout: EngineLayout) -> _Packed:
     maps: dict[AxisMap, int] = {}
     geometries: dict[Geometry, int] = {}
     outlines: dict[Outline, int] = {}
-    shape_of = [
-        shapes.setdefault((field.axes, field.element_bytes, field.encoding, field.optional), len(shapes))
-        for field in layout.fields
-    ]
-    firsts = [layout.fields[shape_of.index(number)] for number in range(len(shapes))]
     ranks = [
         _Rank(
             rank.rank,
             dict(rank.place),
             outlines.setdefault(rank.outline, len(outlines)),
-            rank.addresses,
+            rank.addresses.data,
             rank.devices[:1] if len(set(rank.devices)) == 1 else rank.devices,
             tuple(geometries.setdefault(geometry, len(geometries)) for geometry in rank.geometries),
         )
         for rank in layout.ranks
     ]
-    return msgspec.msgpack.encode(
-        _Packed(
-            FORM,
-            PACKED.version,
-            layout.engine,
-            [_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, f.optional) for f in firsts],
-            tuple(field.name for field in layout.fields),
-            tuple(shape_of),
-            [group_form(group) for group in layout.groups],
-            # In the order of their numbers: `maps` is filled as geometries are written.
-            geometries=[
-                _Geometry(
-                    geometry.group,
-                    geometry.page_stride_bytes,
-                    tuple(maps.setdefault(mapped, len(maps)) for mapped in geometry.axes),
-                )
-                for geometry in geometries
-            ],
-            maps=[axis_map_form(mapped) for mapped in maps],
-            outlines=[_outline_form(outline, layout) for outline in outlines],
-            ranks=ranks,
-        )
+    fields = layout.fields
+    return _Packed(
+        FORM,
+        PACKED.version,
+        layout.engine,
+        [_Shape([axis_form(axis) for axis in f.axes], f.element_bytes, f.encoding, f.optional) for f in fields.shapes],
+        fields.names.all,
+        fields.shape_of.data,
+        [group_form(group) for group in layout.groups],
+        # In the order of their numbers: `maps` is filled as geometries are written.
+        geometries=[
+            _Geometry(
+                geometry.group,
+                geometry.page_stride_bytes,
+                tuple(maps.setdefault(mapped, len(maps)) for mapped in geometry.axes),
+            )
+            for geometry in geometries
+        ],
+        maps=[axis_map_form(mapped) for mapped in maps],
+        outlines=[_outline_form(outline, layout) for outline in outlines],
+        ranks=ranks,
     )
 
 
 def _outline_form(outline: Outline, layout: EngineLayout) -> _Outline:
-    fields = {field.name: number for number, field in enumerate(layout.fields)}
-    pools = {group.pool: number for number, group in reversed(list(enumerate(layout.groups)))}
-    regions = {name: number for number, name in enumerate(outline.region_names)}
+    groups = {group.pool: number for number, group in reversed(list(enumerate(layout.groups)))}
+    slabs = outline.slabs
     return _Outline(
-        outline.region_names,
-        outline.region_bytes,
-        [
-            _Slab(pools[s.pool], regions[s.region], s.offset_bytes, s.page_stride_bytes, s.page_bytes)
-            for s in outline.slabs
-        ],
-        tuple(fields[name] for name in outline.fields),
-        outline.region_of,
-        outline.offsets_bytes,
-        outline.geometry_of,
+        outline.region_names.all,
+        outline.region_bytes.data,
+        _Slabs(
+            Column.of(groups[slabs.pools[pool]] for pool in slabs.pool_of).data,
+            slabs.region_of.data,
+            slabs.offsets_bytes.data,
+            slabs.strides_bytes.data,
+            slabs.pages_bytes.data,
+        ),
+        layout.fields.names.numbers(outline.fields.all).tobytes(),
+        outline.region_of.data,
+        outline.offsets_bytes.data,
+        outline.geometry_of.data,
     )
 
 
@@ -190,7 +243,10 @@ def decode(message: bytes) -> EngineLayout:
         if header.form == wire.FORM:
             return wire.decode(message)
         PACKED.check(header.form, header.version)
-        body = _body.decode(message)
+        if header.version == PACKED.version:
+            body = _body.decode(message)
+        else:
+            body = msgspec.convert(PACKED.rise(_tree.decode(message)), _Packed)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a layout (packed, {len(message)} bytes): {plain(error)}") from None
     return _layout_of(body)
@@ -206,15 +262,16 @@ def _user_of(number: int, body: _Packed) -> str:
 
 
 def _layout_of(body: _Packed) -> EngineLayout:
-    if len(body.fields) != len(body.shape_of):
-        raise WireError(f"{len(body.fields)} fields and {len(body.shape_of)} numbers of shapes; each field has one")
-    shapes = _all(body.shapes, body.shape_of, "shape")
-    first = firsts(body.shape_of, zip(body.fields, shapes, strict=True))
-    like = {
-        number: Field(name, axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional)
-        for number, (name, shape) in first.items()
-    }
-    fields = tuple(like[number].named(name) for number, name in zip(body.shape_of, body.fields, strict=True))
+    names, shape_of = Names(body.fields), _column(body.shape_of)
+    if len(names) != len(shape_of):
+        raise WireError(f"{len(names)} fields and {len(shape_of)} numbers of shapes; each field has one")
+    _check_numbers(shape_of, len(body.shapes), "shape")
+    which, firsts = row_kinds((shape_of.array,))
+    shapes = []
+    for row in firsts:
+        shape = body.shapes[shape_of[row]]
+        shapes.append(Field(names[row], axes_of(shape.axes), shape.element_bytes, shape.encoding, shape.optional))
+    fields = Fields.numbered(names, shapes, which)
     maps = []
     for number, mapped in enumerate(body.maps):
         try:
@@ -225,9 +282,12 @@ def _layout_of(body: _Packed) -> EngineLayout:
         Geometry(told.group, told.page_stride_bytes, _all(maps, told.axes, "map")) for told in body.geometries
     ]
     for told in (_all(body.outlines, [rank.outline for rank in body.ranks], "outline"), body.outlines):
-        shards, slabs = sum(len(outline.fields) for outline in told), sum(len(outline.slabs) for outline in told)
+        shards, slabs = (
+            sum(len(column) for column in columns) // NUMBER_BYTES
+            for columns in ([outline.fields for outline in told], [outline.slabs.group_of for outline in told])
+        )
         check_sizes(body.engine, len(body.ranks), shards=shards, slabs=slabs)
-    outlines = [_outline_of(told, body) for told in body.outlines]
+    outlines = [_outline_of(told, names, body.groups) for told in body.outlines]
     return EngineLayout(
         body.engine,
         fields,
@@ -237,8 +297,8 @@ def _layout_of(body: _Packed) -> EngineLayout:
                 rank.rank,
                 tuple(rank.place.items()),
                 outlines[rank.outline],
-                rank.addresses,
-                rank.devices * len(rank.addresses) if len(rank.devices) == 1 else rank.devices,
+                _column(rank.addresses),
+                rank.devices * (len(rank.addresses) // NUMBER_BYTES) if len(rank.devices) == 1 else rank.devices,
                 _all(geometries, rank.geometries, "geometry"),
             )
             for rank in body.ranks
@@ -246,21 +306,46 @@ def _layout_of(body: _Packed) -> EngineLayout:
     )
 
 
-def _outline_of(told: _Outline, body: _Packed) -> Outline:
-    groups = _all(body.groups, [slab.group for slab in told.slabs], "group")
-    regions = _all(told.regions, [slab.region for slab in told.slabs], "region")
+def _outline_of(told: _Outline, names: Names, groups: Sequence[GroupForm]) -> Outline:
+    numbers = _column(told.fields)
+    _check_numbers(numbers, len(names), "field")
+    fields = names if numbers.array.tolist() == list(range(len(names))) else Names(tuple(names[n] for n in numbers))
+    group_of, regions = _column(told.slabs.group_of), _column(told.slabs.region_of)
+    _check_numbers(group_of, len(groups), "group")
+    _check_numbers(regions, len(told.regions), "region")
+    # By the number of its first group, which stands for a pool.
+    pools = {group.pool: number for number, group in reversed(list(enumerate(groups)))}
+    stands_for = int64s([pools[group.pool] for group in groups])
+    pool_of, firsts = row_kinds((stands_for[group_of.array],))
     return Outline(
-        told.regions,
-        told.region_bytes,
-        tuple(
-            Slab(group.pool, region, slab.offset_bytes, slab.page_stride_bytes, slab.page_bytes)
-            for group, region, slab in zip(groups, regions, told.slabs, strict=True)
+        Names(told.regions),
+        _column(told.region_bytes),
+        Slabs(
+            tuple(groups[group_of[row]].pool for row in firsts),
+            Column(pool_of.tobytes()),
+            regions,
+            _column(told.slabs.offsets_bytes),
+            _column(told.slabs.strides_bytes),
+            _column(told.slabs.pages_bytes),
         ),
-        _all(body.fields, told.fields, "field"),
-        told.region_of,
-        told.offsets_bytes,
-        told.geometry_of,
+        fields,
+        _column(told.region_of),
+        _column(told.offsets_bytes),
+        _column(told.geometry_of),
     )
+
+
+def _column(data: bytes) -> Column:
+    if len(data) % NUMBER_BYTES:
+        raise WireError(f"a column of {len(data)} bytes; numbers have {NUMBER_BYTES} each")
+    return Column(data)
+
+
+def _check_numbers(column: Column, count: int, what: str) -> None:
+    """Raises WireError for a number that has no thing."""
+    low, high = bounds(column.array) if len(column) else (0, -1)
+    if low < 0 or high >= count:
+        raise WireError(f"{what} number {low if low < 0 else high} is not in the message, which has {count}")
 
 
 def _all(things: Sequence[T], numbers: Sequence[int], what: str) -> tuple[T, ...]:

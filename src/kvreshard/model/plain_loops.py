@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import add, gt
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,13 +21,26 @@ def int64s(values: Sequence[int]) -> Int64s:
     return np.array(values, dtype=np.int64)
 
 
-def extent_of(addresses: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int, int, bool]:
+def extent_of(addresses: Int64s, sizes: Int64s) -> tuple[int, int, int, bool]:
     """The least address and size, where the last of some regions ends, and whether each begins where the one before ends, or after.
 
-    At least one region, and as many sizes.
+    At least one region, and as many sizes, shape (n,). 0 and False where an address or a size is negative.
     """
-    ends = list(map(add, addresses, sizes))
-    return min(addresses), min(sizes), max(ends), not any(map(gt, ends, addresses[1:]))
+    low, least = int(np.minimum.reduce(addresses)), int(np.minimum.reduce(sizes))
+    if low < 0 or least < 0:
+        return low, least, 0, False
+    ends = addresses.astype(np.uint64) + sizes.astype(np.uint64)
+    return low, least, int(np.maximum.reduce(ends)), not (ends[:-1] > addresses[1:].astype(np.uint64)).any()
+
+
+def row_kinds(columns: tuple[Int64s, ...]) -> tuple[Int64s, list[int]]:
+    """Which rows of some columns, shape (n,), are equal: the kind of each row, numbered in the order of their first rows, and those."""
+    first: dict[tuple[int, ...], int] = {}
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    for place, row in enumerate(rows):
+        first.setdefault(row, place)
+    number = {row: kind for kind, row in enumerate(first)}
+    return np.array([number[row] for row in rows], dtype=np.int64), list(first.values())
 
 
 def bounds(values: Int64s) -> tuple[int, int]:

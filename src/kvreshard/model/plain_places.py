@@ -12,13 +12,12 @@ Both answer only "yes" or "look closer", never that something is wrong; they ref
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import int64s
+from kvreshard.model.loops import bounds, int64s
 from kvreshard.model.outline import Int64s, Outline
 
 # Places of all regions together are numbers far from where they wrap around.
@@ -41,37 +40,35 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
     @staticmethod
     def of(outline: Outline, pages_of_pool: Mapping[str, int]) -> PlainSlabs | None:
         """None where somebody must look closer; names are checked before."""
-        slabs = outline.slabs
-        if not slabs or sum(outline.region_bytes) >= MAX_PLACE or min(outline.region_bytes) <= 0:
+        slabs, sizes = outline.slabs, outline.region_bytes.array
+        if not len(slabs):
             return None
-        regions = {name: number for number, name in enumerate(outline.region_names)}
+        least_bytes, most_bytes = bounds(sizes)
+        offset, size, stride = slabs.offsets_bytes.array, slabs.pages_bytes.array, slabs.strides_bytes.array
+        least_stride, most_stride = bounds(stride)
+        if least_bytes <= 0 or most_bytes * len(sizes) >= MAX_PLACE or least_stride <= 0:
+            return None
+        if max(pages_of_pool.values()) * most_stride >= MAX_PLACE:
+            return None
+        least, most = bounds(offset)
+        if least < 0 or most >= MAX_PLACE or bounds(size)[0] <= 0 or np.logical_or.reduce(stride < size):
+            return None
         pools = {name: number for number, name in enumerate(pages_of_pool)}
-        strides = [slab.page_stride_bytes for slab in slabs]
-        if max(pages_of_pool.values()) * max(strides) >= MAX_PLACE or min(strides) <= 0:
+        pool = int64s([pools[name] for name in slabs.pools])[slabs.pool_of.array]
+        num_pages = int64s(list(pages_of_pool.values()))[pool]
+        region_start = np.zeros(len(sizes), dtype=np.int64)
+        np.add.accumulate(sizes[:-1], out=region_start[1:])
+        region = slabs.region_of.array
+        end = offset + (num_pages - 1) * stride + size
+        before = region_start[region]
+        start, last = before + offset, before + end
+        if np.logical_or.reduce(end > sizes[region]):
             return None
-        try:
-            offset, size, stride, region, pool = (
-                int64s(column)
-                for column in (
-                    [slab.offset_bytes for slab in slabs],
-                    [slab.page_bytes for slab in slabs],
-                    strides,
-                    [regions[slab.region] for slab in slabs],
-                    [pools[slab.pool] for slab in slabs],
-                )
-            )
-        except OverflowError:
-            return None
-        num_pages = int64s(list(pages_of_pool.values()))
-        region_start = int64s([0, *accumulate(outline.region_bytes)][:-1])
-        if offset.min() < 0 or size.min() <= 0 or (stride < size).any() or offset.max() >= MAX_PLACE:
-            return None
-        end = offset + (num_pages[pool] - 1) * stride + size
-        start = region_start[region] + offset
-        order = np.argsort(start, kind="stable")
-        last = (region_start[region] + end)[order]
+        if np.logical_and.reduce(start[1:] >= last[:-1]):
+            return PlainSlabs(region_start, start, start + size, stride, pool, pools)
+        order = start.argsort(kind="stable")
         start = start[order]
-        if (end > outline.sizes[region]).any() or (last[:-1] > start[1:]).any():
+        if np.logical_or.reduce(last[order][:-1] > start[1:]):
             return None
         return PlainSlabs(region_start, start, start + size[order], stride[order], pool[order], pools)
 
@@ -81,17 +78,21 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
         """Whether all shards are plainly in their places. `which`: the kind of each shard, shape (shards,); of each kind the runs of its
         page, sorted, shape (n, 2), its page stride and its pool.
         """
-        first = int64s([int(runs[0, 0]) for runs in pages])
-        last = int64s([int(runs[-1, 1]) for runs in pages])
-        start = self.region_start[outline.region_numbers] + outline.offsets
-        slab = np.searchsorted(self.start, start, side="right") - 1
-        if not len(start) or slab.min() < 0 or first.min() < 0 or last.max() >= MAX_PLACE:
+        firsts = [int(runs[0, 0]) for runs in pages]
+        lasts = [int(runs[-1, 1]) for runs in pages]
+        start = self.region_start[outline.region_of.array] + outline.offsets_bytes.array
+        if not len(start) or min(firsts) < 0 or max(lasts) >= MAX_PLACE:
             return False
-        stop = start + last[which]
+        slab = self.start.searchsorted(start, side="right") - 1
+        if bounds(slab)[0] < 0:
+            return False
+        stop = start + int64s(lasts)[which]
         is_inside: NDArray[np.bool_] = stop <= self.stop[slab]
-        is_inside &= self.stride_bytes[slab] == int64s(strides)[which]
+        is_inside &= self.stride_bytes[slab] == int64s(list(strides))[which]
         is_inside &= self.pool[slab] == int64s([self.pool_numbers[pool] for pool in pools])[which]
-        if not is_inside.all():
+        if not np.logical_and.reduce(is_inside):
             return False
-        order = np.argsort(start, kind="stable")
-        return not (stop[order][:-1] > start[order][1:]).any()
+        if np.logical_and.reduce(start[1:] >= stop[:-1]):
+            return True
+        order = start.argsort(kind="stable")
+        return not np.logical_or.reduce(stop[order][:-1] > start[order][1:])

@@ -21,6 +21,7 @@ import msgspec
 
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Field
+from kvreshard.model.fields import Fields
 from kvreshard.model.form import Form
 from kvreshard.model.layout import EngineLayout, Geometry, Rank, Region, Shard, share_outlines
 from kvreshard.model.outline import Slab
@@ -228,7 +229,7 @@ def _from_wire(body: _Layout) -> EngineLayout:
             raise LayoutError(f"geometry '{key}' ({_user_of(key, body)}), {error}") from None
     return EngineLayout(
         engine=body.engine,
-        fields=tuple(
+        fields=Fields.of(
             Field(
                 field.name,
                 axes_of(field.axes),

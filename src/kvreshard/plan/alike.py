@@ -17,15 +17,18 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from kvreshard.model.field import Field
+from kvreshard.model.fields import Fields
 from kvreshard.model.layout import EngineLayout, Rank
-from kvreshard.model.outline import Int64s, Outline, firsts
+from kvreshard.model.loops import row_kinds
+from kvreshard.model.outline import Int64s, Outline
 from kvreshard.plan.lane import Lane
-from kvreshard.plan.match import differences
+from kvreshard.plan.match import differences, shape_pairs
 
 
-def shape_of(layout: EngineLayout, name: str) -> list[tuple[str, int | None]]:
+def shape_of(field: Field) -> list[tuple[str, int | None]]:
     """The axes of a field, each with its extent."""
-    return [(axis.name, axis.extent) for axis in layout.field_by_name[name].axes]
+    return [(axis.name, axis.extent) for axis in field.axes]
 
 
 class Named(msgspec.Struct, frozen=True, eq=False):
@@ -41,16 +44,17 @@ class Named(msgspec.Struct, frozen=True, eq=False):
     kinds: tuple[tuple[int, str], ...]
 
     @staticmethod
-    def of(names: tuple[str, ...], outline: Outline, shapes: Mapping[str, int]) -> Named:
+    def of(names: tuple[str, ...], outline: Outline, fields: Fields) -> Named:
         """Found once for all lanes of one family: they have one tuple of names."""
         lacking, held = tuple[str, ...](), names
-        if not all(map(outline.number_of_field.__contains__, names)):
-            lacking = tuple(name for name in names if name not in outline.number_of_field)
-            held = tuple(name for name in names if name in outline.number_of_field)
-        shards = outline.numbers(held)
-        alike = zip(outline.geometry_numbers[shards].tolist(), map(shapes.__getitem__, held), strict=True)
-        room_bytes = outline.sizes[outline.region_numbers[shards]] - outline.offsets[shards]
-        return Named(lacking, shards, room_bytes, tuple((kind[0], name) for kind, name in firsts(alike, held).items()))
+        if not outline.fields.have_all(names):
+            lacking = tuple(name for name in names if name not in outline.fields)
+            held = tuple(name for name in names if name in outline.fields)
+        shards = outline.fields.numbers(held)
+        geometries = outline.geometry_of.array[shards]
+        _, rows = row_kinds((geometries, fields.kinds_of(held)))
+        room_bytes = outline.region_bytes.array[outline.region_of.array[shards]] - outline.offsets_bytes.array[shards]
+        return Named(lacking, shards, room_bytes, tuple((int(geometries[row]), held[row]) for row in rows))
 
 
 class Seen:
@@ -58,41 +62,39 @@ class Seen:
 
     def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
         self._src, self._dst = src, dst
-        self._shapes: dict[int, Mapping[tuple[int, int], str]] = {}
+        self._shapes: dict[int, Mapping[tuple[int, int], tuple[Field, Field]]] = {}
         self._named: dict[tuple[int, int, int], Named] = {}
         self._compared: set[tuple[int, int]] = set()
         self._drawn: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
-        for number, name in {number: name for name, number in dst.shape_numbers.items()}.items():
-            self._drawn[tuple(shape_of(dst, name))].add(number)
+        for field in dst.fields.shapes:
+            self._drawn[tuple(shape_of(field))].add(dst.fields.kind_of(field.name))
 
-    def shapes(self, names: tuple[str, ...]) -> Mapping[tuple[int, int], str]:
+    def shapes(self, names: tuple[str, ...]) -> Mapping[tuple[int, int], tuple[Field, Field]]:
         """Every pair of shapes that these fields have on both sides, with a field."""
         found = self._shapes.get(id(names))
         if found is None:
-            src, dst = (map(layout.shape_numbers.__getitem__, names) for layout in (self._src, self._dst))
-            found = self._shapes[id(names)] = firsts(zip(src, dst, strict=True), names)
+            found = self._shapes[id(names)] = shape_pairs(self._src, self._dst, names)
         return found
 
     def differences(self, names: tuple[str, ...]) -> Iterator[str]:
         """In what the two engines' fields differ, once for each pair of shapes."""
-        src, dst = self._src, self._dst
-        for pair, name in self.shapes(names).items():
+        for pair, (src, dst) in self.shapes(names).items():
             if pair not in self._compared:
                 self._compared.add(pair)
-                found = differences(src.engine, src.field_by_name[name], dst.engine, dst.field_by_name[name])
-                yield from (f"field '{name}'{finding}" for finding in found)
+                found = differences(self._src.engine, src, self._dst.engine, dst)
+                yield from (f"field '{src.name}'{finding}" for finding in found)
 
     def drawn(self, lane: Lane) -> tuple[str, ...]:
         """Those of a lane's fields that have its axes: the same tuple if all have."""
         drawn = self._drawn[tuple((axis.name, axis.extent) for axis in lane.axes)]
         if all(shape in drawn for _, shape in self.shapes(lane.fields)):
             return lane.fields
-        return tuple(name for name in lane.fields if self._dst.shape_numbers[name] in drawn)
+        return tuple(name for name in lane.fields if self._dst.fields.kind_of(name) in drawn)
 
     def named(self, names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> Named:
         """These fields in a rank's outline."""
         key = id(names), id(rank.outline), id(layout)
         found = self._named.get(key)
         if found is None:
-            found = self._named[key] = Named.of(names, rank.outline, layout.shape_numbers)
+            found = self._named[key] = Named.of(names, rank.outline, layout.fields)
         return found

@@ -12,8 +12,8 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from itertools import combinations, repeat
+from collections.abc import Generator, Iterator, Sequence
+from itertools import combinations
 from math import prod
 from operator import itemgetter
 
@@ -22,7 +22,8 @@ import numpy as np
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
-from kvreshard.model.outline import firsts
+from kvreshard.model.loops import row_kinds
+from kvreshard.model.outline import Int64s
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.alike import Seen, shape_of
 from kvreshard.plan.cover import count_common, exact_period, overlaps
@@ -32,6 +33,9 @@ from kvreshard.plan.route import Route
 
 # Of one field. More are first looked at together: which of them have cells in common at all.
 FEW_LANES = 4
+
+Placed = tuple[int, Lane]
+"""A lane, and its place among those of the route."""
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
@@ -50,7 +54,7 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     seen = Seen(src, dst)
-    lanes_of: dict[int, tuple[tuple[str, ...], list[tuple[int, Lane]]]] = {}
+    lanes_of: dict[int, tuple[tuple[str, ...], list[Placed]]] = {}
     for position, lane in enumerate(route.lanes):
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
@@ -59,28 +63,32 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         yield from _lane_faults(lane, rank, dst, "destination", seen)
         names = seen.drawn(lane)
         lanes_of.setdefault(id(names), (names, []))[1].append((position, lane))
-    places = _places({place: names for place, (names, _) in lanes_of.items()})
+    drawn, drawn_by = _drawn_by(
+        [(seen.named(names, rank, dst).shards, lanes) for names, lanes in lanes_of.values()], rank
+    )
     outline = rank.outline
-    drawn_by = map(places.get, outline.fields, repeat(()))
-    alike = zip(outline.geometry_of, map(src.field_by_name.__contains__, outline.fields), drawn_by, strict=True)
-    for (number, is_matched, drawn), name in firsts(alike, outline.fields).items():
-        if is_matched:
-            drawing = [found for place in drawn for found in lanes_of[place][1]]
-            lanes = [lane for _, lane in sorted(drawing, key=itemgetter(0))]
-            yield from _cover_faults(name, rank.geometries[number], lanes, rank, dst)
+    is_matched = np.ones(len(drawn), dtype=np.int64)
+    if not src.fields.names.have_all(outline.fields.all):
+        is_matched[:] = [name in src.fields.names for name in outline.fields]
+    for row in row_kinds((outline.geometry_of.array, is_matched, drawn))[1]:
+        if is_matched[row]:
+            lanes = [lane for _, lane in sorted(drawn_by[int(drawn[row])], key=itemgetter(0))]
+            yield from _cover_faults(outline.fields[row], rank.geometries[outline.geometry_of[row]], lanes, rank, dst)
 
 
-def _places(names_of: Mapping[int, tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
-    """Each name with the places that have it, as often as they do."""
-    found: dict[str, tuple[int, ...]] = {}
-    for place, names in names_of.items():
-        here = dict.fromkeys(names, (place,))
-        if len(here) == len(names) and found.keys().isdisjoint(here):  # mostly a field is of one family
-            found.update(here)
-            continue
-        for name in names:
-            found[name] = (*found.get(name, ()), place)
-    return found
+def _drawn_by(lanes_of: Sequence[tuple[Int64s, list[Placed]]], rank: Rank) -> tuple[Int64s, Sequence[Sequence[Placed]]]:
+    """Per shard of a rank a number, and what that stands for: the lanes that have it, each as often as it does."""
+    numbers = np.zeros(len(rank.outline.fields), dtype=np.int64)
+    for number, (shards, _) in enumerate(lanes_of, 1):
+        numbers[shards] = number
+    # Mostly a field is of one family, once.
+    if int(np.count_nonzero(numbers)) == sum(len(shards) for shards, _ in lanes_of):
+        return numbers, [(), *(lanes for _, lanes in lanes_of)]
+    drawing: list[tuple[Placed, ...]] = [()] * len(numbers)
+    for shards, lanes in lanes_of:
+        for shard in shards.tolist():
+            drawing[shard] = (*drawing[shard], *lanes)
+    return np.arange(len(numbers), dtype=np.int64), drawing
 
 
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
@@ -91,7 +99,7 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
     reach = 0  # of the longest kind; kinds that differ in it differ from the lane too, which is a fault of theirs
     for number, name in named.kinds:
-        field = layout.field_by_name[name]
+        field = layout.fields.called(name)
         behind = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
         reach = max(reach, min(behind, MAX_ADDRESS - 1))
     if len(bases) != len(names):
@@ -119,8 +127,8 @@ def _geometry_faults(
             yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
-    if [(axis.name, axis.extent) for axis in lane.axes] != shape_of(layout, field.name):
-        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {shape_of(layout, field.name)}"
+    if [(axis.name, axis.extent) for axis in lane.axes] != shape_of(field):
+        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {shape_of(field)}"
     if field.sequence is not None:
         yield from _sequence_faults(lane, field.sequence, who, source)
     stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
@@ -171,7 +179,7 @@ def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iter
 
 
 def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:
-    field = dst.field_by_name[name]
+    field = dst.fields.called(name)
     held = {mapped.axis: mapped.owned for mapped in geometry.axes}
     for lane in lanes:
         for axis in lane.axes:

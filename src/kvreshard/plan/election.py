@@ -63,9 +63,9 @@ class Election:
         return {rank: appointed.get(rank, self.readers[rank]) for rank in self.src_ranks}
 
 
-def elect(src: EngineLayout, dst: EngineLayout, names: list[str]) -> Election:
+def elect(src: EngineLayout, dst: EngineLayout, names: Sequence[str]) -> Election:
     """The whole table. Raises LayoutMismatch where the source has a hole."""
-    found = families(src, dst, names)
+    found = families(src, dst, tuple(names))
     budget = Budget(src, dst)
     wanted: list[_Cell] = []
     num_atoms = 0

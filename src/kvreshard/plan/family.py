@@ -6,12 +6,12 @@ pipeline stage. What is found for one of them holds for all.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout, Geometry
+from kvreshard.model.loops import row_kinds
 from kvreshard.model.ownership import Ownership
 
 Box = tuple[Ownership, ...]
@@ -28,20 +28,17 @@ class Family:
     dst: Mapping[int, Geometry]
 
 
-def families(src: EngineLayout, dst: EngineLayout, names: list[str]) -> tuple[Family, ...]:
+def families(src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]) -> tuple[Family, ...]:
     """The named fields, grouped by equal geometry on all ranks, in the order of `names`."""
-    src_holders, dst_holders = src.holder_numbers, dst.holder_numbers
-    grouped: defaultdict[object, list[str]] = defaultdict(list)
-    kinds = (
-        map(dst.shape_numbers.__getitem__, names),
-        map(src_holders.get, names),
-        map(dst_holders.__getitem__, names),
-    )
-    for name, kind in zip(names, zip(*kinds, strict=True), strict=True):
-        grouped[kind].append(name)
+    holders = (layout.holder_numbers[layout.fields.names.numbers(names)] for layout in (src, dst))
+    which, firsts = row_kinds((dst.fields.kinds_of(names), *holders))
+    members: list[tuple[str, ...]] = [names]
+    if len(firsts) != 1:
+        grouped: list[list[str]] = [[] for _ in firsts]
+        for name, kind in zip(names, which.tolist(), strict=True):
+            grouped[kind].append(name)
+        members = list(map(tuple, grouped))
     return tuple(
-        Family(
-            tuple(members), dst.field_by_name[members[0]], dict(src.holders(members[0])), dict(dst.holders(members[0]))
-        )
-        for members in grouped.values()
+        Family(fields, dst.fields.called(fields[0]), dict(src.holders(fields[0])), dict(dst.holders(fields[0])))
+        for fields in members
     )

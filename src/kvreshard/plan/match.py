@@ -16,7 +16,7 @@ import msgspec
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
-from kvreshard.model.outline import firsts
+from kvreshard.model.loops import row_kinds
 
 SHOWN = 8
 SHOWN_FIELDS = 3
@@ -35,22 +35,22 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
     found_of: dict[tuple[int, int], list[str]] = {}
-    if src.field_by_name.keys() == dst.field_by_name.keys():
-        kinds = (map(layout.shape_numbers.__getitem__, src.field_by_name) for layout in (src, dst))
-        alike = firsts(zip(*kinds, strict=True), src.fields).values()
-        if not any(differences(src.engine, field, dst.engine, dst.field_by_name[field.name]) for field in alike):
-            return Match(tuple(filter(dst.held_fields.__contains__, dst.field_by_name)), ())
+    if len(src.fields) == len(dst.fields) and src.fields.names.have_all(dst.fields.names.all):
+        pairs = shape_pairs(src, dst, dst.fields.names.all).values()
+        if not any(differences(src.engine, one, dst.engine, other) for one, other in pairs):
+            return Match(dst.held_fields, ())
+    held = set(dst.held_fields)
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
             (warnings if field.optional else findings)[_one_sided(field, dst, src)].append(field.name)
             continue
-        shapes = src.shape_numbers[field.name], dst.shape_numbers[field.name]
+        shapes = src.fields.kind_of(field.name), dst.fields.kind_of(field.name)
         if shapes not in found_of:
             found_of[shapes] = differences(src.engine, other, dst.engine, field)
         for finding in found_of[shapes]:
             findings[finding].append(field.name)
-        if field.name in dst.held_fields:
+        if field.name in held:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:
@@ -59,6 +59,18 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
         more = f" (and {len(findings) - SHOWN} more)" if len(findings) > SHOWN else ""
         raise LayoutMismatch("; ".join(_told(findings)[:SHOWN]) + more)
     return Match(tuple(names), tuple(_told(warnings)))
+
+
+def shape_pairs(
+    src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]
+) -> Mapping[tuple[int, int], tuple[Field, Field]]:
+    """Every pair of shapes that fields of these names, which both engines have, are of: their kinds, and the first field of each."""
+    kinds = src.fields.kinds_of(names), dst.fields.kinds_of(names)
+    _, rows = row_kinds(kinds)
+    return {
+        (int(kinds[0][row]), int(kinds[1][row])): (src.fields.called(names[row]), dst.fields.called(names[row]))
+        for row in rows
+    }
 
 
 def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:

@@ -100,7 +100,7 @@ def compile_route(
             f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}"
         )
     matched = match_fields(src, dst)
-    table = election if election is not None else elect(src, dst, list(matched.names))
+    table = election if election is not None else elect(src, dst, matched.names)
     num_pairs = sum(len(boxes) ** 2 // 2 for (rank, _), boxes in table.boxes.items() if rank == dst_rank)
     if num_pairs > MAX_LANE_PAIRS:
         raise LayoutMismatch(
@@ -175,8 +175,9 @@ def _lane(
 
 
 def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
-    from_shards, to_shards = src.outline.numbers(fields), dst.outline.numbers(fields)
-    regions = src.outline.region_numbers[from_shards] * len(dst.addresses) + dst.outline.region_numbers[to_shards]
+    from_shards, to_shards = (rank.outline.fields.numbers(fields) for rank in (src, dst))
+    from_regions, to_regions = src.outline.region_of.array[from_shards], dst.outline.region_of.array[to_shards]
+    regions = from_regions * len(dst.addresses) + to_regions
     return Bases(src.bases[from_shards], dst.bases[to_shards], regions)
 
 

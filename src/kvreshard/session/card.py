@@ -35,8 +35,13 @@ def _with_plain_layout(tree: Tree) -> Tree:
     return {**tree, "layout": wire.encode(packed.decode(tree["layout"]))}
 
 
+def _with_lists(tree: Tree) -> Tree:
+    """Version 2 read packed layouts of version 1."""
+    return {**tree, "layout": packed.encode(packed.decode(tree["layout"]), 1)}
+
+
 # A card of a new version carries a layout of the form that was new then: its steps take the layout along.
-CARD = Form(FORM, (Step(up=dict, down=_with_plain_layout),))
+CARD = Form(FORM, (Step(up=dict, down=_with_plain_layout), Step(up=dict, down=_with_lists)))
 VERSION = CARD.version
 MAX_CARD_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024

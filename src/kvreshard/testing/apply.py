@@ -67,7 +67,7 @@ def poison_new_pages(layout: EngineLayout, memory: Mapping[tuple[int, str], Byte
 
 def compile_all(src: EngineLayout, dst: EngineLayout) -> list[Route]:
     """The routes of all destination ranks, from one election."""
-    table = elect(src, dst, list(match_fields(src, dst).names))
+    table = elect(src, dst, match_fields(src, dst).names)
     return [compile_route(src, dst, rank.rank, election=table) for rank in dst.ranks]
 
 

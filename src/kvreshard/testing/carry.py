@@ -102,7 +102,7 @@ def carry(
     fabric = Fabric()
     near = {rank.rank: source.transport(fabric, rank, f"src{rank.rank}") for rank in source.layout.ranks}
     far = {rank.rank: target.transport(fabric, rank, f"dst{rank.rank}") for rank in target.layout.ranks}
-    table = elect(source.layout, target.layout, list(match_fields(source.layout, target.layout).names))
+    table = elect(source.layout, target.layout, match_fields(source.layout, target.layout).names)
     routes = {rank: compile_route(source.layout, target.layout, rank, election=table, way=way) for rank in far}
     if is_push:
         for rank, route in routes.items():

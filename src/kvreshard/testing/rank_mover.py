@@ -83,7 +83,7 @@ class RankMover:
         started_s = time.monotonic()
         self._src, self._dst = wire.decode(load.src), wire.decode(load.dst)
         self._rank, self._is_source = load.rank, load.is_source
-        election = elect(self._src, self._dst, list(match_fields(self._src, self._dst).names))
+        election = elect(self._src, self._dst, match_fields(self._src, self._dst).names)
         ranks = election.readers[load.rank] if load.is_source else (load.rank,)
         self._routes: dict[int, Route] = {
             rank: compile_route(self._src, self._dst, rank, election=election, cost=load.cost, way=load.way)

@@ -260,7 +260,7 @@ def _move(
 
 def _missing_reports(ranks: Ranks, src: EngineLayout, dst: EngineLayout, num_requests: int) -> tuple[str, ...]:
     """Sentences about source ranks that did not get each reporter's word about each request exactly once."""
-    reporters = elect(src, dst, list(match_fields(src, dst).names)).reporters
+    reporters = elect(src, dst, match_fields(src, dst).names).reporters
     number_of = {rank.rank: len(src.ranks) + index for index, rank in enumerate(dst.ranks)}
     found = []
     for number, rank in enumerate(src.ranks):

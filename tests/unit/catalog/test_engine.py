@@ -58,7 +58,7 @@ def test_any_engine_reaches_any_other(model: str) -> None:
     for src, dst in zip(engines, shuffled, strict=True):
         names = match_fields(src, dst).names
         assert all(name in names or name.startswith("mtp.") for name in dst.field_by_name)
-        election = elect(src, dst, list(names))
+        election = elect(src, dst, names)
         for rank in dst.ranks:
             route = compile_route(src, dst, rank.rank, election=election)
             assert all(warning.startswith(("field 'mtp.", "fields 'mtp.")) for warning in route.warnings)

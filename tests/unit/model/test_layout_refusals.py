@@ -23,6 +23,7 @@ from kvreshard.model import (
     split_evenly,
 )
 from kvreshard.model.changed import replace
+from kvreshard.model.fields import Fields
 
 TOKEN, HEAD = Axis("token", None), Axis("head", 4)
 FIELD = Field("k", (TOKEN, HEAD), 2, "bf16")
@@ -39,7 +40,7 @@ def layout(**parts: Any) -> EngineLayout:
     shards = parts.get("shards", (Shard("k", "kv", parts.get("offset", 0), geometry),))
     rank = Rank.of(0, (), parts.get("regions", (REGION,)), parts.get("slabs", (SLAB,)), shards)
     return EngineLayout(
-        "prefill", parts.get("fields", (FIELD,)), parts.get("groups", (GROUP,)), parts.get("ranks", (rank,))
+        "prefill", Fields.of(parts.get("fields", (FIELD,))), parts.get("groups", (GROUP,)), parts.get("ranks", (rank,))
     )
 
 

@@ -109,12 +109,12 @@ def test_regions_are_looked_at_alike() -> None:
     rng = random.Random(seed)
     for _ in range(500):
         count = rng.randint(1, 5)
-        most = rng.choice([4, 1 << 40, 1 << 62, 1 << 63, 1 << 64])
+        most = rng.choice([4, 1 << 40, 1 << 62, (1 << 63) - 1])
         addresses = sorted(rng.randint(-1 if rng.random() < 0.2 else 0, most) for _ in range(count))
         if rng.random() < 0.5:
             rng.shuffle(addresses)
         sizes = [rng.choice([0, 1, -1 if rng.random() < 0.2 else 2, most]) for _ in range(count)]
-        given = tuple(addresses), tuple(sizes)
+        given = np.array(addresses, dtype=np.int64), np.array(sizes, dtype=np.int64)
         assert compiled.extent_of(*given) == plain_loops.extent_of(*given), (seed, given)
         for numbers in (addresses, tuple(addresses), [True, 2], (), range(3)):
             if max(numbers, default=0) < 1 << 63:
@@ -123,11 +123,44 @@ def test_regions_are_looked_at_alike() -> None:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_regions_follow_one_another_or_do_not(form: ModuleType) -> None:
-    assert form.extent_of((8, 16, 40), (8, 24, 1)) == (8, 1, 41, True)
-    assert form.extent_of((8, 16, 40), (9, 24, 1)) == (8, 1, 41, False)
-    assert form.extent_of((8, 16, 40), (8, 25, 0)) == (8, 0, 41, False)
-    assert form.extent_of((40, 0), (2**63, 3)) == (0, 3, 2**63 + 40, False)
-    assert form.extent_of((-1,), (-2,)) == (-1, -2, -3, True)
+    for addresses, sizes, found in (
+        ((8, 16, 40), (8, 24, 1), (8, 1, 41, True)),
+        ((8, 16, 40), (9, 24, 1), (8, 1, 41, False)),
+        ((8, 16, 40), (8, 25, 0), (8, 0, 41, False)),
+        ((40, 0), (2**63 - 1, 3), (0, 3, 2**63 + 39, False)),
+        ((-1,), (-2,), (-1, -2, 0, False)),
+        ((5, -1), (7, 2), (-1, 2, 0, False)),
+    ):
+        assert form.extent_of(np.array(addresses), np.array(sizes)) == found
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_rows_are_numbered_by_what_they_are(form: ModuleType) -> None:
+    one, other = np.array([7, 7, 5, 7, 5, -1]), np.array([0, 1, 0, 0, 0, 0])
+    which, firsts = form.row_kinds((one, other))
+    assert (which.tolist(), firsts) == ([0, 1, 2, 0, 2, 3], [0, 1, 2, 5])
+    assert form.row_kinds((one,))[1] == [0, 2, 5]
+    assert form.row_kinds((one[::2], other[:3]))[0].tolist() == [0, 1, 2]
+    which, firsts = form.row_kinds((one[:0],))
+    assert (which.dtype, which.tolist(), firsts) == (np.int64, [], [])
+    with pytest.raises(ValueError):  # noqa: PT011 (of either form, in its own words)
+        form.row_kinds((one, other[:2]))
+
+
+@needs_compiled
+def test_rows_are_numbered_alike_however_many_kinds_there_are(run_seed: int) -> None:
+    assert compiled is not None
+    rng = np.random.default_rng(run_seed)
+    for _ in range(300):
+        most = int(rng.choice([1, 2, 5, 40, 1000]))
+        num_rows, num_columns = int(rng.choice([0, 1, 2, 33, 200])), int(rng.integers(1, 6))
+        columns = tuple(rng.integers(0, most, num_rows) for _ in range(num_columns))
+        (which, firsts), (plainly, plain_firsts) = compiled.row_kinds(columns), plain_loops.row_kinds(columns)
+        assert (which.tolist(), firsts) == (plainly.tolist(), plain_firsts)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_numbers_have_64_bits(form: ModuleType) -> None:
     with pytest.raises(OverflowError):
         form.int64s((1, 2**63))
     assert form.int64s((-(2**63), 2**63 - 1)).tolist() == [-(2**63), 2**63 - 1]

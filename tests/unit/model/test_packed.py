@@ -13,7 +13,9 @@ from tests.unit.model.test_wire_refusals import HOSTILE, leaves, plan, replaced
 from kvreshard.kinds import Attention, Latent
 from kvreshard.model import EngineLayout, LayoutError, Rank, WireError, packed, wire
 from kvreshard.model.changed import replace
-from kvreshard.model.outline import Outline
+from kvreshard.model.column import Column
+from kvreshard.model.names import Names
+from kvreshard.model.outline import Outline, Slab, Slabs
 from kvreshard.plan.route import compile_route
 from kvreshard.testing.pairs import make_pair
 from kvreshard.testing.small import engine
@@ -27,6 +29,11 @@ def trip(layout: EngineLayout) -> EngineLayout:
 
 def tree_of(layout: EngineLayout) -> Any:
     return msgspec.msgpack.decode(packed.encode(layout))
+
+
+def data(*numbers: int) -> bytes:
+    """A column, as it travels."""
+    return Column.of(numbers).data
 
 
 def decode(message: bytes) -> EngineLayout | None:
@@ -137,22 +144,38 @@ def test_hostile_values_raise_nothing_else(run_seed: int) -> None:
         (lambda tree: tree["ranks"][0].update(outline=7), "outline number 7 is not in the message, which has 1"),
         (lambda tree: tree["ranks"][0].update(geometries=[9]), "geometry number 9 is not in the message"),
         (lambda tree: tree["ranks"][0].update(geometries=[]), "rank 0: 0 geometries, but a shard has number 0"),
-        (lambda tree: tree["ranks"][0].update(addresses=[]), "rank 0: 0 addresses on 0 devices for 1 regions"),
+        (lambda tree: tree["ranks"][0].update(addresses=data()), "rank 0: 0 addresses on 0 devices for 1 regions"),
         (lambda tree: tree["ranks"][0].update(devices=["cpu", "cpu"]), "1 addresses on 2 devices for 1 regions"),
-        (lambda tree: tree["ranks"][0].update(addresses=[-8]), "region 'kv': .* bytes at address -8"),
-        (lambda tree: tree["ranks"][0].update(addresses=[2**63 - 1]), "below address 2"),
+        (lambda tree: tree["ranks"][0].update(addresses=data(-8)), "region 'kv': .* bytes at address -8"),
+        (lambda tree: tree["ranks"][0].update(addresses=data(2**63 - 1)), "below address 2"),
         (lambda tree: tree["geometries"][0].__setitem__(2, [0, 99]), "map number 99 is not in the message"),
-        (lambda tree: tree.update(shape_of=[5, 0]), "shape number 5 is not in the message, which has 1"),
-        (lambda tree: tree.update(shape_of=[0]), "2 fields and 1 numbers of shapes"),
-        (lambda tree: tree["outlines"][0].update(fields=[0, 8]), "field number 8 is not in the message"),
-        (lambda tree: tree["outlines"][0]["slabs"][0].__setitem__(0, 3), "group number 3 is not in the message"),
-        (lambda tree: tree["outlines"][0]["slabs"][0].__setitem__(1, 3), "region number 3 is not in the message"),
-        (lambda tree: tree["outlines"][0].update(region_of=[0, 1]), "regions 0 to 1 of 1"),
-        (lambda tree: tree["outlines"][0].update(offsets_bytes=[0]), "2 regions, 1 offsets and 2 geometries"),
-        (lambda tree: tree["outlines"][0].update(offsets_bytes=[0, 10**6]), "starts at byte 1000000 of region 'kv'"),
-        (lambda tree: tree["outlines"][0].update(region_bytes=[0]), "0 bytes at address"),
-        (lambda tree: tree["outlines"][0].update(region_of=[0, -1]), r"at `\$\.outlines"),
-        (lambda tree: tree.update(version=9), "version 9; this side reads versions 1 to 1"),
+        (lambda tree: tree.update(shape_of=data(5, 0)), "shape number 5 is not in the message, which has 1"),
+        (lambda tree: tree.update(shape_of=data(0)), "2 fields and 1 numbers of shapes"),
+        (lambda tree: tree["outlines"][0].update(fields=data(0, 8)), "field number 8 is not in the message"),
+        (lambda tree: tree["outlines"][0]["slabs"].update(group_of=data(3)), "group number 3 is not in the message"),
+        (
+            lambda tree: tree["outlines"][0]["slabs"].update(region_of=data(3)),
+            "region number 3 is not in the message",
+        ),
+        (lambda tree: tree["outlines"][0].update(region_of=data(0, 1)), "regions 0 to 1 of 1"),
+        (lambda tree: tree["outlines"][0].update(offsets_bytes=data(0)), "2 regions, 1 offsets and 2 geometries"),
+        (
+            lambda tree: tree["outlines"][0].update(offsets_bytes=data(0, 10**6)),
+            "starts at byte 1000000 of region 'kv'",
+        ),
+        (lambda tree: tree["outlines"][0].update(region_bytes=data(0)), "0 bytes at address"),
+        (lambda tree: tree["outlines"][0].update(region_of=data(0, -1)), "regions -1 to 0 of 1"),
+        (lambda tree: tree["outlines"][0].update(fields=data(0, -1)), "field number -1 is not in the message"),
+        (
+            lambda tree: tree["outlines"][0]["slabs"].update(group_of=data(-1)),
+            "group number -1 is not in the message",
+        ),
+        (lambda tree: tree["outlines"][0]["slabs"].update(offsets_bytes=data(0, 0)), "1 regions, 2 offsets, 1 strides"),
+        (lambda tree: tree["outlines"][0].update(offsets_bytes=b"1234567"), "a column of 7 bytes; numbers have 8 each"),
+        (lambda tree: tree["outlines"][0].update(offsets_bytes=[0, 0]), r"at `\$\.outlines"),
+        (lambda tree: tree.update(shape_of=data(0, -1)), "shape number -1 is not in the message"),
+        (lambda tree: tree.update(fields=["layers.0.k", ""]), "a field has no name"),
+        (lambda tree: tree.update(version=9), "version 9; this side reads versions 1 to 2"),
         (lambda tree: tree.update(form="kvreshard.lease"), "'kvreshard.lease', not a 'kvreshard.layout.packed'"),
         (lambda tree: tree.update(engine="a\nb"), r"at `\$\.engine`"),
         (lambda tree: tree.update(typo=1), "typo"),
@@ -193,16 +216,61 @@ def test_shards_of_a_rank_are_those_that_it_was_made_of() -> None:
 
 
 def test_columns_have_one_length() -> None:
+    kv, none, slabs = Names(("kv",)), Column.of(()), Slabs.of("rank 0", (), Names(()))
     with pytest.raises(LayoutError, match="1 regions with 0 sizes"):
-        Outline(("kv",), (), (), (), (), (), ())
+        Outline(kv, none, slabs, Names(()), none, none, none)
     with pytest.raises(LayoutError, match=r"numbers begin at 0"):
-        Outline(("kv",), (8,), (), ("k",), (0,), (0,), (-1,))
+        Outline(kv, Column.of((8,)), slabs, Names(("k",)), Column.of((0,)), Column.of((0,)), Column.of((-1,)))
+    elsewhere = Slabs.of("rank 0", (Slab("pool", "kv", 0, 8, 8),), kv)
+    with pytest.raises(LayoutError, match=r"0 regions whose slabs lie in others"):
+        Outline(Names(()), none, elsewhere, Names(()), none, none, none)
+
+
+def test_version_1_is_read_and_written() -> None:
+    """It had lists of numbers where version 2 has the bytes of columns."""
+    layouts = [engine("prefill", tp=4), engine("prefill", stages=(0, 1), tp=2), make_pair("raw", 3).src]
+    for layout in layouts:
+        message = packed.encode(layout, 1)
+        tree = msgspec.msgpack.decode(message)
+        assert tree["version"] == 1
+        assert tree["outlines"][0]["offsets_bytes"] == list(layout.ranks[0].outline.offsets_bytes)
+        assert [(told[1], *told[2:]) for told in tree["outlines"][0]["slabs"]] == [
+            (
+                layout.ranks[0].outline.region_names.number_of[s.region],
+                s.offset_bytes,
+                s.page_stride_bytes,
+                s.page_bytes,
+            )
+            for s in layout.ranks[0].slabs
+        ]
+        assert tree["ranks"][0]["addresses"] == [region.address for region in layout.ranks[0].regions]
+        assert packed.decode(message) == layout
+    with pytest.raises(WireError, match="version 3; this side reads versions 1 to 2"):
+        packed.encode(layouts[0], 3)
+
+
+@pytest.mark.parametrize("hostile", [*HOSTILE, [2**63], ["1"], [1.5], [[0]], [None]])
+def test_hostile_values_of_version_1_raise_nothing_else(hostile: Any) -> None:
+    value = msgspec.msgpack.decode(packed.encode(engine("prefill"), 1))
+    for path in leaves(value):
+        decode(replaced(value, path, hostile, "msgpack"))
+    for key in ("region_bytes", "slabs", "fields", "offsets_bytes"):
+        tree = msgspec.msgpack.decode(packed.encode(engine("prefill"), 1))
+        tree["outlines"][0][key] = hostile
+        decode(msgspec.msgpack.encode(tree))
+
+
+def test_shapes_that_are_said_twice_are_one() -> None:
+    layout = engine("prefill")
+    tree = tree_of(layout)
+    tree.update(shapes=[*tree["shapes"], *tree["shapes"]], shape_of=data(1, 0))
+    assert packed.decode(msgspec.msgpack.encode(tree)) == layout
 
 
 @pytest.mark.parametrize("address", [-8, 2**63 - 8])
 def test_an_address_of_any_rank_lies_in_memory(address: int) -> None:
     tree = tree_of(engine("prefill", tp=2))
-    tree["ranks"][1]["addresses"] = [address]
+    tree["ranks"][1]["addresses"] = data(address)
     with pytest.raises(LayoutError, match=f"region 'kv': .* bytes at address {address}"):
         packed.decode(msgspec.msgpack.encode(tree))
 

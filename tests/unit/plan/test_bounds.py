@@ -12,6 +12,7 @@ from kvreshard.model import layout_check as checks
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.changed import replace
 from kvreshard.model.field import Axis, Field
+from kvreshard.model.fields import Fields
 from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard
 from kvreshard.model.outline import Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
@@ -33,7 +34,7 @@ def flat(name: str, axes: list[tuple[Axis, Ownership, tuple[Digit, ...]]], num_p
     stride = 1 << 50
     return EngineLayout(
         name,
-        (Field("f", tuple(axis for axis, _, _ in axes), 1, "bytes"),),
+        Fields.of([Field("f", tuple(axis for axis, _, _ in axes), 1, "bytes")]),
         (Group("g", "p", num_pages, tokens),),
         (
             Rank.of(
@@ -67,7 +68,7 @@ def planes(num_fields: int) -> EngineLayout:
     slabs = tuple(Slab("p", "r", 100 * head, num_fields, num_fields) for head in range(4))
     shards = tuple(Shard(field.name, "r", number, shape) for number, field in enumerate(fields))
     return EngineLayout(
-        "x", fields, (Group("g", "p", 3, None),), (Rank.of(0, (), (Region("r", 0, 400),), slabs, shards),)
+        "x", Fields.of(fields), (Group("g", "p", 3, None),), (Rank.of(0, (), (Region("r", 0, 400),), slabs, shards),)
     )
 
 

@@ -14,7 +14,7 @@ from kvreshard.testing.small import engine, request
 
 
 def election(src: EngineLayout, dst: EngineLayout) -> Election:
-    return elect(src, dst, list(match_fields(src, dst).names))
+    return elect(src, dst, match_fields(src, dst).names)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_many_replicas_cost_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engines_that_exist_take_a_part_of_the_budget(ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_STEPS", budget.MAX_STEPS // 4)
     src, dst = odd("prefill", ranks[0], 1), odd("decode", ranks[1], 1)
-    table = elect(src, dst, list(match_fields(src, dst).names))
+    table = elect(src, dst, match_fields(src, dst).names)
     assert compile_route(src, dst, 0, election=table).src_ranks == tuple(range(0, ranks[0], math.gcd(*ranks)))
 
 
