@@ -140,10 +140,22 @@ MUTANTS = [
         "rows[:, 0], rows[:, 1] = self.address[: last - first], length_bytes",
     ),
     Mutant(
+        "regions that a peer tells of in any order are in order",
+        "transport/regions.py",
+        "if least_bytes <= 0 or not are_in_order:",
+        "if least_bytes <= 0:",
+    ),
+    Mutant(
+        "a region that a peer tells of ends a byte late",
+        "transport/regions.py",
+        "(start + (size - 1)).astype(np.uint64)",
+        "(start + size).astype(np.uint64)",
+    ),
+    Mutant(
         "a piece may end in the next region",
         "transport/regions.py",
-        "last < self.regions[region].end",
-        "last < self.regions[-1].end",
+        "last <= int(self._last[region])",
+        "last <= int(self._last[-1])",
     ),
     Mutant(
         "what was found for other regions is used",

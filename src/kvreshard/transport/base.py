@@ -60,6 +60,12 @@ class Direction(enum.Enum):
     """Push: local bytes to remote memory."""
 
 
+def is_device(text: str) -> bool:
+    """Whether this names a device: "cpu", or "cuda:" and a number."""
+    kind, _, number = text.partition(":")
+    return text == "cpu" or (kind == "cuda" and number.isascii() and number.isdigit())
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
     """Memory that peers may touch: `size_bytes` bytes from `address` on `device` ("cpu" or "cuda:N").
@@ -79,8 +85,7 @@ class MemoryRegion:
                 f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the 64-bit address space; "
                 "give a positive size and the address of its first byte"
             )
-        kind, _, number = self.device.partition(":")
-        if not (self.device == "cpu" or (kind == "cuda" and number.isascii() and number.isdigit())):
+        if not is_device(self.device):
             raise TransportError(f"region at {self.address:#x} is on device {self.device!r}; known: 'cpu', 'cuda:N'")
 
     @property

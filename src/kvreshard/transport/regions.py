@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import reach
-from kvreshard.transport.base import Addresses, MemoryRegion, TransportError
+from kvreshard.model.loops import extent_of, int64s, reach
+from kvreshard.transport.base import Addresses, MemoryRegion, TransportError, is_device
 
 METADATA_VERSION = 1
 
@@ -31,20 +32,55 @@ _ONE = np.uint64(1)
 class RegionTable:
     """Registered regions of one rank, sorted by address. Immutable."""
 
-    __slots__ = ("_last", "_start", "_starts", "device", "regions")
+    __slots__ = ("_last", "_regions", "_start", "_starts", "device")
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
-        self.regions = tuple(sorted(regions, key=lambda region: region.address))
-        for lower, upper in zip(self.regions, self.regions[1:], strict=False):
+        found = tuple(sorted(regions, key=lambda region: region.address))
+        for lower, upper in pairwise(found):
             if upper.address < lower.end:
                 raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
-        devices = {region.device for region in self.regions}
+        starts = [region.address for region in found]
+        # The last byte, not the end: an end of 2^64 has no uint64.
+        last = np.array([region.end - 1 for region in found], dtype=np.uint64)
+        self._set(found, starts, np.array(starts, dtype=np.uint64), last, {region.device for region in found})
+
+    def _set(
+        self,
+        regions: tuple[MemoryRegion, ...] | None,
+        starts: list[int],
+        start: Addresses,
+        last: Addresses,
+        devices: set[str],
+    ) -> None:
+        self._regions, self._starts, self._start, self._last = regions, starts, start, last
         # The device that all regions lie on; None where they differ.
         self.device = devices.pop() if len(devices) == 1 else None
-        self._starts = [region.address for region in self.regions]
-        self._start = np.array(self._starts, dtype=np.uint64)
-        # The last byte, not the end: an end of 2^64 has no uint64.
-        self._last = np.array([region.end - 1 for region in self.regions], dtype=np.uint64)
+
+    @staticmethod
+    def in_order(addresses: list[int], sizes_bytes: list[int], device: str) -> RegionTable | None:
+        """The table of regions on one device, seen at once to be right: in order, apart, none empty. None where somebody must look closer."""
+        if not addresses or not is_device(device):
+            return None
+        try:
+            start, size = int64s(addresses), int64s(sizes_bytes)
+        except OverflowError:
+            return None
+        _, least_bytes, _, are_in_order = extent_of(start, size)  # not in order where one is negative
+        if least_bytes <= 0 or not are_in_order:
+            return None
+        table = RegionTable.__new__(RegionTable)
+        table._set(None, addresses, start.astype(np.uint64), (start + (size - 1)).astype(np.uint64), {device})
+        return table
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """In the order of their addresses; made when somebody asks."""
+        if self._regions is None and self.device is not None:
+            sizes = (self._last - self._start).tolist()
+            self._regions = tuple(
+                MemoryRegion(start, size + 1, self.device) for start, size in zip(self._starts, sizes, strict=True)
+            )
+        return self._regions or ()
 
     def plus(self, regions: Iterable[MemoryRegion]) -> RegionTable:
         """A table with `regions` added."""
@@ -67,7 +103,7 @@ class RegionTable:
             return
         low, last = reach(address, length_bytes)
         region = bisect_right(self._starts, low) - 1
-        if region >= 0 and last < self.regions[region].end:
+        if region >= 0 and last <= int(self._last[region]):
             return
         self.locate(side, address, length_bytes)
 
@@ -134,6 +170,12 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self) -> RegionTable:
         """The regions, checked."""
+        devices = {entry.device for entry in self.regions}
+        if len(devices) == 1:
+            addresses, sizes = [entry.address for entry in self.regions], [entry.size_bytes for entry in self.regions]
+            found = RegionTable.in_order(addresses, sizes, devices.pop())
+            if found is not None:
+                return found
         return RegionTable(MemoryRegion(entry.address, entry.size_bytes, entry.device) for entry in self.regions)
 
 

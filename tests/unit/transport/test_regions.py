@@ -1,10 +1,12 @@
 """Is every piece found in the one region that holds it, and is metadata read with suspicion?"""
 
+import random
+
 import msgspec
 import numpy as np
 import pytest
 
-from kvreshard.transport.base import MemoryRegion, TransportError
+from kvreshard.transport.base import Addresses, MemoryRegion, TransportError
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 
 A, B, C = MemoryRegion(1000, 100), MemoryRegion(1100, 50), MemoryRegion(5000, 10, "cuda:1")
@@ -112,3 +114,59 @@ def test_metadata_with_impossible_regions_is_refused() -> None:
     wrong["regions"] = [[2**64 - 1, 2**63, "cpu"]]
     with pytest.raises(TransportError, match="address space"):
         decode_metadata("nixl", msgspec.msgpack.encode(wrong)).table()
+
+
+def of_rows(rows: list[tuple[int, int, str]]) -> RegionTable | str:
+    """What a peer's metadata with these regions gives: a table, or what it is refused with."""
+    data = msgspec.msgpack.encode({"version": 1, "kind": "k", "name": "p", "regions": rows})
+    try:
+        return decode_metadata("k", data).table()
+    except TransportError as error:
+        return str(error)
+
+
+def made_of_each(rows: list[tuple[int, int, str]]) -> RegionTable | str:
+    """The same by looking at every region."""
+    try:
+        return RegionTable(MemoryRegion(*row) for row in rows)
+    except TransportError as error:
+        return str(error)
+
+
+def test_a_table_that_is_seen_to_be_right_is_the_one_that_is_made_of_each_region(run_seed: int) -> None:
+    rng = random.Random(run_seed)
+    kept = 0
+    for _ in range(2000):
+        rows, at = [], rng.choice([0, 4096, 2**63 - 64, 2**64 - 40])
+        for _ in range(rng.randint(0, 4)):
+            size = rng.choice([1, 8, 16, 8, 16, 0, -1, 2**62])
+            rows.append(
+                (max(-1, at - (rng.random() < 0.1)), size, "cpu" if rng.random() < 0.95 else rng.choice(DEVICES))
+            )
+            at = min(2**64 - 1, at + max(0, size) + rng.choice([0, 8]))
+        if rng.random() < 0.2:
+            rng.shuffle(rows)
+        found, wanted = of_rows(rows), made_of_each(rows)
+        if isinstance(wanted, str):
+            assert found == wanted, rows
+            continue
+        assert isinstance(found, RegionTable), rows
+        kept += 1
+        assert (found.regions, found.device, found.describe()) == (wanted.regions, wanted.device, wanted.describe())
+        for start, size, _ in rows:
+            for first, length in ((start, size), (start, size + 1), (start - 1, 1), (start + size - 1, 1), (start, 1)):
+                if first >= 0 and first + length <= 2**64:
+                    piece = np.array([first], dtype=np.uint64), np.array([length], dtype=np.uint64)
+                    assert said(found, *piece) == said(wanted, *piece), (rows, first, length)
+    assert kept > 200
+
+
+DEVICES = ("cuda:0", "cuda:11", "cuda:", "gpu")
+
+
+def said(table: RegionTable, address: Addresses, length_bytes: Addresses) -> str:
+    """On which device a piece lies, or why nowhere."""
+    try:
+        return str(table.device_of("local", address, length_bytes))
+    except TransportError as error:
+        return str(error)
