@@ -56,10 +56,9 @@ def run(full: bool) -> Iterator[Result]:
         def ours() -> None:
             theirs_card = decode_card(card)
             check_facts(mine, theirs_card)
-            layout = theirs_card.decode_layout()
-            route = compile_route(layout, arena.dst, 0)
-            for rank in route.src_ranks:
-                arena.transport.add_peer(f"source {rank}", theirs_card.rank_by_number[rank].metadata)
+            route = compile_route(theirs_card.decode_layout(), arena.dst, 0)
+            cards = theirs_card.rank_by_number
+            arena.transport.add_peers({f"source {rank}": cards[rank].metadata for rank in route.src_ranks})
             prepared.prepare(route, listed)
 
         intree = InTree(SHAPE.pair, arena.dst, 0, arena.plain, arena.address)

@@ -261,16 +261,21 @@ MUTANTS = [
     Mutant(
         "regions of the destination are all one",
         "plan/route.py",
-        "regions = from_regions * len(dst.addresses) + to_regions",
-        "regions = from_regions",
+        "from_regions * len(dst.addresses) + to_regions",
+        "from_regions",
     ),
     Mutant(
         "the proof does not look at bounds",
         "plan/check.py",
-        " | (named.room_bytes < reach)",
-        "",
+        "named.least_room_bytes >= reach and not",
+        "not",
     ),
-    Mutant("the proof does not look at addresses", "plan/check.py", "(bases != rank.bases[shards]) | ", ""),
+    Mutant(
+        "the proof does not look at addresses",
+        "plan/check.py",
+        "named.least_room_bytes >= reach and not np.logical_or.reduce(is_moved)",
+        "named.least_room_bytes >= reach",
+    ),
     Mutant(
         "one stretch ends where the destination may not",
         "plan/refine.py",
@@ -294,6 +299,30 @@ MUTANTS = [
         "plan/cells.py",
         "if len(held) == 1 and Interval(0, axis.extent) in held:",
         "if len(held) == 1:",
+    ),
+    Mutant(
+        "who ends at an edge holds what is behind it",
+        "plan/cells.py",
+        "here = here.difference(end[edge]).union(begin[edge])",
+        "here = here.union(begin[edge])",
+    ),
+    Mutant(
+        "an interval meets what it touches",
+        "plan/cells.py",
+        "bisect_left(self.edges, stop))",
+        "bisect_right(self.edges, stop))",
+    ),
+    Mutant(
+        "an interval meets nothing before its start",
+        "plan/cells.py",
+        "bisect_right(self.edges, mine.start) - 1,",
+        "bisect_left(self.edges, mine.start),",
+    ),
+    Mutant(
+        "what fields begin at is that of another family",
+        "plan/route.py",
+        "dst, family = self._dst, id(fields)",
+        "dst, family = self._dst, 0",
     ),
     Mutant(
         "nobody meets the end of an axis",

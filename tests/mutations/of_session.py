@@ -246,8 +246,26 @@ MUTANTS = [
     Mutant(
         "a peer that is added again stays torn",
         "transport/owner.py",
-        "says nothing of this one.\n            self._torn.discard(peer)\n",
-        "says nothing of this one.\n",
+        "            self._torn.difference_update(natives)\n",
+        "",
+    ),
+    Mutant(
+        "a peer that was refused leaves its company",
+        "transport/owner.py",
+        "                for peer in added:\n                    self._forget(peer)\n",
+        "",
+    ),
+    Mutant(
+        "who adds many peers hears nobody meanwhile",
+        "transport/owner.py",
+        "                        self._look()\n",
+        "",
+    ),
+    Mutant(
+        "peers of one name are added together",
+        "transport/refusals.py",
+        "        ours_of[peer_name] = alias\n",
+        "",
     ),
     Mutant(
         "one window for all peers",

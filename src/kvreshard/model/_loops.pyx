@@ -28,6 +28,8 @@ cdef enum:
     MOST_KINDS = 32
 # Far from where sums of them would wrap.
 cdef int64 MAX_TOKENS = 1 << 48
+# Places of all regions together, far from where they would wrap.
+cdef int64 MAX_PLACE = 1 << 62
 
 
 @cython.final
@@ -192,6 +194,78 @@ def bounds(array):
         elif value > high:
             high = value
     return low, high
+
+
+def are_within(places, which, sizes):
+    """Whether every place lies in the thing it is of: `0 <= places[i] < sizes[which[i]]`. The numbers in `which` are right."""
+    cdef _Numbers place = _Numbers(places), number = _Numbers(which), size = _Numbers(sizes)
+    cdef Py_ssize_t i
+    for i in range(place.size):
+        if not 0 <= place.get(i) < size.get(number.get(i)):
+            return False
+    return True
+
+
+def slab_places(sizes, tuple slabs, num_pages):
+    """Where slabs begin and end, and their first pages end, counted over all regions; None where one is not plain."""
+    cdef _Numbers size = _Numbers(sizes), region = _Numbers(slabs[0]), offset = _Numbers(slabs[1])
+    cdef _Numbers stride = _Numbers(slabs[2]), page = _Numbers(slabs[3]), pool = _Numbers(slabs[4])
+    cdef _Numbers count = _Numbers(num_pages)
+    cdef _Fresh before = _Fresh(size.size, _INT64), out = _Fresh((3, region.size), _INT64)
+    cdef Py_ssize_t i, n = region.size
+    cdef int64 total = 0, at, begin, end
+    for i in range(size.size):
+        before.at[i] = total
+        if not 0 < size.get(i) < MAX_PLACE - total:
+            return None
+        total += size.get(i)
+    for i in range(n):
+        begin, at = offset.get(i), stride.get(i)
+        if not 0 <= begin < MAX_PLACE or not 0 < page.get(i) <= at or count.get(pool.get(i)) > MAX_PLACE // at:
+            return None
+        end = begin + (count.get(pool.get(i)) - 1) * at + page.get(i)
+        if end > size.get(region.get(i)):
+            return None
+        out.at[i] = before.at[region.get(i)] + begin
+        out.at[n + i] = before.at[region.get(i)] + end
+        out.at[2 * n + i] = out.at[i] + page.get(i)
+    return before.array, *out.array
+
+
+def shard_places(places, tuple slabs, tuple kinds):
+    """Where the shards end; None where one does not lie in a slab of its kind's stride and pool."""
+    cdef _Numbers begin = _Numbers(places), which = _Numbers(kinds[0]), reach = _Numbers(kinds[1])
+    cdef _Numbers stride = _Numbers(kinds[2]), pool = _Numbers(kinds[3])
+    cdef _Numbers slab_begin = _Numbers(slabs[0]), slab_end = _Numbers(slabs[1])
+    cdef _Numbers slab_stride = _Numbers(slabs[2]), slab_pool = _Numbers(slabs[3])
+    cdef _Fresh out = _Fresh(begin.size, _INT64)
+    cdef Py_ssize_t i, low, high, middle
+    cdef int64 at
+    for i in range(begin.size):
+        at, low, high = begin.get(i), 0, slab_begin.size
+        while low < high:  # the first slab that begins behind it
+            middle = (low + high) // 2
+            if slab_begin.get(middle) <= at:
+                low = middle + 1
+            else:
+                high = middle
+        low -= 1
+        out.at[i] = at + reach.get(which.get(i))
+        if low < 0 or out.at[i] > slab_end.get(low):
+            return None
+        if slab_stride.get(low) != stride.get(which.get(i)) or slab_pool.get(low) != pool.get(which.get(i)):
+            return None
+    return out.array
+
+
+def are_apart(starts, stops):
+    """Whether each begins where the one before ends, or after."""
+    cdef _Numbers start = _Numbers(starts), stop = _Numbers(stops)
+    cdef Py_ssize_t i
+    for i in range(1, start.size):
+        if start.get(i) < stop.get(i - 1):
+            return False
+    return True
 
 
 def run_bounds(first, counts):
@@ -621,6 +695,64 @@ def piece_rows(tuple pieces, tuple devices, uint64 cost_bytes):
         if <uint64>length.get(row) > longest:
             longest = length.get(row)
     return rows.local.array, rows.remote.array, rows.cost.array, longest
+
+
+def strided_rows(address, length_bytes, uint64 device, uint64 stride_bytes, uint64 count):
+    """Rows of (address, bytes, device, stride, count), the last three alike."""
+    cdef _Numbers at = _Numbers(address), length = _Numbers(length_bytes)
+    cdef _Fresh out
+    cdef Py_ssize_t row
+    if at.size != length.size:
+        raise ValueError(f"{at.size} addresses, {length.size} lengths")
+    out = _Fresh((at.size, 5), _UINT64)
+    for row in range(at.size):
+        out.at[5 * row], out.at[5 * row + 1] = at.get(row), length.get(row)
+        out.at[5 * row + 2], out.at[5 * row + 3], out.at[5 * row + 4] = device, stride_bytes, count
+    return out.array
+
+
+def lane_entries(list lanes):
+    """What every field has of every run, lane after lane: where it starts on both sides, and its length."""
+    cdef _Numbers src, dst, src_offset, dst_offset, length
+    cdef _Fresh out
+    cdef Py_ssize_t field, run, row = 0, total = 0
+    cdef list held = []
+    for lane in lanes:
+        src, dst, src_offset, dst_offset, length = map(_Numbers, lane)
+        if src.size != dst.size or not (src_offset.size == dst_offset.size == length.size):
+            raise ValueError(f"{src.size} and {dst.size} fields, {src_offset.size}, {dst_offset.size} and {length.size} runs")
+        total += src.size * length.size
+        held.append((src, dst, src_offset, dst_offset, length))
+    out = _Fresh((3, total), _INT64)
+    for lane in held:
+        src, dst, src_offset, dst_offset, length = lane
+        for field in range(src.size):
+            for run in range(length.size):
+                out.at[row] = src.get(field) + src_offset.get(run)
+                out.at[total + row] = dst.get(field) + dst_offset.get(run)
+                out.at[2 * total + row] = length.get(run)
+                row += 1
+    return tuple(out.array)
+
+
+def pieces_extent(local_address, remote_address, length_bytes):
+    """The greatest address of both sides, the greatest length, the sum of all, and whether all lengths are equal; at least one piece."""
+    cdef _Numbers local = _Numbers(local_address), remote = _Numbers(remote_address), length = _Numbers(length_bytes)
+    cdef uint64 most_local = 0, most_remote = 0, longest = 0, total = 0, shortest = <uint64>length.get(0)
+    cdef Py_ssize_t i
+    if not (local.size == remote.size == length.size):
+        raise ValueError(f"{local.size} and {remote.size} addresses, {length.size} lengths")
+    for i in range(length.size):
+        if <uint64>local.get(i) > most_local:
+            most_local = local.get(i)
+        if <uint64>remote.get(i) > most_remote:
+            most_remote = remote.get(i)
+        if <uint64>length.get(i) > longest:
+            longest = length.get(i)
+        if <uint64>length.get(i) < shortest:
+            shortest = length.get(i)
+        total += <uint64>length.get(i)
+    return most_local, most_remote, longest, total, longest == shortest
 
 
 def frame_copies(tuple entries, tuple stride_bytes, tuple pages):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -74,7 +75,7 @@ def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
     return tuple(kept) or (Digit(1, 0, 0),)
 
 
-class AxisMap(msgspec.Struct, frozen=True):
+class AxisMap(msgspec.Struct, frozen=True, dict=True):
     """What a rank holds of one axis, and where: ownership plus digits, innermost first.
 
     Raises LayoutError when the digits have fewer values than the ownership has coordinates, or (on an axis without
@@ -86,16 +87,18 @@ class AxisMap(msgspec.Struct, frozen=True):
     digits: tuple[Digit, ...]
 
     def __post_init__(self) -> None:
-        if not self.digits:
+        digits = self.digits
+        if not digits:
             raise LayoutError(f"axis '{self.axis}': has no digits, so no address")
-        if math.prod(digit.extent or 1 for digit in self.digits) > MAX_SIZE:
+        num_values = math.prod([digit.extent or 1 for digit in digits])
+        if num_values > MAX_SIZE:
             raise LayoutError(f"axis '{self.axis}': its digits have more than {MAX_SIZE} values")
-        if any(digit.extent is None for digit in self.digits[:-1]):
+        if None in [digit.extent for digit in digits[:-1]]:
             raise LayoutError(f"axis '{self.axis}': only the last digit may have no end")
         if self.num_held is None:
             self._check_sequence()
         else:
-            self._check_bounded(self.num_held)
+            self._check_bounded(self.num_held, num_values)
 
     @property
     def num_held(self) -> int | None:
@@ -103,17 +106,38 @@ class AxisMap(msgspec.Struct, frozen=True):
         stop = getattr(self.owned, "stop", None)
         return None if stop is None else stop - self.owned.start
 
-    @property
+    @cached_property
     def indices_per_page(self) -> int:
         """Local indices inside one page (of a sequence axis: its tokens or states per page on this rank)."""
-        return math.prod(digit.extent or 1 for digit in self.digits if not digit.page_step and digit.extent is not None)
+        return math.prod([digit.extent or 1 for digit in self.digits if not digit.page_step])
 
-    @property
+    @cached_property
     def ring_pages(self) -> int | None:
         """In how many pages a ring wraps; None if the pages go on without end."""
         if self.digits[-1].extent is not None or self.digits[-1].page_step:
             return None
-        return math.prod(digit.extent or 1 for digit in self.digits if digit.page_step)
+        return math.prod([digit.extent or 1 for digit in self.digits if digit.page_step])
+
+    @cached_property
+    def page_loops(self) -> tuple[tuple[int, int], ...]:
+        """Step in bytes and count of every digit that repeats inside a page, each cut to the values that a held coordinate really takes (an
+        upper bound where they mix).
+        """
+        held, loops = self.num_held, []
+        for digit in self.digits:
+            count = digit.extent
+            if count is None:
+                continue
+            if held is not None:
+                count, held = min(count, held), -(-held // count)
+            if count > 1 and not digit.page_step:
+                loops.append((digit.byte_step, count))
+        return tuple(loops)
+
+    @cached_property
+    def last_byte_offset(self) -> int:
+        """The largest byte offset that any held coordinate has within its page."""
+        return sum([(count - 1) * step for step, count in self.page_loops])
 
     def locate(self, local: Coordinates) -> tuple[Coordinates, Coordinates]:
         """Page index and byte offset of each local index."""
@@ -125,30 +149,14 @@ class AxisMap(msgspec.Struct, frozen=True):
             offsets = offsets + value * digit.byte_step
         return pages, offsets
 
-    def last_byte_offset(self) -> int:
-        """The largest byte offset that any held coordinate has within its page."""
-        return sum((digit.extent - 1) * digit.byte_step for digit in self.used_digits() if digit.extent is not None)
-
-    def used_digits(self) -> tuple[Digit, ...]:
-        """The digits, each cut to the values that a held coordinate really takes (an upper bound where they mix)."""
-        held, used = self.num_held, []
-        for digit in self.digits:
-            if held is None or digit.extent is None:
-                used.append(digit)
-                continue
-            used.append(digit if digit.extent <= held else Digit(held, digit.page_step, digit.byte_step))
-            held = -(-held // digit.extent)
-        return tuple(used)
-
-    def _check_bounded(self, num_held: int) -> None:
+    def _check_bounded(self, num_held: int, num_values: int) -> None:
         if self.digits[-1].extent is None:
             raise LayoutError(f"axis '{self.axis}': holds {self.owned}, so its last digit must have an end")
-        num_values = math.prod(digit.extent or 1 for digit in self.digits)
         if num_values < num_held:
             raise LayoutError(
                 f"axis '{self.axis}': holds {num_held} coordinates {self.owned}, but its digits have only {num_values} values"
             )
-        if any(digit.page_step for digit in self.digits):
+        if max([digit.page_step for digit in self.digits]):
             raise LayoutError(f"axis '{self.axis}': advances pages, but only an axis without end is cut into pages")
 
     def _check_sequence(self) -> None:

@@ -23,10 +23,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
-from kvreshard.model.field import Field
+from kvreshard.model.field import Axis, Field
 from kvreshard.model.fields import Fields
-from kvreshard.model.loops import row_kinds
+from kvreshard.model.loops import are_within, row_kinds
 from kvreshard.model.outline import Outline
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
@@ -112,6 +113,7 @@ class _Pages:
         self._checked: dict[tuple[int, int], Int64s] = {}
         self._of_loops: dict[object, Int64s] = {}
         self._of_bytes: dict[bytes, Int64s] = {}
+        self._spans: dict[tuple[int, int, int], int | None] = {}
         self._forms: dict[tuple[str, int], int] = {}
 
     def form(self, geometry: Geometry) -> int:
@@ -127,23 +129,41 @@ class _Pages:
             return known
         field = layout.fields.called(name)
         where = f"rank {rank.rank}, field '{name}'"
-        if geometry.group not in layout.group_by_name:
+        group = layout.group_by_name.get(geometry.group)
+        if group is None:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
-        _check_geometry(where, field, geometry, layout.group_by_name[geometry.group])
-        run_bytes, loops = page_loops(field, geometry)
-        self._num_runs += prod(count for _, count in loops)
+        self._check_geometry(where, field, kind[0], geometry, group)
+        run_bytes, loops = page_loops(field.element_bytes, geometry)
+        self._num_runs += prod([count for _, count in loops])
         if self._num_runs > MAX_RUNS_PER_LAYOUT:
             raise LayoutError(
                 f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
                 "pieces over all its kinds of shards; more are refused"
             )
-        key = run_bytes, tuple(loops)
+        key = run_bytes, loops
         if key not in self._of_loops:
-            runs = page_runs(where, field, geometry)
+            runs = page_runs(where, geometry, run_bytes, loops)
             self._of_loops[key] = self._of_bytes.setdefault(runs.tobytes(), runs)
         runs = self._of_loops[key]
         self._checked[kind] = runs
         return runs
+
+    def _check_geometry(self, where: str, field: Field, kind: int, geometry: Geometry, group: Group) -> None:
+        """Geometries mostly share all of their maps but one, and each map is looked at once per kind of field."""
+        got, wanted = [axis.axis for axis in geometry.axes], [axis.name for axis in field.axes]
+        if got != wanted:
+            raise LayoutError(f"{where}: its shard maps axes {got}, the field has {wanted}")
+        spanned = None
+        for number, mapped in enumerate(geometry.axes):
+            key, axis = (kind, number, id(mapped)), field.axes[number]
+            if key not in self._spans:
+                self._spans[key] = _check_map(where, axis, mapped)
+            if axis.extent is None:
+                spanned = self._spans[key]
+        if spanned != group.tokens_per_page:
+            raise LayoutError(
+                f"{where}: its pages span {spanned} tokens, but group '{group.name}' says {group.tokens_per_page}"
+            )
 
 
 def _check_places(layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
@@ -175,9 +195,8 @@ def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
     if not pools.issuperset(outline.slabs.pools):
         slab = next(slab for slab in rank.slabs if slab.pool not in pools)
         raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
-    offsets, sizes = outline.offsets_bytes.array, outline.region_bytes.array[outline.region_of.array]
-    is_outside = (offsets < 0) | (offsets >= sizes)
-    if not np.logical_or.reduce(is_outside) and names.have_all(outline.fields.all):
+    places = outline.offsets_bytes.array, outline.region_of.array, outline.region_bytes.array
+    if are_within(*places) and names.have_all(outline.fields.all):
         return
     for field, offset, region in zip(outline.fields, outline.offsets_bytes, outline.region_of, strict=True):
         if field not in names:
@@ -270,41 +289,26 @@ def _check_phases(rank: Rank, region: str, stride: int, cluster: list[Slab]) -> 
             )
 
 
-def _check_geometry(where: str, field: Field, geometry: Geometry, group: Group) -> None:
-    got, wanted = [axis.axis for axis in geometry.axes], [axis.name for axis in field.axes]
-    if got != wanted:
-        raise LayoutError(f"{where}: its shard maps axes {got}, the field has {wanted}")
-    for axis, mapped in zip(field.axes, geometry.axes, strict=True):
-        if axis.extent is None:
-            if mapped.num_held is not None:
-                raise LayoutError(f"{where}, axis '{axis.name}': holds {mapped.owned}, but a sequence has no end")
-            continue
-        if isinstance(mapped.owned, Cyclic) or mapped.num_held is None:
-            raise LayoutError(f"{where}, axis '{axis.name}': holds {mapped.owned}; needs an interval with an end")
-        if mapped.owned.stop is not None and mapped.owned.stop > axis.extent:
-            raise LayoutError(f"{where}, axis '{axis.name}': holds {mapped.owned}, but its extent is {axis.extent}")
-    sequence = field.sequence
-    spanned = None
-    if sequence is not None:
-        mapped = geometry.axis(sequence.name)
-        tokens, rest = divmod(
-            mapped.indices_per_page * mapped.owned.period * sequence.tokens_per_index, mapped.owned.run
-        )
-        spanned = tokens
-        if mapped.indices_per_page > MAX_RUNS_PER_PAGE * mapped.owned.run and mapped.owned.period > 1:
-            raise LayoutError(
-                f"{where}, axis '{sequence.name}': {mapped.owned} cuts pages of {mapped.indices_per_page} indices into more "
-                f"than {MAX_RUNS_PER_PAGE} pieces; use a larger interleave"
-            )
-        if rest:
-            raise LayoutError(
-                f"{where}, axis '{sequence.name}': pages of {mapped.indices_per_page} indices and "
-                f"{mapped.owned} do not span a whole number of tokens"
-            )
-    if spanned != group.tokens_per_page:
+def _check_map(where: str, axis: Axis, mapped: AxisMap) -> int | None:
+    """Whether a map fits its axis; tokens that a page of it spans, None where it has an end."""
+    where = f"{where}, axis '{axis.name}'"
+    owned, num_indices = mapped.owned, mapped.indices_per_page
+    if axis.extent is not None:
+        if isinstance(owned, Cyclic) or mapped.num_held is None:
+            raise LayoutError(f"{where}: holds {owned}; needs an interval with an end")
+        if owned.stop is not None and owned.stop > axis.extent:
+            raise LayoutError(f"{where}: holds {owned}, but its extent is {axis.extent}")
+        return None
+    if mapped.num_held is not None:
+        raise LayoutError(f"{where}: holds {owned}, but a sequence has no end")
+    if num_indices > MAX_RUNS_PER_PAGE * owned.run and owned.period > 1:
         raise LayoutError(
-            f"{where}: its pages span {spanned} tokens, but group '{group.name}' says {group.tokens_per_page}"
+            f"{where}: {owned} cuts pages of {num_indices} indices into more than {MAX_RUNS_PER_PAGE} pieces; use a larger interleave"
         )
+    tokens, rest = divmod(num_indices * owned.period * axis.tokens_per_index, owned.run)
+    if rest:
+        raise LayoutError(f"{where}: pages of {num_indices} indices and {owned} do not span a whole number of tokens")
+    return tokens
 
 
 def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:

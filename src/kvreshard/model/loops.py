@@ -11,44 +11,11 @@ from typing import TYPE_CHECKING
 
 from kvreshard.model import plain_loops
 
-compiled: ModuleType | None
-if TYPE_CHECKING:
-    from kvreshard.model import _loops as compiled
-    from kvreshard.model.plain_loops import (
-        affordable,
-        are_pieces,
-        bounds,
-        extent_of,
-        frame_copies,
-        frame_indices,
-        frame_rows,
-        int64s,
-        ordered,
-        page_ids,
-        piece_rows,
-        reach,
-        row_kinds,
-        run_bounds,
-        runs,
-        shifted,
-        slot_reads,
-    )
-else:
-    try:
-        from kvreshard.model import _loops as compiled
-    except ImportError:  # no compiler, or a tree that nobody installed
-        compiled = None
-    _found = plain_loops if compiled is None else compiled
-    bounds, extent_of, int64s, row_kinds = _found.bounds, _found.extent_of, _found.int64s, _found.row_kinds
-    ordered, page_ids, run_bounds, runs = _found.ordered, _found.page_ids, _found.run_bounds, _found.runs
-    frame_copies, frame_indices, frame_rows = _found.frame_copies, _found.frame_indices, _found.frame_rows
-    affordable, are_pieces, piece_rows, reach, shifted, slot_reads = (
-        _found.affordable, _found.are_pieces, _found.piece_rows, _found.reach, _found.shifted, _found.slot_reads
-    )  # fmt: skip
-
 __all__ = [
     "affordable",
+    "are_apart",
     "are_pieces",
+    "are_within",
     "bounds",
     "compiled",
     "extent_of",
@@ -56,13 +23,55 @@ __all__ = [
     "frame_indices",
     "frame_rows",
     "int64s",
+    "lane_entries",
     "ordered",
     "page_ids",
     "piece_rows",
+    "pieces_extent",
     "reach",
     "row_kinds",
     "run_bounds",
     "runs",
+    "shard_places",
     "shifted",
+    "slab_places",
     "slot_reads",
+    "strided_rows",
 ]
+
+compiled: ModuleType | None
+if TYPE_CHECKING:
+    from kvreshard.model import _loops as compiled
+    from kvreshard.model.plain_loops import (
+        affordable,
+        are_apart,
+        are_pieces,
+        are_within,
+        bounds,
+        extent_of,
+        frame_copies,
+        frame_indices,
+        frame_rows,
+        int64s,
+        lane_entries,
+        ordered,
+        page_ids,
+        piece_rows,
+        pieces_extent,
+        reach,
+        row_kinds,
+        run_bounds,
+        runs,
+        shard_places,
+        shifted,
+        slab_places,
+        slot_reads,
+        strided_rows,
+    )
+else:
+    try:
+        from kvreshard.model import _loops as compiled
+    except ImportError:  # no compiler, or a tree that nobody installed
+        compiled = None
+    _found = plain_loops if compiled is None else compiled
+    globals().update({name: getattr(_found, name) for name in __all__ if name != "compiled"})

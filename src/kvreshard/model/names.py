@@ -25,8 +25,9 @@ class Names(Sequence[str]):
 
     def __init__(self, all: tuple[str, ...]) -> None:  # noqa: A002 (what it is called here)
         self.all = all
-        # Every lane of a family asks for the same fields, on both sides, and so does the proof.
-        self._found: dict[tuple[str, ...], Int64s] = {}
+        # Every lane of a family asks for the same fields, on both sides, and so does the proof: by one object, which is kept here, and
+        # so is known by its id.
+        self._found: dict[int, tuple[tuple[str, ...], Int64s]] = {}
 
     @cached_property
     def number_of(self) -> Mapping[str, int]:
@@ -40,8 +41,8 @@ class Names(Sequence[str]):
 
     def numbers(self, names: tuple[str, ...]) -> Int64s:
         """The numbers of these names, shape (names,), not to be written. Raises KeyError for one that is not there."""
-        found = self._found.get(names)
-        if found is None:
+        known = self._found.get(id(names))
+        if known is None:
             if names == self.all and self.are_unique:
                 found = np.arange(len(names), dtype=np.int64)
             else:
@@ -49,8 +50,8 @@ class Names(Sequence[str]):
             found.flags.writeable = False
             if len(self._found) >= MAX_KEPT:
                 self._found.clear()
-            self._found[names] = found
-        return found
+            known = self._found[id(names)] = names, found
+        return known[1]
 
     def have_all(self, names: tuple[str, ...]) -> bool:
         """Whether every one of these names is there."""

@@ -50,12 +50,12 @@ from kvreshard.model.parts import (
     group_form,
     group_of,
 )
-from kvreshard.model.text import Name, plain
+from kvreshard.model.text import Name, ShortText, check_names, plain
 
 FORM = "kvreshard.layout.packed"
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_GEOMETRIES * MAX_AXES)]
-Texts = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+Texts = Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 Data = Annotated[bytes, msgspec.Meta(max_length=MAX_PER_RANK * NUMBER_BYTES)]
 Wholes = Annotated[list[Whole], msgspec.Meta(max_length=MAX_PER_RANK)]
@@ -70,7 +70,7 @@ class _Shape(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Geometry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    group: Name
+    group: ShortText
     page_stride_bytes: Whole
     axes: Annotated[tuple[Number, ...], msgspec.Meta(max_length=MAX_AXES)]
 
@@ -95,7 +95,7 @@ class _Outline(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
-    place: Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
+    place: Annotated[dict[ShortText, Whole], msgspec.Meta(max_length=MAX_AXES)]
     outline: Number
     addresses: Data
     devices: Texts
@@ -107,7 +107,7 @@ class _Packed(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     engine: Name
     shapes: Annotated[list[_Shape], msgspec.Meta(max_length=MAX_FIELDS)]
-    fields: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_FIELDS)]
+    fields: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_FIELDS)]
     shape_of: Data
     groups: Annotated[list[GroupForm], msgspec.Meta(max_length=MAX_GROUPS)]
     maps: Annotated[list[AxisMapForm], msgspec.Meta(max_length=MAX_GEOMETRIES * MAX_AXES)]
@@ -249,7 +249,22 @@ def decode(message: bytes) -> EngineLayout:
             body = msgspec.convert(PACKED.rise(_tree.decode(message)), _Packed)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a layout (packed, {len(message)} bytes): {plain(error)}") from None
+    try:
+        check_names(_names_of(body))
+    except ValueError as error:
+        raise WireError(f"not a layout (packed, {len(message)} bytes): {error}") from None
     return _layout_of(body)
+
+
+def _names_of(body: _Packed) -> list[str]:
+    """What msgspec has not looked at as a name."""
+    found = [*body.fields, *(geometry.group for geometry in body.geometries)]
+    for outline in body.outlines:
+        found += outline.regions
+    for rank in body.ranks:
+        found += rank.devices
+        found += rank.place
+    return found
 
 
 def _user_of(number: int, body: _Packed) -> str:

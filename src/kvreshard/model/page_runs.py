@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvreshard.model.address import told
 from kvreshard.model.errors import LayoutError
-from kvreshard.model.field import Field
 
 if TYPE_CHECKING:
     from kvreshard.model.layout import Geometry
@@ -26,30 +25,36 @@ MAX_RUNS_PER_PAGE = 1 << 20
 MAX_OFFSET_BYTES = 1 << 62
 
 
-def page_loops(field: Field, geometry: Geometry) -> tuple[int, list[tuple[int, int]]]:
-    """How a page repeats its runs: bytes of one, and (step in bytes, count) of each loop, ascending."""
-    run_bytes, loops = field.element_bytes, []
-    for mapped in geometry.axes:
-        digits = [digit for digit in mapped.used_digits() if digit.extent is not None and not digit.page_step]
-        loops += [(digit.byte_step, digit.extent) for digit in digits if digit.extent is not None and digit.extent > 1]
-    loops.sort()
-    while loops and loops[0][0] == run_bytes:
-        run_bytes *= loops.pop(0)[1]
-    return run_bytes, loops
+Loops = tuple[tuple[int, int], ...]
+"""Step in bytes and count of each, ascending."""
 
 
-def page_runs(where: str, field: Field, geometry: Geometry) -> Int64s:
+def page_loops(element_bytes: int, geometry: Geometry) -> tuple[int, Loops]:
+    """How a page repeats its runs: bytes of one, and the loops."""
+    run_bytes = element_bytes
+    loops = sorted([loop for mapped in geometry.axes for loop in mapped.page_loops])
+    num_joined = 0
+    for step, count in loops:
+        if step != run_bytes:
+            break
+        run_bytes *= count
+        num_joined += 1
+    return run_bytes, tuple(loops[num_joined:])
+
+
+def page_runs(where: str, geometry: Geometry, run_bytes: int, loops: Loops) -> Int64s:
     """The contiguous byte runs of one full page of a shard, relative to its first cell: shape (n, 2), start and stop.
 
-    Sorted and merged. Raises LayoutError if two cells share a byte.
+    Sorted and merged. `run_bytes` and `loops` as `page_loops` has them. Raises LayoutError if two cells share a byte.
     """
-    run_bytes, loops = page_loops(field, geometry)
     num_runs = prod(count for _, count in loops)
     if num_runs > MAX_RUNS_PER_PAGE:
         raise LayoutError(f"{where}: a page of {num_runs} separate pieces; more than {MAX_RUNS_PER_PAGE} are refused")
     reach = run_bytes + sum(step * (count - 1) for step, count in loops)
     if reach > MAX_OFFSET_BYTES:
         raise LayoutError(f"{where}: a page that reaches to byte {reach}; more than {MAX_OFFSET_BYTES} are refused")
+    if not loops:
+        return np.array([[0, run_bytes]], dtype=np.int64)
     starts = np.zeros(1, dtype=np.int64)
     for step, count in loops:
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)

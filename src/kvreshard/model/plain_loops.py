@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 Int64s = NDArray[np.int64]
 Uint64s = NDArray[np.uint64]
+# Places of all regions together are numbers far from where they wrap around.
+MAX_PLACE = 1 << 62
 
 
 def page_ids(pages: ArrayLike) -> NDArray[np.generic]:
@@ -46,6 +48,60 @@ def row_kinds(columns: tuple[Int64s, ...]) -> tuple[Int64s, list[int]]:
 def bounds(values: Int64s) -> tuple[int, int]:
     """The least and the greatest of some numbers, at least one."""
     return int(np.minimum.reduce(values)), int(np.maximum.reduce(values))
+
+
+def are_within(places: Int64s, which: Int64s, sizes: Int64s) -> bool:
+    """Whether every place lies in the thing it is of: `0 <= places[i] < sizes[which[i]]`. The numbers in `which` are right."""
+    return bool(((places >= 0) & (places < sizes[which])).all())
+
+
+def slab_places(
+    sizes: Int64s, slabs: tuple[Int64s, Int64s, Int64s, Int64s, Int64s], num_pages: Int64s
+) -> tuple[Int64s, Int64s, Int64s, Int64s] | None:
+    """Where regions begin, where slabs do, where their last pages end, and their first; None where a slab leaves its region, pages of it
+    overlap, or numbers are too large to be sure.
+
+    A place counts the bytes of all regions before. `sizes`: of the regions, shape (regions,). `slabs`: regions, offsets, strides, bytes of
+    a page and pools, shape (slabs,), the numbers of regions and pools right. `num_pages`: of each pool.
+    """
+    region, offset, stride, page_bytes, pool = slabs
+    if (sizes <= 0).any() or sum(sizes.tolist()) >= MAX_PLACE:
+        return None
+    if (offset < 0).any() or (offset >= MAX_PLACE).any() or (page_bytes <= 0).any() or (stride < page_bytes).any():
+        return None
+    if (num_pages[pool] > MAX_PLACE // stride).any():
+        return None
+    end = offset + (num_pages[pool] - 1) * stride + page_bytes
+    if (end > sizes[region]).any():
+        return None
+    region_start = np.zeros(len(sizes), dtype=np.int64)
+    np.add.accumulate(sizes[:-1], out=region_start[1:])
+    before = region_start[region]
+    return region_start, before + offset, before + end, before + offset + page_bytes
+
+
+def shard_places(
+    places: Int64s,
+    slabs: tuple[Int64s, Int64s, Int64s, Int64s],
+    kinds: tuple[Int64s, Int64s, Int64s, Int64s],
+) -> Int64s | None:
+    """Where the shards' first pages end; None where one does not lie in a slab of its stride and pool.
+
+    `places`: where shards begin, shape (shards,). `slabs`, in the order of their places: where they begin, where their first pages end,
+    strides and pools, shape (slabs,). `kinds`: of each shard the kind, shape (shards,), of each kind the bytes of a page, stride and pool.
+    """
+    which, reach_bytes, stride, pool = kinds
+    begin, end, slab_stride, slab_pool = slabs
+    slab = begin.searchsorted(places, side="right") - 1
+    stops = places + reach_bytes[which]
+    is_inside = (slab >= 0) & (stops <= end[slab])
+    is_inside &= (slab_stride[slab] == stride[which]) & (slab_pool[slab] == pool[which])
+    return stops if is_inside.all() else None
+
+
+def are_apart(starts: Int64s, stops: Int64s) -> bool:
+    """Whether each begins where the one before ends, or after."""
+    return bool((starts[1:] >= stops[:-1]).all())
 
 
 def run_bounds(first: Int64s, counts: Int64s) -> tuple[int, int]:
@@ -101,6 +157,33 @@ def frame_rows(
     cost = np.zeros(len(lengths) + 1, dtype=np.uint64)
     np.add.accumulate(lengths + np.uint64(cost_bytes), out=cost[1:])
     return rows[0], rows[1], cost
+
+
+def strided_rows(address: Uint64s, length_bytes: Uint64s, device: int, stride_bytes: int, count: int) -> Uint64s:
+    """Rows of (address, bytes, device, stride, count), shape (n, 5), of addresses and lengths of shape (n,). Raises ValueError."""
+    rows = np.empty((len(length_bytes), 5), dtype=np.uint64)
+    rows[:, 0], rows[:, 1] = address, length_bytes
+    rows[:, 2], rows[:, 3], rows[:, 4] = device, stride_bytes, count
+    return rows
+
+
+def lane_entries(lanes: list[tuple[Int64s, Int64s, Int64s, Int64s, Int64s]]) -> tuple[Int64s, Int64s, Int64s]:
+    """What every field has of every run, lane after lane: where it starts on both sides, and its length, shape (n,).
+
+    A lane: bases of its fields on both sides, shape (fields,), offsets of its runs on both sides and lengths, shape (runs,). At least one.
+    """
+    src = [(lane[0][:, None] + lane[2]).reshape(-1) for lane in lanes]
+    dst = [(lane[1][:, None] + lane[3]).reshape(-1) for lane in lanes]
+    length = [np.broadcast_to(lane[4], (len(lane[0]), len(lane[4]))).reshape(-1) for lane in lanes]
+    return np.concatenate(src), np.concatenate(dst), np.concatenate(length)
+
+
+def pieces_extent(local: Uint64s, remote: Uint64s, length_bytes: Uint64s) -> tuple[int, int, int, int, bool]:
+    """The greatest address of both sides, the greatest length, the sum of all, and whether all lengths are equal; at least one piece."""
+    longest = int(np.maximum.reduce(length_bytes))
+    are_equal = int(np.minimum.reduce(length_bytes)) == longest
+    most_local, most_remote = int(np.maximum.reduce(local)), int(np.maximum.reduce(remote))
+    return most_local, most_remote, longest, int(np.add.reduce(length_bytes)), are_equal
 
 
 def frame_copies(

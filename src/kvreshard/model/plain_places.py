@@ -14,14 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from kvreshard.model.loops import bounds, int64s
+from kvreshard.model.loops import are_apart, int64s, shard_places, slab_places
 from kvreshard.model.outline import Int64s, Outline
-
-# Places of all regions together are numbers far from where they wrap around.
-MAX_PLACE = 1 << 62
+from kvreshard.model.plain_loops import MAX_PLACE
 
 
 class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
@@ -40,37 +36,22 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
     @staticmethod
     def of(outline: Outline, pages_of_pool: Mapping[str, int]) -> PlainSlabs | None:
         """None where somebody must look closer; names are checked before."""
-        slabs, sizes = outline.slabs, outline.region_bytes.array
+        slabs = outline.slabs
         if not len(slabs):
             return None
-        least_bytes, most_bytes = bounds(sizes)
-        offset, size, stride = slabs.offsets_bytes.array, slabs.pages_bytes.array, slabs.strides_bytes.array
-        least_stride, most_stride = bounds(stride)
-        if least_bytes <= 0 or most_bytes * len(sizes) >= MAX_PLACE or least_stride <= 0:
-            return None
-        if max(pages_of_pool.values()) * most_stride >= MAX_PLACE:
-            return None
-        least, most = bounds(offset)
-        if least < 0 or most >= MAX_PLACE or bounds(size)[0] <= 0 or np.logical_or.reduce(stride < size):
-            return None
         pools = {name: number for number, name in enumerate(pages_of_pool)}
-        pool = int64s([pools[name] for name in slabs.pools])[slabs.pool_of.array]
-        num_pages = int64s(list(pages_of_pool.values()))[pool]
-        region_start = np.zeros(len(sizes), dtype=np.int64)
-        np.add.accumulate(sizes[:-1], out=region_start[1:])
-        region = slabs.region_of.array
-        end = offset + (num_pages - 1) * stride + size
-        before = region_start[region]
-        start, last = before + offset, before + end
-        if np.logical_or.reduce(end > sizes[region]):
+        pool, stride = int64s([pools[name] for name in slabs.pools])[slabs.pool_of.array], slabs.strides_bytes.array
+        columns = slabs.region_of.array, slabs.offsets_bytes.array, stride, slabs.pages_bytes.array, pool
+        found = slab_places(outline.region_bytes.array, columns, int64s(list(pages_of_pool.values())))
+        if found is None:
             return None
-        if np.logical_and.reduce(start[1:] >= last[:-1]):
-            return PlainSlabs(region_start, start, start + size, stride, pool, pools)
-        order = start.argsort(kind="stable")
-        start = start[order]
-        if np.logical_or.reduce(last[order][:-1] > start[1:]):
-            return None
-        return PlainSlabs(region_start, start, start + size[order], stride[order], pool[order], pools)
+        region_start, start, last, stop = found
+        if not are_apart(start, last):
+            order = start.argsort(kind="stable")
+            start, stop, stride, pool = start[order], stop[order], stride[order], pool[order]
+            if not are_apart(start, last[order]):
+                return None
+        return PlainSlabs(region_start, start, stop, stride, pool, pools)
 
     def hold(
         self, outline: Outline, which: Int64s, pages: Sequence[Int64s], strides: Sequence[int], pools: Sequence[str]
@@ -78,21 +59,15 @@ class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
         """Whether all shards are plainly in their places. `which`: the kind of each shard, shape (shards,); of each kind the runs of its
         page, sorted, shape (n, 2), its page stride and its pool.
         """
-        firsts = [int(runs[0, 0]) for runs in pages]
         lasts = [int(runs[-1, 1]) for runs in pages]
+        if not len(which) or min([int(runs[0, 0]) for runs in pages]) < 0 or max(lasts) >= MAX_PLACE:
+            return False
         start = self.region_start[outline.region_of.array] + outline.offsets_bytes.array
-        if not len(start) or min(firsts) < 0 or max(lasts) >= MAX_PLACE:
+        kinds = which, int64s(lasts), int64s(list(strides)), int64s([self.pool_numbers[pool] for pool in pools])
+        stop = shard_places(start, (self.start, self.stop, self.stride_bytes, self.pool), kinds)
+        if stop is None:
             return False
-        slab = self.start.searchsorted(start, side="right") - 1
-        if bounds(slab)[0] < 0:
-            return False
-        stop = start + int64s(lasts)[which]
-        is_inside: NDArray[np.bool_] = stop <= self.stop[slab]
-        is_inside &= self.stride_bytes[slab] == int64s(list(strides))[which]
-        is_inside &= self.pool[slab] == int64s([self.pool_numbers[pool] for pool in pools])[which]
-        if not np.logical_and.reduce(is_inside):
-            return False
-        if np.logical_and.reduce(start[1:] >= stop[:-1]):
+        if are_apart(start, stop):
             return True
         order = start.argsort(kind="stable")
-        return not np.logical_or.reduce(stop[order][:-1] > start[order][1:])
+        return are_apart(start[order], stop[order])

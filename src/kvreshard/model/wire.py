@@ -46,7 +46,7 @@ from kvreshard.model.parts import (
     group_form,
     group_of,
 )
-from kvreshard.model.text import Name, Reference, check_references, plain
+from kvreshard.model.text import Name, ShortText, check_names, plain
 
 FORM = "kvreshard.layout"
 LAYOUT = Form(FORM)
@@ -77,18 +77,18 @@ class _Region(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class _Slab(msgspec.Struct, forbid_unknown_fields=True):
-    pool: Reference
-    region: Reference
+    pool: ShortText
+    region: ShortText
     offset_bytes: Whole
     page_stride_bytes: Whole
     page_bytes: Whole
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True):
-    field: Reference
-    region: Reference
+    field: ShortText
+    region: ShortText
     offset_bytes: Whole
-    geometry: Reference
+    geometry: ShortText
 
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
@@ -179,7 +179,7 @@ def _check_names(body: _Layout) -> None:
             *(slab.pool for slab in rank.slabs),
             *(slab.region for slab in rank.slabs),
         }
-        check_references(here, names | {region.name for region in rank.regions})
+        check_names(here - names - {region.name for region in rank.regions})
 
 
 def _to_wire(layout: EngineLayout) -> _Layout:

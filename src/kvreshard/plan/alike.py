@@ -20,7 +20,7 @@ import msgspec
 from kvreshard.model.field import Field
 from kvreshard.model.fields import Fields
 from kvreshard.model.layout import EngineLayout, Rank
-from kvreshard.model.loops import row_kinds
+from kvreshard.model.loops import bounds, row_kinds
 from kvreshard.model.outline import Int64s, Outline
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import differences, shape_pairs
@@ -34,14 +34,15 @@ def shape_of(field: Field) -> list[tuple[str, int | None]]:
 class Named(msgspec.Struct, frozen=True, eq=False):
     """Some fields in an outline: those that `lacking` has have no shard there, of the others `shards` has the numbers, in their order.
 
-    `room_bytes`: from the first byte of each of them to the end of its region. `kinds`: the numbers of their geometries, and a field of
-    each, one for every shape.
+    `room_bytes`: from the first byte of each of them to the end of its region, and the least of these. `kinds`: the numbers of their
+    geometries, and a field of each, one for every shape.
     """
 
     lacking: tuple[str, ...]
     shards: Int64s
     room_bytes: Int64s
-    kinds: tuple[tuple[int, str], ...]
+    least_room_bytes: int
+    kinds: tuple[tuple[int, Field], ...]
 
     @staticmethod
     def of(names: tuple[str, ...], outline: Outline, fields: Fields) -> Named:
@@ -54,7 +55,9 @@ class Named(msgspec.Struct, frozen=True, eq=False):
         geometries = outline.geometry_of.array[shards]
         _, rows = row_kinds((geometries, fields.kinds_of(held)))
         room_bytes = outline.region_bytes.array[outline.region_of.array[shards]] - outline.offsets_bytes.array[shards]
-        return Named(lacking, shards, room_bytes, tuple((int(geometries[row]), held[row]) for row in rows))
+        least_room_bytes = bounds(room_bytes)[0] if held else 0
+        kinds = tuple([(int(geometries[row]), fields.called(held[row])) for row in rows])
+        return Named(lacking, shards, room_bytes, least_room_bytes, kinds)
 
 
 class Seen:

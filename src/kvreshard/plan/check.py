@@ -98,8 +98,7 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     named = seen.named(names, rank, layout)
     yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
     reach = 0  # of the longest kind; kinds that differ in it differ from the lane too, which is a fault of theirs
-    for number, name in named.kinds:
-        field = layout.fields.called(name)
+    for number, field in named.kinds:
         behind = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
         reach = max(reach, min(behind, MAX_ADDRESS - 1))
     if len(bases) != len(names):
@@ -107,8 +106,10 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     shards = named.shards
     if not len(bases) == len(shards) == len(names):
         return
-    is_wrong = (bases != rank.bases[shards]) | (named.room_bytes < reach)
-    for index in np.flatnonzero(is_wrong).tolist() if np.logical_or.reduce(is_wrong) else ():
+    is_moved = bases != rank.bases[shards]
+    if named.least_room_bytes >= reach and not np.logical_or.reduce(is_moved):
+        return
+    for index in np.flatnonzero(is_moved | (named.room_bytes < reach)).tolist():
         shard = rank.shards[int(shards[index])]
         yield from _place_faults(shard, int(bases[index]), reach, rank, side)
 
@@ -137,7 +138,7 @@ def _geometry_faults(
     group = lane.src_group if source else lane.dst_group
     if group != layout.group_by_name[geometry.group]:
         yield f"{who}: block table of group '{group.name}', its layout says '{geometry.group}'"
-    inside = sum(mapped.last_byte_offset() for mapped in geometry.axes)
+    inside = sum([mapped.last_byte_offset for mapped in geometry.axes])
     return (group.num_pages - 1) * stride + inside + lane.element_bytes
 
 

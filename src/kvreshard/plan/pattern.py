@@ -68,7 +68,7 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_bytes(self) -> int:
         """Bytes that the pattern moves over all its fields."""
-        return int(self.lengths.sum()) * len(self.bases.src)
+        return int(np.add.reduce(self.lengths)) * len(self.bases.src)
 
     def kept_bytes(self) -> int:
         """About what it takes in memory."""
@@ -102,11 +102,16 @@ def fuse(bases: Bases, length: int) -> Bases | None:
     if len(bases.src) < 2:
         return None
     src, dst, region = bases.src, bases.dst, bases.region
-    if not (src[1:] > src[:-1]).all():
+    apart = src[1:] - src[:-1]
+    if np.minimum.reduce(apart) <= 0:
         order = np.lexsort((dst, src))
         src, dst, region = src[order], dst[order], region[order]
-    continues = (src[1:] == src[:-1] + length) & (dst[1:] == dst[:-1] + length) & (region[1:] == region[:-1])
-    if not continues.any():
+        apart = src[1:] - src[:-1]
+    continues = apart == length
+    if not np.logical_or.reduce(continues):
+        return None
+    continues = continues & (dst[1:] == dst[:-1] + length) & (region[1:] == region[:-1])
+    if not np.logical_or.reduce(continues):
         return None
     starts = np.flatnonzero(np.concatenate([[True], ~continues]))
     sizes = np.diff(np.append(starts, len(src)))
@@ -117,18 +122,18 @@ def fuse(bases: Bases, length: int) -> Bases | None:
 
 def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Sequence[Strip]]) -> Pattern:
     """The pattern of one overlap from the strips of each axis."""
-    num_cells = prod(sum(strip.num_cells for strip in strips) for strips in strips_per_axis)
-    num_nests = prod(len(strips) for strips in strips_per_axis)
+    num_cells = prod([sum([strip.num_cells for strip in strips]) for strips in strips_per_axis])
+    num_nests = prod(map(len, strips_per_axis))
     _check_number("nests of loops", num_nests, MAX_NESTS)
     runs = []
     for strips in product(*strips_per_axis):
         length, loops = coalesce(element_bytes, [loop for strip in strips for loop in strip.loops])
         runs.append(
             Run(
-                sum(strip.src_page for strip in strips),
-                sum(strip.dst_page for strip in strips),
-                sum(strip.src_byte for strip in strips),
-                sum(strip.dst_byte for strip in strips),
+                sum([strip.src_page for strip in strips]),
+                sum([strip.dst_page for strip in strips]),
+                sum([strip.src_byte for strip in strips]),
+                sum([strip.dst_byte for strip in strips]),
                 length,
                 loops,
             )
@@ -145,7 +150,7 @@ def build_pattern(bases: Bases, element_bytes: int, strips_per_axis: Sequence[Se
             Run(run.src_page, run.dst_page, run.src_byte, run.dst_byte, length, loops)
             for run, (length, loops) in zip(runs, grown, strict=True)
         ]
-    _check_number("runs", sum(prod(loop.count for loop in run.loops) for run in runs), MAX_RUNS)
+    _check_number("runs", sum([prod([loop.count for loop in run.loops]) for run in runs]), MAX_RUNS)
     pattern = _flatten(bases, tuple(runs))
     if pattern.num_bytes != total:
         raise AssertionError(f"pattern of {pattern.num_bytes} bytes for cells of {total} bytes")  # a bug, never input

@@ -42,7 +42,7 @@ class Strip(msgspec.Struct, frozen=True):
 
     @property
     def num_cells(self) -> int:
-        return prod(loop.count for loop in self.loops)
+        return prod([loop.count for loop in self.loops])
 
 
 def refine(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_low: int, length: int) -> list[Strip]:

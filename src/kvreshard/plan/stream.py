@@ -13,10 +13,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from kvreshard.model.layout import Group
-from kvreshard.model.loops import compiled
+from kvreshard.model.loops import compiled, lane_entries
 from kvreshard.model.ownership import Interval, Ownership
 from kvreshard.plan.copies import PageFrame
 from kvreshard.plan.lane import Lane, Span
@@ -139,10 +138,8 @@ def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, fram
     first = lanes[0]
     whole = (0, 0, first.src_span.indices)
     patterns = [lane.pattern(whole) for lane in lanes]
-    src_start = np.concatenate([(p.bases.src[:, None] + p.src_offsets).reshape(-1) for p in patterns])
-    dst_start = np.concatenate([(p.bases.dst[:, None] + p.dst_offsets).reshape(-1) for p in patterns])
-    length = np.concatenate(
-        [np.broadcast_to(p.lengths, (len(p.bases.src), len(p.lengths))).reshape(-1) for p in patterns]
+    src_start, dst_start, length = lane_entries(
+        [(p.bases.src, p.bases.dst, p.src_offsets, p.dst_offsets, p.lengths) for p in patterns]
     )
     strides = first.src_page_stride_bytes, first.dst_page_stride_bytes
     counts = first.src_group.num_pages, first.dst_group.num_pages
@@ -161,7 +158,7 @@ def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, fram
         frame,
         joins,
         len(length),
-        int(length.sum()),
+        sum(p.num_bytes for p in patterns),
         sum(count * len(box.lengths) for count, box in zip(slots, boxes, strict=True)),
         sum(count * box.slot_bytes for count, box in zip(slots, boxes, strict=True)),
         max(box.slot_bytes for box in boxes),

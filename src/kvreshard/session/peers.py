@@ -301,14 +301,10 @@ def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: Endpoint
     route = compile_route(layout, me.layout, me.rank, cost=options.cost, kept=me.kept)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
     names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
-    added: list[str] = []
+    cards = card.rank_by_number
     try:
-        for rank, name in names.items():
-            me.transport.add_peer(name, card.rank_by_number[rank].metadata)
-            added.append(name)
+        me.transport.add_peers({name: cards[rank].metadata for rank, name in names.items()})
     except TransportError:
-        for name in added:
-            me.transport.remove_peer(name)
         route.drop_kept()
         raise
     return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -342,6 +342,9 @@ class Transport(Protocol):
         """Make a peer known under a name of the caller's choice. Refused: a name or a peer that is known already,
         malformed metadata, another kind of transport.
         """
+
+    def add_peers(self, peers: Mapping[str, bytes]) -> None:
+        """Make some peers known, by name with their metadata: all, or none if one is refused."""
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer at once. What has not been posted of its pending transfers is dropped; they fail when the rest

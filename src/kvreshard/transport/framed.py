@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvreshard.model.loops import bounds, run_bounds
+from kvreshard.model.loops import bounds, pieces_extent, run_bounds
 from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Addresses, Copies, TransportError
 
 
@@ -55,19 +55,19 @@ class Frame:
         first = Copies(self.local_address, self.remote_address, self.length_bytes)
         for name in ("local_address", "remote_address", "length_bytes"):
             object.__setattr__(self, name, getattr(first, name))
-        object.__setattr__(self, "longest_bytes", int(np.maximum.reduce(self.length_bytes)))
+        most_local, most_remote, longest_bytes, page_bytes, are_equal = pieces_extent(
+            first.local_address, first.remote_address, first.length_bytes
+        )
+        object.__setattr__(self, "longest_bytes", longest_bytes)
         for name, address, span in (
-            ("local", first.local_address, self.local_span_bytes),
-            ("remote", first.remote_address, self.remote_span_bytes),
+            ("local", most_local, self.local_span_bytes),
+            ("remote", most_remote, self.remote_span_bytes),
         ):
-            if int(np.maximum.reduce(address)) + span > ADDRESS_SPACE_BYTES:
+            if address + span > ADDRESS_SPACE_BYTES:
                 raise TransportError(f"the {name} pages of a frame leave the 64-bit address space")
         strides = self.local_stride_bytes, self.remote_stride_bytes
-        lengths = self.length_bytes
-        object.__setattr__(self, "page_bytes", int(np.add.reduce(lengths)))
-        object.__setattr__(
-            self, "is_dense", strides == (lengths[0], lengths[0]) and bool((lengths == lengths[0]).all())
-        )
+        object.__setattr__(self, "page_bytes", page_bytes)
+        object.__setattr__(self, "is_dense", are_equal and strides == (longest_bytes, longest_bytes))
 
     @staticmethod
     def of(

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model import loops
 from kvreshard.model.loops import bounds, frame_indices, frame_rows
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.regions import RegionTable
@@ -57,13 +58,14 @@ class FrameSlice(msgspec.Struct, frozen=True, eq=False):
 
 def strided_rows(frame: Frame, place: FramePlace, local: bool) -> NDArray[np.uint64]:
     """NIXL's form of one side: rows of (address, bytes, device number, stride, count), shape (entries, 5)."""
-    rows = np.empty((len(frame.length_bytes), 5), dtype=np.uint64)
-    rows[:, 0] = frame.local_address if local else frame.remote_address
-    rows[:, 1] = frame.length_bytes
-    rows[:, 2] = place.local_device if local else place.remote_device
-    rows[:, 3] = frame.local_stride_bytes if local else frame.remote_stride_bytes
-    rows[:, 4] = frame.local_count if local else frame.remote_count
-    return rows
+    length = frame.length_bytes
+    if local:
+        return loops.strided_rows(
+            frame.local_address, length, place.local_device, frame.local_stride_bytes, frame.local_count
+        )
+    return loops.strided_rows(
+        frame.remote_address, length, place.remote_device, frame.remote_stride_bytes, frame.remote_count
+    )
 
 
 def place(frame: Frame, local: RegionTable, remote: RegionTable, remote_side: str) -> FramePlace | None:

@@ -18,7 +18,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from kvreshard.transport.base import (
 )
 from kvreshard.transport.framed import FramedCopies
 from kvreshard.transport.frames import place
-from kvreshard.transport.refusals import check_new_peer, closed_transport, closed_while_pending, unknown_peer
+from kvreshard.transport.refusals import check_new_peers, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 
 if TYPE_CHECKING:
@@ -248,13 +248,18 @@ class MemoryTransport:
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See `Transport.add_peer`."""
-        peer = decode_metadata("memory", metadata)
+        self.add_peers({name: metadata})
+
+    def add_peers(self, peers: Mapping[str, bytes]) -> None:
+        """See `Transport.add_peers`."""
+        fresh = {name: decode_metadata("memory", metadata) for name, metadata in peers.items()}
         with self._open():
-            known = {own_name: alias for alias, (own_name, _) in self._peers.items()}
-            check_new_peer(self._name, name, peer.name, known)
-            if peer.name not in self.fabric.transports:
-                raise TransportError(f"peer {name!r} ({peer.name}) is not on this fabric; use one for both")
-            self._peers[name] = (peer.name, peer.table())
+            known = {name: own_name for name, (own_name, _) in self._peers.items()}
+            check_new_peers(self._name, {name: peer.name for name, peer in fresh.items()}, known)
+            for name, peer in fresh.items():
+                if peer.name not in self.fabric.transports:
+                    raise TransportError(f"peer {name!r} ({peer.name}) is not on this fabric; use one for both")
+            self._peers |= {name: (peer.name, peer.table()) for name, peer in fresh.items()}
 
     def remove_peer(self, name: str) -> None:
         """See `Transport.remove_peer`. The bytes of a delayed transfer still move in its step: they were in flight."""

@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kvreshard.transport.agent import Cursor
@@ -51,10 +51,11 @@ from kvreshard.transport.base import (
 from kvreshard.transport.framed import Frame, FramedCopies
 from kvreshard.transport.frames import FrameCursor, PlacedFrame, place_frame
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
-from kvreshard.transport.owner import Owner, SlicedTransfer
+from kvreshard.transport.owner import Owner
 from kvreshard.transport.placed import Placed
-from kvreshard.transport.refusals import check_new_peer, closed_transport, unknown_peer
+from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
+from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import PartCursor, PlacedCopies, SliceCursor
 
 if TYPE_CHECKING:
@@ -145,13 +146,18 @@ class NixlTransport:
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See `Transport.add_peer`."""
-        peer = decode_metadata("nixl", metadata)
-        table = peer.table()
+        self.add_peers({name: metadata})
+
+    def add_peers(self, peers: Mapping[str, bytes]) -> None:
+        """See `Transport.add_peers`."""
+        found = {name: decode_metadata("nixl", metadata) for name, metadata in peers.items()}
+        fresh = {name: (peer.name, peer.table()) for name, peer in found.items()}
         with self._admin:
             self._open_table()
-            check_new_peer(self._name, name, peer.name, {own: alias for alias, (own, _) in self._peers.items()})
-            self._owner.add_peer(peer.name, peer.native)
-            self._peers = {**self._peers, name: (peer.name, table)}
+            known = {name: own_name for name, (own_name, _) in self._peers.items()}
+            check_new_peers(self._name, {name: peer.name for name, peer in found.items()}, known)
+            self._owner.add_peers({peer.name: peer.native for peer in found.values()})
+            self._peers = {**self._peers, **fresh}
 
     def remove_peer(self, name: str) -> None:
         """See `Transport.remove_peer`."""

@@ -25,42 +25,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvreshard.transport.agent import Agent, Cursor
+from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Transfer, TransportError
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending, torn_peer
+from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
 from kvreshard.transport.window import Windows
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class SlicedTransfer:
-    """A transfer on its way through the owner, slice by slice. `peer` is the agent's own name, `handles` the slices in flight and their cost.
-
-    `is_torn`: a slice of it failed, of which some pieces may still move.
-    """
-
-    transfer: Transfer
-    peer: str
-    cursor: Cursor
-    notify: bytes | None
-    handles: list[tuple[object, int]] = field(default_factory=list)
-    error: TransportError | None = None
-    is_torn: bool = False
-
-    def fail(self, error: TransportError) -> None:
-        """Post no more; the first error is the one that is told."""
-        self.cursor.drop()
-        self.error = self.error or error
 
 
 class Owner:
@@ -148,15 +127,28 @@ class Owner:
         """Send a notification; does not wait. A failure is logged, since delivery is never certain."""
         self.submit(lambda: self._send(peer, payload))
 
-    def add_peer(self, peer: str, native: bytes) -> None:
-        """Load a peer's metadata. Refused while slices of its former time are in flight."""
+    def add_peers(self, natives: Mapping[str, bytes]) -> None:
+        """Load the metadata of some peers, all or none. Refused while slices of a former time of theirs are in flight."""
 
         def add(agent: Agent) -> None:
-            if peer in self._leaving:
+            for peer in self._leaving.intersection(natives):
                 raise TransportError(f"peer {peer} was removed with transfers in flight; wait until they have settled")
-            agent.add_peer(peer, native)
-            # A slice of its former time, which failed after it had been removed, says nothing of this one.
-            self._torn.discard(peer)
+            added: list[str] = []
+            looked_s = self._clock()
+            try:
+                for peer, native in natives.items():
+                    # Each takes about a millisecond, and others wait.
+                    if self._clock() - looked_s > self._pace.post_s:
+                        self._look()
+                        looked_s = self._clock()
+                    agent.add_peer(peer, native)
+                    added.append(peer)
+            except BaseException:
+                for peer in added:
+                    self._forget(peer)
+                raise
+            # Slices of their former time, which failed after they had been removed, say nothing of these.
+            self._torn.difference_update(natives)
 
         self.call(add)
 
@@ -206,12 +198,7 @@ class Owner:
         del born, make_agent
         try:
             while self._stopping_s is None or (self._under_way and self._clock() < self._stopping_s):
-                happened = self._post_slice()
-                happened |= self._check_slices()
-                happened |= self._receive()
-                if happened:
-                    self._last_event_s = self._clock()
-                self._do_work(0.0 if happened else self._rest_s())
+                self._do_work(0.0 if self._look() else self._rest_s())
         finally:
             # Also after a fault of this loop itself: whoever waits must hear of it.
             with self._gate:
@@ -219,6 +206,15 @@ class Owner:
             for sliced in self._under_way:
                 sliced.fail(closed_while_pending(self.name))
             self._tear_down()
+
+    def _look(self) -> bool:
+        """Steps 2 and 3; whether anything happened."""
+        happened = self._post_slice()
+        happened |= self._check_slices()
+        happened |= self._receive()
+        if happened:
+            self._last_event_s = self._clock()
+        return happened
 
     def _rest_s(self) -> float:
         quiet_s = self._clock() - self._last_event_s

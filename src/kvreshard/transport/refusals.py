@@ -37,16 +37,18 @@ def torn_peer(peer_name: str) -> TransportError:
     )
 
 
-def check_new_peer(own_name: str, alias: str, peer_name: str, known: Mapping[str, str]) -> None:
-    """Raise unless `alias` and `peer_name` are both new. `known` maps the peers' own names to their aliases."""
-    if peer_name == own_name:
-        raise TransportError(f"peer {alias!r} is transport {own_name!r} itself; copy local memory directly")
-    if peer_name in known:
-        raise TransportError(
-            f"peer {alias!r} ({peer_name}) is known already as {known[peer_name]!r}; remove_peer it first to refresh it"
-        )
-    if alias in known.values():
-        other = next(name for name, taken in known.items() if taken == alias)
-        raise TransportError(
-            f"peer name {alias!r} belongs to {other}, now offered {peer_name}; remove_peer the old one first"
-        )
+def check_new_peers(own_name: str, fresh: Mapping[str, str], known: Mapping[str, str]) -> None:
+    """Raise unless all of the fresh peers are new, by their own names and by ours. Both map the names here to the peers' own."""
+    ours_of = {peer_name: alias for alias, peer_name in known.items()}
+    for alias, peer_name in fresh.items():
+        if peer_name == own_name:
+            raise TransportError(f"peer {alias!r} is transport {own_name!r} itself; copy local memory directly")
+        if peer_name in ours_of:
+            raise TransportError(
+                f"peer {alias!r} ({peer_name}) is known already as {ours_of[peer_name]!r}; remove_peer it first to refresh it"
+            )
+        if alias in known:
+            raise TransportError(
+                f"peer name {alias!r} belongs to {known[alias]}, now offered {peer_name}; remove_peer the old one first"
+            )
+        ours_of[peer_name] = alias

@@ -300,3 +300,96 @@ def test_runs_go_on_where_both_sides_do(form: ModuleType) -> None:
     assert [top[0].tolist(), top[1].tolist()] == [[0, 2**62, 2**63 - 1], [3, 2, 1]]
     assert form.run_bounds(np.array([5, 3, 4]), np.array([1, 2, 9])) == (3, 12)
     assert form.bounds(dst) == (8, 23)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_what_a_frame_is_made_of_by_hand(form: ModuleType) -> None:
+    fields, runs = np.array([100, 700]), np.array([0, 8, 30])
+    src, dst, length = form.lane_entries(
+        [
+            (fields, fields[::-1], runs, runs + 1, np.array([8, 4, 2])),
+            (fields[:1], fields[1:], runs[:1], runs[1:2], runs[2:]),
+        ]
+    )
+    assert src.tolist() == [100, 108, 130, 700, 708, 730, 100]
+    assert dst.tolist() == [701, 709, 731, 101, 109, 131, 708]
+    assert length.tolist() == [8, 4, 2, 8, 4, 2, 30]
+    rows = form.strided_rows(np.array([5, 2**64 - 8], np.uint64), np.array([8, 3], np.uint64), 2, 4096, 9)
+    assert rows.tolist() == [[5, 8, 2, 4096, 9], [2**64 - 8, 3, 2, 4096, 9]]
+    pieces = [np.array(column, np.uint64) for column in ((500, 2**64 - 30), (2**63, 9), (10, 2**63))]
+    assert form.pieces_extent(*pieces) == (2**64 - 30, 2**63, 2**63, 2**63 + 10, False)
+    assert form.pieces_extent(*pieces[:2], np.array([7, 7], np.uint64)) == (2**64 - 30, 2**63, 7, 14, True)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_slabs_and_shards_by_hand(form: ModuleType) -> None:
+    """Two regions of 100 and 60 bytes; slabs of 2 pages, and one of 3 of another pool."""
+    sizes, num_pages = np.array([100, 60]), np.array([2, 3])
+    good = [np.array(column) for column in ([0, 1, 0], [0, 0, 50], [20, 20, 25], [20, 10, 25], [0, 1, 0])]
+    begin, start, last, stop = form.slab_places(sizes, tuple(good), num_pages)
+    assert (begin.tolist(), start.tolist()) == ([0, 100], [0, 100, 50])
+    assert (last.tolist(), stop.tolist()) == ([40, 150, 100], [20, 110, 75])
+    for column, row, bad in (
+        (1, 0, -1), (1, 2, 51), (1, 1, 2**62), (2, 0, 0), (2, 0, 19), (2, 2, 26), (2, 1, 2**62), (3, 1, 0), (3, 0, -1),
+        (3, 0, 21), (4, 2, 1),
+    ):  # fmt: skip
+        changed = [one.copy() for one in good]
+        changed[column][row] = bad
+        assert form.slab_places(sizes, tuple(changed), num_pages) is None, (column, row, bad)
+    for bad_sizes in ([0, 60], [100, -1], [2**62, 60], [2**62 - 60, 60]):
+        assert form.slab_places(np.array(bad_sizes), tuple(good), num_pages) is None
+    assert form.slab_places(np.array([2**62 - 61, 60]), tuple(good), num_pages) is not None
+    order = np.argsort(start)
+    slabs = start[order], stop[order], good[2][order], good[4][order]
+    kinds = np.array([0, 1, 0]), np.array([20, 10]), np.array([20, 20]), np.array([0, 1])
+    assert form.shard_places(np.array([0, 100, 0]), slabs, kinds).tolist() == [20, 110, 20]
+    for places in ([1, 100, 0], [-1, 100, 0], [0, 101, 0], [0, 100, 50], [100, 100, 0], [0, 0, 0]):
+        assert form.shard_places(np.array(places), slabs, kinds) is None, places
+    for number, bad in ((1, 21), (2, 25), (3, 1)):
+        changed = [one.copy() for one in kinds]
+        changed[number][0] = bad
+        assert form.shard_places(np.array([0, 100, 0]), slabs, tuple(changed)) is None
+    assert form.are_apart(np.array([0, 5, 9]), np.array([5, 9, 1]))
+    assert not form.are_apart(np.array([0, 5, 8]), np.array([5, 9, 9]))
+    assert form.are_apart(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert form.are_within(np.array([0, 59]), np.array([0, 1]), sizes)
+    for places in ([0, 60], [-1, 0]):
+        assert not form.are_within(np.array(places), np.array([0, 1]), sizes)
+
+
+@needs_compiled
+def test_slabs_and_shards_are_seen_alike(run_seed: int) -> None:
+    assert compiled is not None
+    rng = np.random.default_rng(run_seed)
+    num_found = 0
+    for _ in range(1000):
+        num_regions, num_slabs, num_pools, num_shards = (int(number) for number in rng.integers(1, 5, size=4))
+        sizes, num_pages = rng.integers(1, 200, num_regions), rng.integers(1, 4, num_pools)
+        if rng.random() < 0.1:
+            sizes[0] = rng.choice([0, -1, 2**62 - 1, 2**62])
+        stride = rng.integers(1, 30, num_slabs)
+        columns = [
+            rng.integers(0, num_regions, num_slabs),
+            rng.integers(-1, 40, num_slabs),
+            stride,
+            np.maximum(stride - rng.integers(-1, 3, num_slabs), 0),
+            rng.integers(0, num_pools, num_slabs),
+        ]
+        found = compiled.slab_places(sizes, tuple(columns), num_pages)
+        plainly = plain_loops.slab_places(sizes, tuple(columns), num_pages)
+        assert (found is None) == (plainly is None)
+        if found is None or plainly is None:
+            continue
+        num_found += 1
+        assert same(found, plainly)
+        _, start, last, stop = found
+        assert compiled.are_apart(start, last) == plain_loops.are_apart(start, last)
+        order = np.argsort(start, kind="stable")
+        slabs = start[order], stop[order], columns[2][order], columns[4][order]
+        chosen = rng.integers(0, num_slabs, num_shards)
+        places = start[chosen] + rng.choice([0, 0, 0, 1, -1], num_shards)
+        given = places, slabs, (np.arange(num_shards), columns[3][chosen], columns[2][chosen], columns[4][chosen])
+        assert same(compiled.shard_places(*given), plain_loops.shard_places(*given))
+        within = places, rng.integers(0, num_regions, num_shards), sizes
+        assert compiled.are_within(*within) == plain_loops.are_within(*within)
+    assert num_found > 50

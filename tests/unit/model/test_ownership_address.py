@@ -81,6 +81,17 @@ def test_a_ring_wraps_and_a_sequence_does_not() -> None:
 
 def test_the_last_byte_counts_only_what_is_held() -> None:
     digits = (Digit(4, 0, 2), Digit(4, 0, 100))
-    assert AxisMap("a", Interval(0, 16), digits).last_byte_offset() == 306
-    assert AxisMap("a", Interval(0, 3), digits).last_byte_offset() == 4
-    assert AxisMap("a", Interval(0, 5), digits).last_byte_offset() == 106
+    assert AxisMap("a", Interval(0, 16), digits).last_byte_offset == 306
+    assert AxisMap("a", Interval(0, 3), digits).last_byte_offset == 4
+    assert AxisMap("a", Interval(0, 5), digits).last_byte_offset == 106
+
+
+def test_the_loops_of_a_page_are_those_of_its_digits() -> None:
+    digits = (Digit(4, 0, 2), Digit(1, 0, 7), Digit(3, 0, 100))
+    whole = AxisMap("a", Interval(5, 17), digits)
+    assert whole.page_loops == ((2, 4), (100, 3))
+    offsets = sorted(low + high for low in range(0, 8, 2) for high in range(0, 300, 100))
+    assert whole.locate(np.arange(12, dtype=np.int64))[1].tolist() == offsets
+    assert AxisMap("a", Interval(0, 3), digits).page_loops == ((2, 3),)
+    assert AxisMap("a", Interval(0, 5), digits).page_loops == ((2, 4), (100, 2))
+    assert AxisMap("t", Interval(0, None), (Digit(3, 0, 4), Digit(2, 1, 0), Digit(None, 0, 0))).page_loops == ((4, 3),)

@@ -179,6 +179,12 @@ def test_hostile_values_raise_nothing_else(run_seed: int) -> None:
         (lambda tree: tree.update(form="kvreshard.lease"), "'kvreshard.lease', not a 'kvreshard.layout.packed'"),
         (lambda tree: tree.update(engine="a\nb"), r"at `\$\.engine`"),
         (lambda tree: tree.update(typo=1), "typo"),
+        (lambda tree: tree["fields"].__setitem__(1, "k\n2026 ERROR"), r"'k\?2026 ERROR' is no name"),
+        (lambda tree: tree["outlines"][0]["regions"].__setitem__(0, "\x1b[31m"), r"'\?\[31m' is no name"),
+        (lambda tree: tree["ranks"][0].update(devices=["cpu\u202e"]), r"'cpu\?' is no name"),
+        (lambda tree: tree["ranks"][0]["place"].update({"tp\x7f": 0}), r"'tp\?' is no name"),
+        (lambda tree: tree["geometries"][0].__setitem__(0, "a\r"), r"'a\?' is no name"),
+        (lambda tree: tree["fields"].__setitem__(1, "k" * 257), r"at `\$\.fields"),
     ],
 )
 def test_what_does_not_hold_together_is_named(change: Callable[[Any], None], told: str) -> None:

@@ -1,5 +1,7 @@
 """Who gives what to whom: atoms, boxes, and an election that every rank decides alike."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
 from kvreshard.model.changed import replace
 from kvreshard.plan import Election, compile_route, elect, match_fields
-from kvreshard.plan.cover import atoms, common_period, count_common, join
+from kvreshard.plan.cells import CutAxis, looked_up, swept
+from kvreshard.plan.cover import atoms, common_period, count_common, edges_of, join, meets
 from kvreshard.testing.apply import check_transfer, compile_all
 from kvreshard.testing.small import engine, request
 
@@ -45,6 +48,31 @@ def test_atoms_are_held_whole_or_not_at_all() -> None:
                 0,
                 count_common(None, atom),
             )
+
+
+def test_intervals_are_swept_as_any_ownerships_are_looked_up(run_seed: int) -> None:
+    """Who holds an atom, and which atoms an ownership meets: coordinate by coordinate, with gaps and replicas."""
+    rng = np.random.default_rng(run_seed)
+    for _ in range(300):
+        extent = int(rng.integers(1, 12))
+        ends = np.sort(rng.integers(0, extent + 1, size=(int(rng.integers(1, 6)), 2)), axis=1).tolist()
+        held: dict[Ownership, list[int]] = {}
+        for rank, (start, stop) in enumerate(ends):
+            if start < stop:
+                held.setdefault(Interval(start, stop), []).append(rank)
+        edges = edges_of(extent, tuple(held))
+        owners = list(swept(held, edges))
+        assert owners == list(looked_up(held, edges))
+        axis = CutAxis(edges.tolist(), tuple(owners))
+        for atom, (low, high) in enumerate(pairwise(axis.edges)):
+            for coordinate in range(low, high):
+                having = {rank for rank, (start, stop) in enumerate(ends) if start <= coordinate < stop}
+                assert having == owners[atom]
+        start, stop = sorted(rng.choice(extent + 1, size=2, replace=False).tolist())
+        mine = Interval(start, stop)
+        wanted = [atom for atom, (low, high) in enumerate(pairwise(axis.edges)) if low < stop and high > start]
+        assert list(axis.met_by(extent, mine)) == wanted
+        assert np.flatnonzero(meets(extent, *axis.turns, extent, mine)).tolist() == wanted
 
 
 def test_join_takes_neighbours_only() -> None:

@@ -175,3 +175,23 @@ def test_device_memory_and_strangers_are_refused(plain: Pair) -> None:
         plain.a.add_peer("eve", stranger.metadata())
     with pytest.raises(TransportError, match="itself"):
         plain.a.add_peer("me", plain.a.metadata())
+
+
+def test_of_peers_that_are_added_together_all_are_known_or_none(plain: Pair) -> None:
+    first, second = (MemoryTransport(plain.fabric, name).metadata() for name in ("first", "second"))
+    stranger = MemoryTransport(Fabric(), "elsewhere").metadata()
+    for peers, told in (
+        ({"one": first, "two": stranger}, "not on this fabric"),
+        ({"one": first, "me": plain.a.metadata()}, "itself"),
+        ({"one": first, "bob": second}, "'bob' belongs to"),
+        ({"one": first, "again": first}, "known already as 'one'"),
+        ({"one": first, "two": b"?"}, "not readable"),
+    ):
+        with pytest.raises(TransportError, match=told):
+            plain.a.add_peers(peers)
+        with pytest.raises(TransportError, match="peer 'one' is unknown"):
+            plain.a.notify("one", b"word")
+    plain.a.add_peers({"one": first, "two": second})
+    plain.a.notify("one", b"word")
+    plain.a.notify("two", b"word")
+    plain.a.add_peers({})

@@ -16,6 +16,7 @@ from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, 
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.regions import RegionTable, encode_metadata
 
 
 def region(memory: NDArray[np.uint8]) -> MemoryRegion:
@@ -105,6 +106,22 @@ class TestAgent:
                 transport.add_peer("peer", MemoryTransport(Fabric()).metadata())
         finally:
             transport.close()
+
+    def test_of_peers_that_are_added_together_all_are_known_or_none(self) -> None:
+        near, far, other = NixlTransport("near"), NixlTransport("far"), NixlTransport("other")
+        try:
+            broken = encode_metadata("nixl", "broken", RegionTable(), b"nothing that NIXL reads")
+            with pytest.raises(TransportError, match="could not load the metadata of broken"):
+                near.add_peers({"far": far.metadata(), "broken": broken})
+            with pytest.raises(TransportError, match="peer 'far' is unknown"):
+                near.notify("far", b"word")
+            near.add_peers({"far": far.metadata(), "other": other.metadata()})
+            for name, peer in (("far", far), ("other", other)):
+                near.notify(name, b"word")
+                until(peer.notifications)
+        finally:
+            for transport in (near, far, other):
+                transport.close()
 
     def test_a_peer_answers_while_a_million_pieces_move(self) -> None:
         near, far = NixlTransport("near"), NixlTransport("far")

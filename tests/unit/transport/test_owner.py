@@ -11,9 +11,10 @@ import pytest
 
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
-from kvreshard.transport.owner import Owner, SlicedTransfer
+from kvreshard.transport.owner import Owner
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
+from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Slice, SliceCursor
 
 SPACE = RegionTable([MemoryRegion(0, 2**40)])
@@ -55,6 +56,9 @@ class FakeAgent:
         return b"fake"
 
     def add_peer(self, name: str, native: bytes) -> None:
+        if native == b"unreadable":
+            raise TransportError(f"the fake cannot read {name}")
+        self.now_s += 0.011
         self.log.append(("add", name))
 
     def remove_peer(self, name: str) -> None:
@@ -88,6 +92,8 @@ class FakeAgent:
 
     def receive(self) -> list[tuple[str, bytes]]:
         self.threads.add(threading.get_ident())
+        if self.log and self.log[-1][0] == "add":
+            self.log.append(("look",))
         return []
 
     def close(self) -> None:
@@ -192,7 +198,7 @@ def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, 
         late.transfer.wait(10.0)
     owner.remove_peer("bob", TransportError("removed"))
     assert len(agent.called("remove")) == 1
-    owner.add_peer("bob", b"")
+    owner.add_peers({"bob": b""})
     again = make_sliced(1)
     owner.post(again)
     until(lambda: agent.num_posted == 4)
@@ -208,7 +214,7 @@ def test_a_peer_that_was_removed_before_its_slice_failed_can_be_added_again(owne
     agent.fail(0)
     with pytest.raises(TransportError, match="removed"):
         sliced.transfer.wait(10.0)
-    owner.add_peer("bob", b"")
+    owner.add_peers({"bob": b""})
     owner.post(again)
     until(lambda: agent.num_posted == 2 or again.transfer.state is not TransferState.PENDING)
     agent.settle(1)
@@ -331,13 +337,13 @@ def test_a_removed_peer_stays_connected_until_its_slices_settle(owner: Owner, ag
     owner.remove_peer("bob", TransportError("removed"))
     assert agent.called("remove") == []
     with pytest.raises(TransportError, match="in flight"):
-        owner.add_peer("bob", b"")
+        owner.add_peers({"bob": b""})
     for number in range(PACE.max_in_flight):
         agent.settle(number)
     with pytest.raises(TransportError, match="removed"):
         sliced.transfer.wait(10.0)
     assert agent.called("remove") == [("remove", "bob")]
-    owner.add_peer("bob", b"")
+    owner.add_peers({"bob": b""})
     assert agent.num_posted == PACE.max_in_flight
 
 
@@ -394,3 +400,18 @@ def test_an_owner_at_rest_looks_up_when_peers_are_expected(agent: FakeAgent, mon
     finally:
         owner.stop()
     owner.attend(True)  # nobody will come, and that is no error
+
+
+def test_peers_are_added_together_and_others_are_heard_meanwhile(owner: Owner, agent: FakeAgent) -> None:
+    """Each takes 11 ms of the fake's clock: after two of them, more than a slice, the owner looks up."""
+    owner.add_peers(dict.fromkeys("abcde", b""))
+    adds = [entry for entry in agent.log if entry[0] in ("add", "look")]
+    assert adds[:7] == [
+        ("add", "a"), ("add", "b"), ("look",), ("add", "c"), ("add", "d"), ("look",), ("add", "e")
+    ]  # fmt: skip
+
+
+def test_a_peer_that_cannot_be_read_leaves_none_of_its_company(owner: Owner, agent: FakeAgent) -> None:
+    with pytest.raises(TransportError, match="cannot read bob"):
+        owner.add_peers({"ann": b"", "bob": b"unreadable", "carol": b""})
+    assert [entry for entry in agent.log if entry[0] in ("add", "remove")] == [("add", "ann"), ("remove", "ann")]
