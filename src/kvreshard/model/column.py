@@ -7,7 +7,6 @@ NIXL runs on. Refused, as LayoutError: numbers of more than 64 bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -25,6 +24,8 @@ class Column(Sequence[int]):
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        self.array: Int64s = np.frombuffer(data, dtype=np.int64)
+        """Shape (n,), not to be written."""
 
     @staticmethod
     def of(numbers: Iterable[int]) -> Column:
@@ -35,11 +36,6 @@ class Column(Sequence[int]):
             return Column(int64s(tuple(numbers)).tobytes())
         except OverflowError:
             raise LayoutError("a number that has more than 64 bits; those of a layout are below 2**63") from None
-
-    @cached_property
-    def array(self) -> Int64s:
-        """Shape (n,), not to be written."""
-        return np.frombuffer(self.data, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.data) // NUMBER_BYTES

@@ -96,6 +96,10 @@ class Fields(Sequence[Field]):
         like, name = self.shapes[self.shape_of[index]], self.names[index]
         return like if like.name == name else like.named(name)
 
+    def like(self, name: str) -> Field:
+        """What the field of this name is like, itself or the first of its shape. Raises KeyError."""
+        return self.shapes[self.shape_of[self.names.number_of[name]]]
+
     def called(self, name: str) -> Field:
         """The field of this name. Raises KeyError."""
         return self._make(self.names.number_of[name])

@@ -127,7 +127,7 @@ class _Pages:
         known = self._checked.get(kind)
         if known is not None:
             return known
-        field = layout.fields.called(name)
+        field = layout.fields.like(name)
         where = f"rank {rank.rank}, field '{name}'"
         group = layout.group_by_name.get(geometry.group)
         if group is None:

@@ -20,7 +20,7 @@ Box = tuple[Ownership, ...]
 
 @dataclass(frozen=True)
 class Family:
-    """Fields of equal shape and equal geometry on every rank of both engines."""
+    """Fields of equal shape, as `shape` but for their names, and equal geometry on every rank of both engines."""
 
     fields: tuple[str, ...]
     shape: Field
@@ -39,6 +39,6 @@ def families(src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]) -> tu
             grouped[kind].append(name)
         members = list(map(tuple, grouped))
     return tuple(
-        Family(fields, dst.fields.called(fields[0]), dict(src.holders(fields[0])), dict(dst.holders(fields[0])))
+        Family(fields, dst.fields.like(fields[0]), dict(src.holders(fields[0])), dict(dst.holders(fields[0])))
         for fields in members
     )

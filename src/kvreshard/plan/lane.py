@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import msgspec
 import numpy as np
@@ -81,7 +81,7 @@ class Lane:
     choice: Choice | None = None
     kept: Kept = field(default_factory=Kept, compare=False, repr=False)
 
-    @property
+    @cached_property
     def along(self) -> LaneAxis | None:
         """The sequence axis, None for a state."""
         return next((axis for axis in self.axes if axis.extent is None), None)
@@ -147,14 +147,13 @@ class Lane:
         fullest = np.argmax(count_in_windows(along.chosen, along.dst.owned, *windows))
         return int(windows[0][fullest]), int(windows[1][fullest])
 
-    def typical_overlap(self) -> Overlap:
-        """`typical_window` in the spans of both sides."""
-        low, high = self.typical_window()
+    def overlap_of(self, low: int, high: int) -> Overlap:
+        """A window in the spans of both sides."""
         return low % self.src_span.indices, low % self.dst_span.indices, high - low
 
     def work(self, low: int, high: int) -> tuple[int, int]:
         """For a window as a pattern's: how many cuts it has along all axes, and how many stretches are kept, at most."""
-        overlap = low % self.src_span.indices, low % self.dst_span.indices, high - low
+        overlap = self.overlap_of(low, high)
         cuts, kept = 0, 0
         for axis in self.axes:
             window = overlap if axis.extent is None else (0, 0, axis.extent)

@@ -123,12 +123,14 @@ def compile_route(
 
 def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lane:
     field = lane.fields[0]
-    longest = 1 if lane.along is None else max(lane.along.chosen.period, lane.along.dst.owned.period)
+    along = lane.along
+    longest = 1 if along is None else max(along.chosen.period, along.dst.owned.period)
     turns = OVERLAPS_LOOKED_AT * (min(lane.src_span.indices, lane.dst_span.indices) // longest + 1)
     budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
-    cuts, kept = lane.work(*lane.typical_window())
+    window = lane.typical_window()
+    cuts, kept = lane.work(*window)
     budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many stretches")
-    pattern = lane.pattern(lane.typical_overlap())
+    pattern = lane.pattern(lane.overlap_of(*window))
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(field, steps, "pages that overlap in too many runs")
     return lane.chosen(choose(pattern, cost, way))

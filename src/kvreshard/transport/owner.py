@@ -106,7 +106,7 @@ class Owner:
         self.attentive = attentive
         if attentive:
             with contextlib.suppress(TransportError):  # stopped: nobody will come
-                self.submit(lambda: None)
+                self.submit(self._note_event)
 
     def post(self, sliced: SlicedTransfer) -> None:
         """Start a transfer; does not wait."""
@@ -213,8 +213,12 @@ class Owner:
         happened |= self._check_slices()
         happened |= self._receive()
         if happened:
-            self._last_event_s = self._clock()
+            self._note_event()
         return happened
+
+    def _note_event(self) -> None:
+        """Something happened after which more may: keep the pace fast. Not so regions and peers that come or go."""
+        self._last_event_s = self._clock()
 
     def _rest_s(self) -> float:
         quiet_s = self._clock() - self._last_event_s
@@ -230,13 +234,13 @@ class Owner:
         try:
             work = self._work.get(timeout=rest_s) if rest_s > 0.0 else self._work.get_nowait()
             while True:
-                self._last_event_s = self._clock()
                 work()
                 work = self._work.get_nowait()
         except queue.Empty:
             return
 
     def _accept(self, sliced: SlicedTransfer) -> None:
+        self._note_event()
         if self._stopping_s is not None:
             sliced.fail(closed_while_pending(self.name))
         if sliced.peer in self._torn:
@@ -346,6 +350,7 @@ class Owner:
         return bool(messages)
 
     def _send(self, peer: str, payload: bytes) -> None:
+        self._note_event()
         try:
             self._agent.send(peer, payload)
         except Exception as error:  # noqa: BLE001  delivery is never certain

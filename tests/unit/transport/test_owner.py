@@ -415,3 +415,16 @@ def test_a_peer_that_cannot_be_read_leaves_none_of_its_company(owner: Owner, age
     with pytest.raises(TransportError, match="cannot read bob"):
         owner.add_peers({"ann": b"", "bob": b"unreadable", "carol": b""})
     assert [entry for entry in agent.log if entry[0] in ("add", "remove")] == [("add", "ann"), ("remove", "ann")]
+
+
+def test_peers_that_come_and_go_do_not_keep_the_pace_fast(owner: Owner, agent: FakeAgent) -> None:
+    """Whoever meets an engine has no transfer yet: 100 polls after each meeting were for nothing."""
+    agent.now_s += 100.0
+    assert owner._rest_s() == PACE.slow_s
+    owner.add_peers({"ann": b""})
+    owner.remove_peer("ann", TransportError("removed"))
+    owner.call(lambda agent: agent.metadata())
+    assert owner._rest_s() == PACE.slow_s
+    owner.send("bob", b"word")
+    until(lambda: bool(agent.called("send")))
+    assert owner._rest_s() == PACE.fast_s
