@@ -220,6 +220,18 @@ MUTANTS = [
         "num_read_bytes / self.read_bytes_per_s",
     ),
     Mutant(
+        "the longer hides behind the shorter",
+        "plan/cost.py",
+        "* min(read_s, move_s)",
+        "* max(read_s, move_s)",
+    ),
+    Mutant(
+        "the last batch is hidden too",
+        "plan/cost.py",
+        "self.hidden_share * (1 - 1 / max(1, num_batches))",
+        "self.hidden_share",
+    ),
+    Mutant(
         "runs are counted for one field",
         "plan/bind.py",
         "return len(self.lengths) * len(self.pattern.bases.src)",

@@ -58,5 +58,6 @@ def _told(model: CostModel, source: str, path: Path) -> str:
         f"  reading to stage    {model.stage_bytes_per_s / 1e9:8.2f} GB/s\n"
         f"  a locally moved run {model.move_run_s * 1e9:8.1f} ns\n"
         f"  moving locally      {model.move_bytes_per_s / 1e9:8.2f} GB/s\n"
+        f"  hidden of the two   {model.hidden_share * 100:8.0f} % of the shorter, in many batches\n"
         f"  gaps up to {model.max_gap_bytes} bytes are cheaper read than left out\n"
     )

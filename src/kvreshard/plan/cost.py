@@ -28,27 +28,40 @@ Way = Literal["direct", "staged"]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds per posted copy and per locally moved run; bytes per second of many copies, of local moves, and of staging batches."""
+    """Seconds per posted copy and per locally moved run; bytes per second of many copies, of local moves, and of staging batches.
+
+    `hidden_share`: of reading batches and moving them on, how much of the shorter is hidden behind the other, where there are many; 0
+    where nobody has measured it, which is never too good.
+    """
 
     copy_s: float = 1.2e-6
     read_bytes_per_s: float = 1.4e10
     move_run_s: float = 8e-9
     move_bytes_per_s: float = 1.8e10
     stage_bytes_per_s: float = 9e9
+    hidden_share: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.hidden_share <= 1:
+            raise ValueError(f"hidden_share is {self.hidden_share}; a share is from 0 to 1")
         for name, number in asdict(self).items():
-            if not (math.isfinite(number) and number > 0):
+            if name != "hidden_share" and not (math.isfinite(number) and number > 0):
                 raise ValueError(f"{name} is {number}; the constants of a cost model must be positive")
 
     def direct_s(self, num_copies: int, num_bytes: int) -> float:
         """Seconds to post so many copies of so many bytes together."""
         return num_copies * self.copy_s + num_bytes / self.read_bytes_per_s
 
-    def staged_s(self, num_reads: int, num_read_bytes: int, num_runs: int, num_bytes: int) -> float:
-        """Seconds to read so many pieces into staging and move `num_bytes` of it on, in so many runs."""
+    def staged_s(
+        self, num_reads: int, num_read_bytes: int, num_runs: int, num_bytes: int, num_batches: float = 1
+    ) -> float:
+        """Seconds to read so many pieces into staging and move `num_bytes` of it on, in so many runs and batches.
+
+        A batch is moved on while the next one is read: the last one hides behind none.
+        """
         read_s = num_reads * self.copy_s + num_read_bytes / self.stage_bytes_per_s
-        return read_s + num_runs * self.move_run_s + num_bytes / self.move_bytes_per_s
+        move_s = num_runs * self.move_run_s + num_bytes / self.move_bytes_per_s
+        return read_s + move_s - self.hidden_share * (1 - 1 / max(1, num_batches)) * min(read_s, move_s)
 
     @property
     def max_gap_bytes(self) -> int:

@@ -178,13 +178,14 @@ def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int
     model, num_bytes = choice.model, sheaf.page_bytes * num_pages
     num_copies = sheaf.num_runs * (num_pages - pages.joined if sheaf.joins else num_pages)
     direct_s = model.direct_s(num_copies, num_bytes)
-    if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes):
+    num_batches = num_bytes / fill_bytes(staging_bytes, num_bytes)
+    if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes, num_batches):
         return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
     groups = num_pages
     if sheaf.joins_boxes:
         groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // fill_bytes(staging_bytes)
     staged_s = model.staged_s(
-        sheaf.num_boxes * groups, sheaf.box_bytes * num_pages, sheaf.num_runs * num_pages, num_bytes
+        sheaf.num_boxes * groups, sheaf.box_bytes * num_pages, sheaf.num_runs * num_pages, num_bytes, num_batches
     )
     return staged_s < STAGING_MARGIN * direct_s
 
@@ -197,7 +198,8 @@ def is_staging_cheaper(cut: CutLane, direct: Sequence[Runs], staging_bytes: int)
     num_copies = sum(runs.num_copies for runs in direct)
     num_bytes = sum(runs.num_bytes for runs in direct)
     direct_s = model.direct_s(num_copies, num_bytes)
-    if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes):
+    num_batches = num_bytes / fill_bytes(staging_bytes, num_bytes)
+    if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes, num_batches):
         return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
     num_reads, num_read_bytes, num_runs, longest = 0, 0, 0, 0
     for slots in find_slots(cut):
@@ -212,5 +214,5 @@ def is_staging_cheaper(cut: CutLane, direct: Sequence[Runs], staging_bytes: int)
         num_runs += num_fields * pieces * len(slots.pattern.lengths)
     if longest > staging_bytes:
         return False
-    staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes)
+    staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes, num_batches)
     return staged_s < STAGING_MARGIN * direct_s

@@ -25,7 +25,7 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.plan.cost import CostModel
 
 FORM = "kvreshard.constants"
-VERSION = 2
+VERSION = 3
 FILE_NAME = "constants.json"
 
 
@@ -35,6 +35,7 @@ class _Constants(msgspec.Struct, forbid_unknown_fields=True):
     move_run_s: float
     move_bytes_per_s: float
     stage_bytes_per_s: float
+    hidden_share: float
 
 
 class _Head(msgspec.Struct):

@@ -212,11 +212,41 @@ def test_a_part_of_a_page_that_does_not_fit_is_read_directly() -> None:
     assert plan_reads(route, request, 64).direct
 
 
-@pytest.mark.parametrize("constant", [field.name for field in fields(CostModel)])
+@pytest.mark.parametrize("constant", [field.name for field in fields(CostModel) if field.name != "hidden_share"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_constants_must_be_positive(constant: str, value: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         CostModel(**{constant: value})
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_is_from_0_to_1(share: float) -> None:
+    with pytest.raises(ValueError, match="a share is from 0 to 1"):
+        CostModel(hidden_share=share)
+
+
+def test_what_is_hidden_is_of_the_shorter_and_not_of_the_last_batch() -> None:
+    """8 ms of reading and 2 of moving, or the other way round."""
+    for model in (CostModel(1e-6, 1e9, 1e-9, 4e9, 1e9, 0.5), CostModel(1e-6, 1e9, 1e-9, 1e9, 4e9, 0.5)):
+        found = [model.staged_s(0, 8_000_000, 0, 8_000_000, batches) for batches in (0.1, 1, 2, 4, 1e12)]
+        assert found == pytest.approx([0.01, 0.01, 0.0095, 0.00925, 0.009])
+
+
+def test_a_request_of_many_batches_is_staged_where_moving_them_hides() -> None:
+    """By the page staging costs a tenth more; with two thirds of the shorter hidden it is cheaper, for 4096 tokens and not for 64."""
+    src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
+    ways = {}
+    for share in (0.0, 0.67):
+        model = CostModel(1.4e-6, 1e10, 1e-9, 8e9, 6e9, share)
+        route = compile_route(src, dst, 0, cost=model)
+        assert {lane.choice.way for lane in route.lanes if lane.choice is not None} == {"direct"}
+        for count in (4, 256):
+            told = PageTable(range(1, count + 1), 16 * count)
+            groups = src.groups[0].name, dst.groups[0].name
+            request = Request({groups[0]: told}, {groups[1]: told}, {groups[1]: [(0, 16 * count)]}, {})
+            plan = plan_reads(route, request, STAGING_BYTES)
+            ways[share, count] = "staged" if plan.batches and not plan.direct else "direct"
+    assert ways == {(0.0, 4): "direct", (0.0, 256): "direct", (0.67, 4): "direct", (0.67, 256): "staged"}
 
 
 @pytest.mark.parametrize(("constant", "way"), [("read_bytes_per_s", "direct"), ("stage_bytes_per_s", "staged")])
