@@ -29,7 +29,9 @@ def describe(machine: dict[str, Any]) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     lines = ["| row | what | ours | theirs | ratio (95 %) | limit | bar | |", "|---|---|---|---|---|---|---|---|"]
     for result in results:
-        sides = ["" if result[side] is None else f"{result[side]:.3g} {result['unit']}" for side in ("ours", "theirs")]
+        sides = [
+            "" if result[side] is None else f"{_short(result[side])} {result['unit']}" for side in ("ours", "theirs")
+        ]
         ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
         if result["interval"] is not None:
             ratio += f" ({result['interval'][0]:.2f} to {result['interval'][1]:.2f})"
@@ -39,6 +41,10 @@ def table(results: list[dict[str, Any]]) -> str:
             f"| {result['row'][0]} | {result['name']} | {sides[0]} | {sides[1]} | {ratio} | {limit} | {result['bar']} | {met} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 if __name__ == "__main__":
