@@ -65,9 +65,6 @@ def shape_pairs(
     src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]
 ) -> Mapping[tuple[int, int], tuple[Field, Field]]:
     """Every pair of shapes that fields of these names, which both engines have, are of: their kinds, and the first field of each."""
-    if len(src.fields.shapes) == len(dst.fields.shapes) == 1 and names:  # as of most models
-        pair = src.fields.called(names[0]), dst.fields.called(names[0])
-        return {(src.fields.kind_of(names[0]), dst.fields.kind_of(names[0])): pair}
     kinds = src.fields.kinds_of(names), dst.fields.kinds_of(names)
     _, rows = row_kinds(kinds)
     return {
