@@ -271,6 +271,12 @@ MUTANTS = [
         "not",
     ),
     Mutant(
+        "the proof looks at the field of most room",
+        "plan/alike.py",
+        "bounds(room_bytes)[0] if held",
+        "bounds(room_bytes)[1] if held",
+    ),
+    Mutant(
         "the proof does not look at addresses",
         "plan/check.py",
         "named.least_room_bytes >= reach and not np.logical_or.reduce(is_moved)",

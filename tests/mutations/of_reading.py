@@ -226,6 +226,12 @@ MUTANTS = [
         "* max(read_s, move_s)",
     ),
     Mutant(
+        "nothing hides where pages differ in size",
+        "plan/reads.py",
+        "staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes, num_batches)",
+        "staged_s = model.staged_s(num_reads, num_read_bytes, num_runs, num_bytes)",
+    ),
+    Mutant(
         "the last batch is hidden too",
         "plan/cost.py",
         "self.hidden_share * (1 - 1 / max(1, num_batches))",

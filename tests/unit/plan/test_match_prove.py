@@ -210,6 +210,11 @@ HEAD = ONE.axes[1]
         ((replace(ZERO, src_page_stride_bytes=7), ONE), "source rank 0|pages every 7 bytes|says 32"),
         ((replace(ZERO, dst_page_stride_bytes=65), ONE), "destination rank 0|pages every 65 bytes|says 64"),
         ((based(ZERO, "src", 2), ONE), "source rank 0|first cell at address 1000002|says 1000000"),
+        # Of fields of unequal room the last one alone is too long.
+        (
+            (replace(ZERO, element_bytes=4), ONE),
+            "field 'layers.0.v', destination rank 0: addresses [2000004, 2000642) are out of bounds",
+        ),
         ((based(ZERO, "dst", 1000), ONE), "out of bounds of region 'kv' [2000000, 2000640)"),
         ((based(ZERO, "src", -1), ONE), "out of bounds of region 'kv'"),
         ((replace(ZERO, src_group=replace(ZERO.src_group, name="other")), ONE), "block table of group 'other'|'full'"),

@@ -249,6 +249,15 @@ def test_a_request_of_many_batches_is_staged_where_moving_them_hides() -> None:
     assert ways == {(0.0, 4): "direct", (0.0, 256): "direct", (0.67, 4): "direct", (0.67, 256): "staged"}
 
 
+@pytest.mark.parametrize(("share", "way"), [(0.0, "direct"), (0.67, "staged")])
+def test_what_hides_counts_for_pages_of_unequal_size_too(share: float, way: str) -> None:
+    src, dst = pair("tp=8,order=HND,page=16", "tp=4,order=HND,page=64")
+    route = compile_route(src, dst, 0, cost=CostModel(6e-6, 1e10, 1e-9, 8e9, 6e9, share))
+    tables = {src.groups[0].name: PageTable(range(1, 257), 4096)}, {dst.groups[0].name: PageTable(range(1, 65), 4096)}
+    plan = plan_reads(route, Request(*tables, {dst.groups[0].name: [(0, 4096)]}, {}), STAGING_BYTES)
+    assert (bool(plan.direct), bool(plan.batches)) == (way == "direct", way == "staged")
+
+
 @pytest.mark.parametrize(("constant", "way"), [("read_bytes_per_s", "direct"), ("stage_bytes_per_s", "staged")])
 def test_the_way_whose_reads_are_faster_is_taken(constant: str, way: str) -> None:
     """Pages of which two thirds of the time are bytes: whichever is read ten times as fast wins, by page and by request."""

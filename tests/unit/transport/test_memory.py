@@ -192,6 +192,7 @@ def test_of_peers_that_are_added_together_all_are_known_or_none(plain: Pair) -> 
         with pytest.raises(TransportError, match="peer 'one' is unknown"):
             plain.a.notify("one", b"word")
     plain.a.add_peers({"one": first, "two": second})
+    plain.a.notify("bob", b"word")
     plain.a.notify("one", b"word")
     plain.a.notify("two", b"word")
     plain.a.add_peers({})

@@ -108,7 +108,7 @@ class TestAgent:
             transport.close()
 
     def test_of_peers_that_are_added_together_all_are_known_or_none(self) -> None:
-        near, far, other = NixlTransport("near"), NixlTransport("far"), NixlTransport("other")
+        near, far, other, late = (NixlTransport(name) for name in ("near", "far", "other", "late"))
         try:
             broken = encode_metadata("nixl", "broken", RegionTable(), b"nothing that NIXL reads")
             with pytest.raises(TransportError, match="could not load the metadata of broken"):
@@ -116,11 +116,12 @@ class TestAgent:
             with pytest.raises(TransportError, match="peer 'far' is unknown"):
                 near.notify("far", b"word")
             near.add_peers({"far": far.metadata(), "other": other.metadata()})
-            for name, peer in (("far", far), ("other", other)):
+            near.add_peer("late", late.metadata())
+            for name, peer in (("far", far), ("other", other), ("late", late)):
                 near.notify(name, b"word")
                 until(peer.notifications)
         finally:
-            for transport in (near, far, other):
+            for transport in (near, far, other, late):
                 transport.close()
 
     def test_a_peer_answers_while_a_million_pieces_move(self) -> None:
