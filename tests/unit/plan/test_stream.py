@@ -27,6 +27,16 @@ def test_lanes_of_one_rank_and_one_group_are_one_sheaf() -> None:
     )
 
 
+def test_a_page_of_a_sheaf_has_the_bytes_of_all_of_its_lanes() -> None:
+    lane, _ = lanes_of(tp=2)
+    (stream,) = make_streams([lane, lane])
+    (sheaf,) = stream.sheaves
+    assert sheaf.lanes == (lane, lane)
+    assert (
+        sheaf.page_bytes == int(sheaf.frame.length.sum()) == 2 * lane.pattern((0, 0, lane.src_span.indices)).num_bytes
+    )
+
+
 def test_every_source_rank_has_its_own_sheaf() -> None:
     (stream,) = make_streams(lanes_of(tp=2))
     assert [sheaf.lanes[0].src_rank for sheaf in stream.sheaves] == [0, 1]
