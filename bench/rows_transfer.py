@@ -31,7 +31,7 @@ from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.mover import Mover
 from kvreshard.session.transfer import pull
-from kvreshard.testing.trial import time_plain_copy
+from kvreshard.testing.rank_memory import time_plain_copy
 
 ROW = "c transfer"
 # Enough pieces for NIXL's threads to have equal shares of them, and long ones.

@@ -1,6 +1,6 @@
 """On a machine with a GPU: what share of the device's copy bandwidth does a staged permute reach? `python bench/gpu/permute.py`
 
-The connector's own permute (`vllm.tensor_memory`), of a head split of token-major pages, beside a plain
+The connector's own permute (`transport.device`), of a head split of token-major pages, beside a plain
 device copy of as many bytes; what has arrived is compared with indexing. Without a device it runs on the processor, as a test of
 itself. Not part of `make bench`. Nothing here has been measured on a GPU yet.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvreshard.vllm.tensor_memory import TensorMemory
+from kvreshard.transport.device import TensorMemory
 
 TOKENS, HEADS, HEAD_BYTES, PAGES = 16, 8, 512, 4096
 HEAD = 3

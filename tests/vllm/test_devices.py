@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from vllm.platforms import current_platform
 
+from kvreshard.transport.device import enter_device
 from kvreshard.vllm import worker
 from kvreshard.vllm.connector import ReshardConnector
 from kvreshard.vllm.draft import has_draft
@@ -26,9 +26,22 @@ DEVICES = [(), ("cuda:3",), ("cuda:0", "cuda:1")]
 @pytest.mark.parametrize("devices", DEVICES)
 def test_a_thread_enters_the_devices_of_its_caches(devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
-    monkeypatch.setattr(current_platform, "set_device", lambda device: found.append(str(device)), raising=False)
-    worker._enter(devices)
+    monkeypatch.setattr(worker, "enter_device", found.append)
+    side = WorkerSide(None, None, "engine", read_options({}))
+    side._devices = devices
+    side._enter_devices()
     assert tuple(found) == devices
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda:3", ["index cuda:3", "context cuda:3"])])
+def test_to_enter_a_device_makes_a_context_there(
+    device: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: found.append(f"index {device}"))
+    monkeypatch.setattr(torch, "zeros", lambda count, device: found.append(f"context {device}"))
+    enter_device(device)
+    assert found == expected
 
 
 @pytest.mark.parametrize("devices", DEVICES)

@@ -2,11 +2,12 @@
 
 1. Describe both engines, scaled to fit (`scale`), and make requests: fragmented tables, several in flight, some with a prefix
    already there, a partial last page.
-2. Start the ranks: one process each over NIXL, or all in this process for `--transport memory`.
+2. Start the ranks: one process each over NIXL, or all in this process for `--transport memory`. Their memory is the processor's, or a
+   device's for `--device`.
 3. Move all requests at once and compare all memory of the decode ranks with the slow oracle (`testing.trial`).
 4. Print what moved and the verdict; exit 1 if anything is wrong, naming the first wrong field, rank and token.
 
-Refused: NIXL that is not installed, `--way staged` with `--push`, more memory than there is, and whatever the engines refuse.
+Refused: NIXL that is not installed, `--way staged` with `--push`, `--device` with `--transport memory`, a device that is not there, more memory than there is, and whatever the engines refuse.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvreshard.model.text import counted, escaped
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
 from kvreshard.testing.scenario import make_requests
 from kvreshard.testing.trial import memory_needed, run_trial
+from kvreshard.transport.base import is_device
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
 STAGES = {
@@ -69,6 +71,9 @@ def verify(
     transport: Annotated[
         TransportOption, typer.Option(help="One process per rank over NIXL, or one for all.")
     ] = TransportOption.NIXL,
+    device: Annotated[
+        str, typer.Option(help="Where the caches are: cpu, or a device that torch sees, as cuda:0; all ranks share it.")
+    ] = "cpu",
     push: Annotated[bool, typer.Option("--push", help="Prefill ranks write, instead of decode ranks reading.")] = False,
     way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
     cost_model: CostModelFile = None,
@@ -79,6 +84,10 @@ def verify(
     """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
     if push and way is WayOption.STAGED:
         raise InputError("--push writes directly and cannot be staged; drop --way staged or --push")
+    if not is_device(device):
+        raise InputError(f"--device {device}: no device has that name; give cpu, or cuda: and a number, as cuda:0")
+    if device != "cpu" and transport is TransportOption.MEMORY:
+        raise InputError(f"--device {device} with --transport memory, which copies host memory only; drop one of them")
     cost = read_cost_model(cost_model)
     found, specs = load(model, draft), (parse_engine(prefill), parse_engine(decode))
     fitted = fit(found, *specs, requests, tokens, layers)
@@ -91,7 +100,7 @@ def verify(
     what = f"verifying {model}: {prefill} -> {decode}, {counted(num_ranks, 'rank')} with {bytes_text(fitted.pool_bytes)} of pages together"
     with Stages(what, num_ranks) as stages:
         try:
-            with make_ranks(transport, num_ranks, memory_needed(fitted.prefill, fitted.decode)) as ranks:
+            with make_ranks(transport, num_ranks, memory_needed(fitted.prefill, fitted.decode), device) as ranks:
                 ranks.connect_all()
                 stages("start", num_ranks, num_ranks)
                 result = run_trial(
@@ -101,7 +110,7 @@ def verify(
         except RankDiedError as error:
             raise VerifyError(f"the verification could not be finished: {error}") from None
     run = Run(
-        model, f"{prefill} -> {decode}", transport.value, push, tokens, seed, found.num_layers,
+        model, f"{prefill} -> {decode}", transport.value, device, push, tokens, seed, found.num_layers,
         fitted, made, result, time.monotonic() - started_s, warnings,
     )  # fmt: skip
     if as_json:
@@ -113,14 +122,14 @@ def verify(
         raise typer.Exit(EXIT_WRONG)
 
 
-def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int) -> Ranks:
+def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int, device: str = "cpu") -> Ranks:
     """All ranks of both engines, not connected yet."""
     if transport is TransportOption.MEMORY:
         fabric = Fabric()
         return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
     if importlib.util.find_spec("nixl") is None:
         raise InputError("NIXL is not installed; `pip install kvreshard[nixl]`, or give --transport memory")
-    return ProcessRanks(num_ranks, memory_bytes)
+    return ProcessRanks(num_ranks, memory_bytes, devices=[device] * num_ranks)
 
 
 class Stages:

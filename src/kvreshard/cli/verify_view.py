@@ -26,6 +26,7 @@ class Run:
     model: str
     engines: str
     transport: str
+    device: str
     push: bool
     num_tokens: int
     seed: int
@@ -54,7 +55,8 @@ def show_run(console: Console, run: Run) -> None:
 def _rows(run: Run) -> list[tuple[str, str]]:
     result = run.result
     who = f"{len(run.fitted.prefill.ranks)} prefill and {counted(len(run.fitted.decode.ranks), 'decode rank')}"
-    kind = "one process each, " if run.transport == "nixl" else "in one process, "
+    where = "" if run.device == "cpu" else f" on {run.device}"
+    kind = f"one process each{where}, " if run.transport == "nixl" else "in one process, "
     rate = result.num_bytes / result.transfer_s if result.transfer_s else 0.0
     return [
         ("ranks", f"{who}, {kind}{run.transport} {'WRITE' if run.push else 'READ'}"),
@@ -100,6 +102,7 @@ def run_document(run: Run) -> dict[str, Any]:
         "model": run.model,
         "engines": run.engines,
         "transport": run.transport,
+        "device": run.device,
         "push": run.push,
         "seed": run.seed,
         "num_layers": run.fitted.num_layers,

@@ -60,6 +60,7 @@ class TransportContract:
             # Each rank and each MiB differs, at the price of one random MiB.
             tiled = ranks.memory(rank).reshape(-1, block.size)
             tiled[:] = block + np.arange(len(tiled), dtype=np.uint8)[:, None] * np.uint8(3) + np.uint8(rank * 85)
+            ranks.give(rank)
 
     # Bytes
 

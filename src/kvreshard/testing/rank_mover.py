@@ -9,13 +9,11 @@ own routes from them, and carries out requests with the production `Mover`, seve
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 import traceback
 
 import msgspec
-import numpy as np
 
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.request_form import RequestForm, from_form
@@ -27,8 +25,8 @@ from kvreshard.session import transfer
 from kvreshard.session.mover import Mover
 from kvreshard.session.pull import Moved
 from kvreshard.session.staging import Staging
+from kvreshard.testing.rank_memory import Block
 from kvreshard.transport.base import Transport, TransportError
-from kvreshard.transport.local import HostMemory
 
 
 class Load(msgspec.Struct, tag=True):
@@ -79,7 +77,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class RankMover:
     """The engine part of one rank. Not safe for use from several threads, apart from the jobs that it starts itself."""
 
-    def __init__(self, transport: Transport, load: Load) -> None:
+    def __init__(self, transport: Transport, block: Block, load: Load) -> None:
         started_s = time.monotonic()
         self._src, self._dst = wire.decode(load.src), wire.decode(load.dst)
         self._rank, self._is_source = load.rank, load.is_source
@@ -95,10 +93,10 @@ class RankMover:
         staging = Staging(load.staging_address, load.staging_bytes) if load.staging_bytes else None
         mine = (self._src if load.is_source else self._dst).rank_by_number[load.rank]
         for region in mine.regions:
-            _make_resident(region.address, region.size_bytes)
+            block.make_resident(region.address, region.size_bytes)
         if staging is not None:
-            _make_resident(staging.address, staging.size_bytes)
-        self._mover = Mover(transport, HostMemory(), peers, staging)
+            block.make_resident(staging.address, staging.size_bytes)
+        self._mover = Mover(transport, block.memory, peers, staging)
         self._threads: dict[int, threading.Thread] = {}
         self._outcomes: dict[int, Outcome] = {}
 
@@ -141,14 +139,6 @@ class RankMover:
         check_request(self._routes[self._rank], request)
         self._mover.fill(self._dst, self._routes[self._rank], request)
         return Moved(0, 0, 0, 0, 0.0, 0.0)
-
-
-def _make_resident(address: int, size_bytes: int) -> None:
-    """Touch every page of memory, as an engine that has started has: a transfer would pay for it otherwise."""
-    pages = np.ndarray(
-        -(-size_bytes // 4096), np.uint8, memoryview((ctypes.c_uint8 * size_bytes).from_address(address)), 0, 4096
-    )
-    pages[:] = pages.copy()
 
 
 def _failed(error: str) -> Outcome:

@@ -1,8 +1,9 @@
 """What does one rank of a test do when its controller asks?
 
-A `RankWorker` has one block of memory and one transport, and serves one request at a time:
+A `RankWorker` has one block of memory (`rank_memory`) and one transport, and serves one request at a time:
 
-1. `Hello`: make the transport, register the memory; answers with its address.
+1. `Hello`: make the transport, register the memory; answers with its address. `Upload` and `Download`: carry bytes between a device and
+   what the controller sees.
 2. `Metadata`, `Connect`, `Disconnect`: peers are called "rank0", "rank1", ...
 3. `Post` starts a copy list and returns a job number at once; `Wait` tells how the job ended.
 4. `Notify`, `Notifications`, `Attend`; `Reset` forgets settled jobs and unread messages.
@@ -17,7 +18,6 @@ controller.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import socket
 import struct
@@ -33,11 +33,11 @@ import msgspec
 import numpy as np
 
 from kvreshard.model import KvReshardError, LayoutMismatch
+from kvreshard.testing.rank_memory import Block, DeviceBlock, HostBlock
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
 from kvreshard.transport.base import (
     Copies,
     Direction,
-    MemoryRegion,
     Transfer,
     TransferState,
     Transport,
@@ -51,6 +51,14 @@ if TYPE_CHECKING:
 
 class Hello(msgspec.Struct, tag=True):
     """Make the transport and register the memory."""
+
+
+class Upload(msgspec.Struct, tag=True):
+    """Give the memory the bytes that the controller has written."""
+
+
+class Download(msgspec.Struct, tag=True):
+    """Give the controller the bytes of the memory."""
 
 
 class Metadata(msgspec.Struct, tag=True):
@@ -148,7 +156,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 Request = (
-    Hello | Metadata | Connect | Disconnect | Post | PostFramed | PostParts | Cancel | Wait | Notify | Notifications
+    Hello | Upload | Download | Metadata | Connect | Disconnect | Post | PostFramed | PostParts | Cancel | Wait | Notify | Notifications
     | Attend | Reset | Close
     | Load | Move | Await
 )  # fmt: skip
@@ -184,10 +192,10 @@ class Answer(msgspec.Struct):
 
 
 class RankWorker:
-    """One rank: `size_bytes` of memory at `address`, and the transport that `make_transport` makes."""
+    """One rank: its memory, and the transport that `make_transport` makes."""
 
-    def __init__(self, address: int, size_bytes: int, make_transport: Callable[[], Transport]) -> None:
-        self._region = MemoryRegion(address, size_bytes)
+    def __init__(self, block: Block, make_transport: Callable[[], Transport]) -> None:
+        self._block = block
         self._make_transport = make_transport
         self._transport: Transport | None = None
         self._jobs: dict[int, Transfer] = {}
@@ -206,8 +214,15 @@ class RankWorker:
             return Answer(crashed=traceback.format_exc())
 
     def _serve(self, request: Request) -> Answer:
-        if isinstance(request, Hello):
-            return self._hello()
+        match request:
+            case Hello():
+                return self._hello()
+            case Upload():
+                self._block.upload()
+                return Answer()
+            case Download():
+                self._block.download()
+                return Answer()
         transport = self._transport
         if transport is None:
             raise TransportError("this rank has no transport yet; say Hello first")
@@ -221,7 +236,7 @@ class RankWorker:
             case Notifications():
                 return Answer(messages=self._messages(transport, request))
             case Load():
-                self._mover = RankMover(transport, request)
+                self._mover = RankMover(transport, self._block, request)
                 return Answer(compile_s=self._mover.compile_s)
             case Move() | Await():
                 return self._move(request)
@@ -259,8 +274,8 @@ class RankWorker:
     def _hello(self) -> Answer:
         started_s = time.monotonic()
         self._transport = self._make_transport()
-        self._transport.register([self._region])
-        return Answer(address=self._region.address, start_s=time.monotonic() - started_s)
+        self._transport.register([self._block.region])
+        return Answer(address=self._block.region.address, start_s=time.monotonic() - started_s)
 
     def _post(self, transport: Transport, request: Post | PostFramed | PostParts) -> Answer:
         arrays = (request.local_address, request.remote_address, request.length_bytes)
@@ -331,13 +346,13 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytearray:
     return data
 
 
-def make_process_transport(kind: str, name: str) -> Transport:
+def make_process_transport(kind: str, name: str, enter: Callable[[], None] = lambda: None) -> Transport:
     """The transport of a rank that is a process of its own: only "nixl" reaches other processes."""
     if kind != "nixl":
         raise TransportError(f"transport {kind!r} does not reach other processes; use 'nixl', or ranks in one process")
     from kvreshard.transport.nixl import NixlTransport
 
-    return NixlTransport(name)
+    return NixlTransport(name, enter=enter)
 
 
 def leave_cpu_torch_out() -> None:
@@ -352,13 +367,22 @@ def leave_cpu_torch_out() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the socket closes. Arguments: socket and memory file descriptors, memory bytes, transport, name."""
-    leave_cpu_torch_out()
+    """Serve until the socket closes. Arguments: socket and memory file descriptors, memory bytes, transport, name, device."""
+    kind, name, device = arguments[3:6]
+    if device == "cpu":
+        leave_cpu_torch_out()
     channel = socket.socket(fileno=int(arguments[0]))
-    size_bytes = int(arguments[2])
-    memory = mmap.mmap(int(arguments[1]), size_bytes)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    worker = RankWorker(address, size_bytes, lambda: make_process_transport(arguments[3], arguments[4]))
+    seen = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
+    try:
+        block = HostBlock(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
+    except TransportError as error:
+        with contextlib.suppress(
+            EOFError, ConnectionError
+        ):  # the first question is answered, the rank does not live on
+            receive_frame(channel)
+            send_frame(channel, Answer(refused=str(error)))
+        return
+    worker = RankWorker(block, lambda: make_process_transport(kind, name, block.enter))
     decoder = msgspec.msgpack.Decoder(Request)
     try:
         while True:

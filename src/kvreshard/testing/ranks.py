@@ -3,8 +3,9 @@
 1. `LocalRanks` keeps all ranks in this process (any transport); `ProcessRanks` starts one worker process per rank
    (NIXL), without fork. Both are the same `Ranks` to a test, and are reused over many cases: `reset` between them.
 2. Each rank has one block of memory, registered as one region. The test sees it as an array (`memory`) and uses the
-   rank's own address of it (`address`) in copy lists. Between processes the block is an anonymous memory file, so
-   nothing is left behind in a file system, whatever dies.
+   rank's own address of it (`address`) in copy lists. Between processes the array is an anonymous memory file, so
+   nothing is left behind in a file system, whatever dies. Where the block is a device's (`devices`), the array is a copy: `memory` reads
+   it anew, and `give` carries what was written to it.
 3. `connect_all`, then `post` and `wait`, `notify` and `notifications`.
 
 A refusal by a rank's transport is raised here as the same `TransportError`. A worker that dies or does not answer is
@@ -35,6 +36,7 @@ from numpy.typing import NDArray
 import kvreshard
 from kvreshard.model import LayoutMismatch
 from kvreshard.testing import rank_worker as ask
+from kvreshard.testing.rank_memory import HostBlock
 from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
 from kvreshard.transport.base import Copies, Direction, Transport, TransportError
 from kvreshard.transport.framed import FramedCopies
@@ -63,7 +65,15 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def memory(self, rank: int) -> NDArray[np.uint8]:
-        """The rank's memory, shape (memory_bytes,), writable; all ranks see changes at once."""
+        """The rank's memory as it is now, shape (memory_bytes,), always the same writable array. `give` after writing to it."""
+
+    @abc.abstractmethod
+    def give(self, rank: int) -> None:
+        """Let the rank have what was written to its `memory`. On the processor it has it already."""
+
+    def device(self, rank: int) -> str:
+        """Where the rank's memory is: "cpu", "cuda:0", ..."""
+        return "cpu"
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -168,6 +178,7 @@ class Ranks(abc.ABC):
             self.served(rank, ask.Reset())
             if fill_byte is not None:
                 self.memory(rank)[:] = fill_byte
+                self.give(rank)
 
     def served(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
         """`ask`, with refusals raised as `TransportError` or `LayoutMismatch`, and anything unforeseen as `RuntimeError`."""
@@ -191,7 +202,7 @@ class LocalRanks(Ranks):
             def make(rank: int = rank) -> Transport:
                 return make_transport(rank)
 
-            self._workers.append(RankWorker(memory.ctypes.data, memory_bytes, make))
+            self._workers.append(RankWorker(HostBlock(memory.ctypes.data, memory_bytes), make))
             self.open(rank)
 
     def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
@@ -202,6 +213,9 @@ class LocalRanks(Ranks):
         """See `Ranks.memory`."""
         return self._memory[rank]
 
+    def give(self, rank: int) -> None:
+        """See `Ranks.give`."""
+
     def close(self) -> None:
         """See `Ranks.close`."""
         for worker in self._workers:
@@ -211,7 +225,9 @@ class LocalRanks(Ranks):
 class _Worker:
     """A worker process, its channel and its memory file, as the controller holds them."""
 
-    def __init__(self, rank: int, memory_bytes: int, transport: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, rank: int, memory_bytes: int, transport: str, environment: Mapping[str, str], device: str
+    ) -> None:
         self._rank = rank
         memory_fd = os.memfd_create(f"kvreshard-rank{rank}")
         numbers = [str(memory_fd), str(memory_bytes)]
@@ -222,7 +238,16 @@ class _Worker:
             self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", ask.__name__, str(theirs.fileno()), *numbers, transport, f"rank{rank}"],
+                    [
+                        sys.executable,
+                        "-m",
+                        ask.__name__,
+                        str(theirs.fileno()),
+                        *numbers,
+                        transport,
+                        f"rank{rank}",
+                        device,
+                    ],
                     pass_fds=(theirs.fileno(), memory_fd),
                     stdin=subprocess.DEVNULL,
                     stdout=self._words,
@@ -279,10 +304,11 @@ class ProcessRanks(Ranks):
         memory_bytes: of each rank; pages are only used once touched.
         transport: "nixl".
         environment: added to the workers' environment, for example {"UCX_NET_DEVICES": "lo"}.
+        devices: where each rank's memory is, "cpu" or "cuda:N"; all on the processor if not given.
 
     Raises:
         RankDiedError: a worker could not start.
-        TransportError: its transport could not.
+        TransportError: its transport could not, or its device is not there.
     """
 
     def __init__(
@@ -291,15 +317,17 @@ class ProcessRanks(Ranks):
         memory_bytes: int,
         transport: str = "nixl",
         environment: Mapping[str, str] | None = None,
+        devices: Sequence[str] | None = None,
     ) -> None:
         super().__init__(num_ranks, memory_bytes)
         started_s = time.monotonic()
         self._transport = transport
         self._environment = dict(environment or {})
+        self._devices = tuple(devices or ("cpu",) * num_ranks)
         self._workers: list[_Worker] = []
         try:
             for rank in range(num_ranks):
-                self._workers.append(_Worker(rank, memory_bytes, transport, self._environment))
+                self._workers.append(self._start(rank))
             for rank in range(num_ranks):
                 self.open(rank)
         except BaseException:
@@ -313,7 +341,18 @@ class ProcessRanks(Ranks):
 
     def memory(self, rank: int) -> NDArray[np.uint8]:
         """See `Ranks.memory`."""
+        if self._devices[rank] != "cpu":
+            self.served(rank, ask.Download())
         return self._workers[rank].memory
+
+    def give(self, rank: int) -> None:
+        """See `Ranks.give`."""
+        if self._devices[rank] != "cpu":
+            self.served(rank, ask.Upload())
+
+    def device(self, rank: int) -> str:
+        """See `Ranks.device`."""
+        return self._devices[rank]
 
     def process_id(self, rank: int) -> int:
         """For tests that stop or end a worker."""
@@ -323,8 +362,11 @@ class ProcessRanks(Ranks):
         """Replace a rank's process and memory by new ones; its peers still know the old one."""
         self._workers[rank].end(5.0)
         self._workers[rank].free()
-        self._workers[rank] = _Worker(rank, self.memory_bytes, self._transport, self._environment)
+        self._workers[rank] = self._start(rank)
         self.open(rank)
+
+    def _start(self, rank: int) -> _Worker:
+        return _Worker(rank, self.memory_bytes, self._transport, self._environment, self._devices[rank])
 
     def close(self) -> None:
         """See `Ranks.close`. Never hangs: a worker that does not end is ended."""

@@ -1,6 +1,6 @@
 """Does a pair of engines really exchange a cache, byte for byte, over a real transport?
 
-One trial, with one rank per process (NIXL) or all ranks in this process (memory):
+One trial, with one rank per process (NIXL) or all ranks in this process (memory); all memory of one kind, the processor's or a device's:
 
 1. Give every rank its memory, place the layouts' regions there, fill all of it with random bytes; newly allocated
    destination pages with 0xFF (NaN in every float format), so that what nobody defines is seen. What the requests move is
@@ -28,6 +28,7 @@ from kvreshard.model.tables import Request
 from kvreshard.plan import elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
+from kvreshard.testing.rank_memory import PLAIN_COPY_BYTES, time_plain_copy
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome
 from kvreshard.testing.ranks import Ranks
 
@@ -38,7 +39,6 @@ STAGING_BYTES = 32 << 20
 POISON = 0xFF
 # At once, beside the memory itself.
 FILLED_BYTES = 64 << 20
-PLAIN_COPY_BYTES = 512 << 20
 # Measured: a process over NIXL with what it shares counted once takes 20 MB, the one that compares 200.
 RANK_BYTES, OWN_BYTES = 32 << 20, 256 << 20
 
@@ -118,6 +118,8 @@ def run_trial(
     for number, request in enumerate(requests):
         progress("values", number, len(requests))
         write_values(src, dst, src_memory, request, seed + number)
+    for number in range(num_src + len(dst.ranks)):
+        ranks.give(number)
     expected = {place: content.copy() for place, content in dst_memory.items()}
     compile_s = _load(ranks, src, dst, way, cost, progress)
     started_s = time.monotonic()
@@ -129,7 +131,7 @@ def run_trial(
         progress("oracle", done, len(requests))
         apply_request(src, dst, src_memory, expected, request)
     progress("oracle", len(requests), len(requests))
-    wrong = differing_bytes(expected, dst_memory)
+    wrong = differing_bytes(expected, _memory(ranks, dst, num_src))
     num_bytes = sum(outcome.num_bytes for outcome in outcomes)
     return TrialResult(
         len(requests),
@@ -139,24 +141,12 @@ def run_trial(
         sum(outcome.num_staged_bytes for outcome in outcomes),
         compile_s,
         transfer_s,
-        time_plain_copy(num_bytes),
+        time_plain_copy(num_bytes, ranks.device(0)),
         sum(len(content) for content in expected.values()),
         tuple(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)),
         tuple(Wrong(rank, region, tuple(ranges)) for (rank, region), ranges in wrong.items()),
         missing,
     )
-
-
-def time_plain_copy(num_bytes: int) -> float:
-    """Seconds that one core takes to copy so many bytes, in pieces of at most 512 MiB: more than any cache holds."""
-    size = min(num_bytes, PLAIN_COPY_BYTES)
-    if not size:
-        return 0.0
-    source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)  # ones: touched, unlike zeros
-    started_s = time.perf_counter()
-    for done in range(0, num_bytes, size):
-        np.copyto(target[: num_bytes - done], source[: num_bytes - done])
-    return time.perf_counter() - started_s
 
 
 def _place(regions: Sequence[Region]) -> tuple[dict[str, int], int]:
@@ -173,16 +163,17 @@ def _relocated(ranks: Ranks, layout: EngineLayout, first: int) -> EngineLayout:
     for number, rank in enumerate(layout.ranks, start=first):
         offsets, _ = _place(rank.regions)
         addresses[rank.rank] = {name: ranks.address(number) + offset for name, offset in offsets.items()}
-    return relocate(layout, addresses)
+    return relocate(layout, addresses, ranks.device(first))
 
 
 def _memory(ranks: Ranks, layout: EngineLayout, first: int) -> dict[tuple[int, str], NDArray[np.uint8]]:
     found = {}
     for number, rank in enumerate(layout.ranks, start=first):
         offsets, _ = _place(rank.regions)
+        memory = ranks.memory(number)
         for region in rank.regions:
             start = offsets[region.name]
-            found[rank.rank, region.name] = ranks.memory(number)[start : start + region.size_bytes]
+            found[rank.rank, region.name] = memory[start : start + region.size_bytes]
     return found
 
 

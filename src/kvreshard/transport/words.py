@@ -1,7 +1,7 @@
 """How are words at regular distances in memory read, wherever that memory is?
 
 `Words` say what a digest asks for: some rows of a strided view, in the processor's memory. `ArrayWords` are those of memory that the
-processor reaches, without a copy where rows are evenly spaced. Memory of a device has its own, see `vllm.tensor_memory`.
+processor reaches, without a copy where rows are evenly spaced. Memory of a device has its own, see `transport.device`.
 """
 
 from __future__ import annotations

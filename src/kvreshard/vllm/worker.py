@@ -7,7 +7,7 @@ thread only passes orders on and collects what has ended; everything else is the
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kvreshard.session.orders import Offer
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.device import TensorMemory, enter_device
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
@@ -31,7 +32,6 @@ from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
 from kvreshard.vllm.start_check import check_outer_role
-from kvreshard.vllm.tensor_memory import TensorMemory
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class WorkerSide:
         self._devices = tuple(sorted(devices - {"cpu"}))
         self._tell_unused_buffer()
         transport = NixlTransport(
-            f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=lambda: _enter(self._devices)
+            f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=self._enter_devices
         )
         table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
         self._buffer = buffer  # the session knows it by address only
@@ -175,6 +175,10 @@ class WorkerSide:
         if self._transport is not None:
             self._transport.close()
 
+    def _enter_devices(self) -> None:
+        for device in self._devices:
+            enter_device(device)
+
     def _tell_unused_buffer(self) -> None:
         if self._vllm_config.kv_transfer_config.kv_buffer_device == "cpu" and self._devices:
             logger.warning(
@@ -194,12 +198,3 @@ class WorkerSide:
         if not self._options.staging_bytes or len(devices) != 1 or not is_allowed:
             return None
         return torch.empty(self._options.staging_bytes, dtype=torch.uint8, device=next(iter(devices)))
-
-
-def _enter(devices: Sequence[str]) -> None:
-    """Make a thread of ours one of a device's threads, as vLLM's own NIXL connector does before it meets a peer."""
-    import torch
-    from vllm.platforms import current_platform
-
-    for device in devices:
-        current_platform.set_device(torch.device(device))

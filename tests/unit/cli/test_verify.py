@@ -19,7 +19,7 @@ def make_faulty(fault: Fault, rank: int) -> object:
     def plan(index: int, _transfer: object) -> Fault:
         return fault if index == 0 else Fault()
 
-    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int) -> Ranks:
+    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
         fabric = Fabric()
         plans: dict[int, FaultPlan] = {rank: plan}
         ranks = LocalRanks(
@@ -96,6 +96,28 @@ def test_without_nixl_the_remedy_is_told(run, monkeypatch) -> None:
     result = run(*SMALL, "--transport", "nixl")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "NIXL is not installed" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--device", "cuda"), "--device cuda: no device has that name; give cpu, or cuda: and a number, as cuda:0"),
+        (("--device", "gpu:0"), "--device gpu:0: no device has that name"),
+        (("--device", "cuda:0", "--transport", "memory"), "--transport memory, which copies host memory only"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(run, options: tuple[str, ...], reason: str) -> None:
+    result = run(*SMALL, "--transport", "nixl", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert reason in result.stderr
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_a_device_that_is_not_there_is_refused(run) -> None:
+    result = run(*SMALL, "--transport", "nixl", "--device", "cuda:7")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(r"^error: .*cuda:7", result.stderr, re.MULTILINE)
 
 
 def test_a_mismatch_is_of_the_kind_that_plan_says(run) -> None:

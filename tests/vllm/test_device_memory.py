@@ -19,10 +19,10 @@ from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
 from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
 from kvreshard.transport.base import TransportError
+from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.words import reach
 from kvreshard.verify import Memory, digest_lanes
-from kvreshard.vllm.tensor_memory import TensorMemory
 
 pytestmark = pytest.mark.vllm
 NUM_PAIRS = 120

@@ -1,11 +1,12 @@
-"""How are bytes of a device's memory zeroed, permuted and read for a digest, given addresses inside tensors?
+"""Zeroes, permutes and reads memory of a device, given addresses inside tensors. The only module outside `vllm/` that imports torch.
 
-Each storage below the tensors is seen as bytes once; what is zeroed is a slice of one of them. A permute is one indexed copy per field,
-of views with the steps of the loops, in elements as wide as all addresses and steps allow. A device does its work in its own time and
-in the order of its stream, so both wait for it: afterwards the bytes are there for whoever reads them, and a slot may be filled again.
+1. `TensorMemory` sees each storage below its tensors as bytes once. What is zeroed is a slice of one of them.
+2. A permute is one indexed copy per field, of views with the steps of the loops, in elements as wide as all addresses and steps allow.
+3. A digest gathers a few rows at a time on the device and copies them from there.
 
-A digest reads pages that nobody writes any more, a few rows at a time: they are gathered on the device and copied from there. It has a
-stream of its own for that, since the engine's has the steps of other requests before it.
+All of it runs on a stream of this module's own, and waits for that stream alone: it never waits for the engine's steps, and no step waits for
+it. What it writes are pages that no step uses: vLLM gives a page to a load when the steps that may still write it have ended (0.32.0,
+`scheduler.py`, `defer_block_free`). When a call returns, its bytes are there for every stream and every peer.
 
 Refused, with TransportError: addresses outside the tensors.
 """
@@ -13,7 +14,7 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import gcd
@@ -33,6 +34,39 @@ Int64s = NDArray[np.int64]
 WIDEST_BYTES = 8
 
 
+def enter_device(device: str) -> None:
+    """Make the calling thread one of a device's threads; nothing to do for "cpu".
+
+    A new thread has no CUDA context, and UCX leaves `cuda_ipc` out where it finds none.
+    """
+    if device == "cpu":
+        return
+    import torch
+
+    torch.accelerator.set_device_index(torch.device(device))
+    torch.zeros(1, device=device)  # set_device_index alone makes no context where the device is the current one already
+
+
+def allocate(num_bytes: int, device: str) -> torch.Tensor:
+    """Memory on a device, zeroed: a tensor of uint8, shape (num_bytes,).
+
+    Raises:
+        TransportError: torch is not installed, or the device is not there or has no room.
+    """
+    try:
+        import torch
+
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    except ImportError as error:
+        raise TransportError(
+            f"memory on {device} needs torch, which cannot be imported ({error}); install it"
+        ) from error
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise TransportError(
+            f"{num_bytes} bytes of {device} cannot be had: {error}; name a device that torch sees here, or ask for less"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorWords:
     """Words of a tensor, which has their bytes as its last axis. Those of the axes `backwards` are in the opposite order."""
@@ -40,7 +74,7 @@ class TensorWords:
     tensor: torch.Tensor
     word: np.dtype[Any]
     backwards: tuple[int, ...]
-    stream: torch.cuda.Stream | None
+    on_stream: AbstractContextManager[Any]
 
     def take(self, rows: Rows, rest: Sequence[slice]) -> NDArray[np.unsignedinteger]:
         """See `transport.words.Words.take`. Waits for the device."""
@@ -51,10 +85,7 @@ class TensorWords:
             if axis < len(parts):
                 count, part = self.tensor.shape[axis], parts[axis]
                 parts[axis] = slice(count - part.stop, count - part.start)
-        stream: AbstractContextManager[Any] = (
-            contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-        )
-        with stream:
+        with self.on_stream:
             picked = self.tensor[tuple(parts)]
             chosen = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(picked.device)
             found = picked[chosen].contiguous().cpu().numpy().view(self.word)[..., 0]
@@ -80,10 +111,10 @@ class TensorMemory:
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""
-        for low, high in zip(start.tolist(), stop.tolist(), strict=True):
-            storage, first = self._find(low, high)
-            storage[first : first + high - low].zero_()
-        self._settle()
+        with self._settled():
+            for low, high in zip(start.tolist(), stop.tolist(), strict=True):
+                storage, first = self._find(low, high)
+                storage[first : first + high - low].zero_()
 
     def move(
         self,
@@ -103,14 +134,30 @@ class TensorMemory:
         from_address, to_addresses = slots_address + slot_offset, (dst_bases + dst_offset).tolist()
         width = gcd(self._aligned_bytes, length, from_address, *to_addresses, *seen.src_steps, *seen.dst_steps)
         numbers: torch.Tensor | None = None
-        for field, to_address in enumerate(to_addresses):
-            at = from_address + field * len(dst_pages) * slot_bytes
-            src = self._view(at, seen.src_shape, seen.src_steps, length, width)
-            dst = self._view(to_address, seen.dst_shape, seen.dst_steps, length, width)
-            if numbers is None or numbers.device != dst.device:
-                numbers = torch.from_numpy(seen.page_numbers).to(dst.device)
-            dst.index_copy_(0, numbers, src)
-        self._settle()
+        with self._settled():
+            for field, to_address in enumerate(to_addresses):
+                at = from_address + field * len(dst_pages) * slot_bytes
+                src = self._view(at, seen.src_shape, seen.src_steps, length, width)
+                dst = self._view(to_address, seen.dst_shape, seen.dst_steps, length, width)
+                if numbers is None or numbers.device != dst.device:
+                    numbers = torch.from_numpy(seen.page_numbers).to(dst.device)
+                dst.index_copy_(0, numbers, src)
+
+    def read(self, address: int, into: NDArray[np.uint8]) -> None:
+        """Copy as many bytes from `address` on as `into` has, shape (n,). Raises TransportError for addresses outside the tensors."""
+        import torch
+
+        storage, first = self._find(address, address + into.nbytes)
+        with self._settled():
+            torch.from_numpy(into).copy_(storage[first : first + into.nbytes])
+
+    def write(self, address: int, content: NDArray[np.uint8]) -> None:
+        """Copy `content`, shape (n,), to `address`. Raises TransportError for addresses outside the tensors."""
+        import torch
+
+        storage, first = self._find(address, address + content.nbytes)
+        with self._settled():
+            storage[first : first + content.nbytes].copy_(torch.from_numpy(content))
 
     def reaches(self, device: str) -> bool:
         """See `verify.memory.Memory.reaches`."""
@@ -124,7 +171,7 @@ class TensorMemory:
         forwards = [abs(step) for step in steps]
         width = gcd(self._aligned_bytes, word_bytes, address + low, *forwards)
         view = self._view(address + low, list(counts), forwards, word_bytes, width)
-        return TensorWords(view, np.dtype(f"<u{word_bytes}"), backwards, self._streams.get(view.device))
+        return TensorWords(view, np.dtype(f"<u{word_bytes}"), backwards, self._on_stream(view.device))
 
     def _find(self, low: int, high: int) -> tuple[torch.Tensor, int]:
         """The storage of addresses `[low, high)`, as bytes, and where in it they begin."""
@@ -145,8 +192,18 @@ class TensorMemory:
         elements = storage[: storage.numel() // width * width].view(element)
         return elements.as_strided([*shape, length // width], [*(step // width for step in steps), 1], first // width)
 
-    def _settle(self) -> None:
+    def _on_stream(self, device: torch.device) -> AbstractContextManager[Any]:
         import torch
 
-        for device in {storage.device for storage in self._storages if storage.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+        stream = self._streams.get(device)
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Queue work on the streams of this memory, and wait until it is done."""
+        with contextlib.ExitStack() as entered:
+            for device in self._streams:
+                entered.enter_context(self._on_stream(device))
+            yield
+        for stream in self._streams.values():
+            stream.synchronize()

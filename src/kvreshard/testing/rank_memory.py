@@ -1,0 +1,121 @@
+"""The memory of one rank of a test: on the processor or on a device, with a copy that the controller sees.
+
+1. `HostBlock` is memory of this process. The controller sees the same bytes, at once.
+2. `DeviceBlock` is a tensor of a device. The controller sees a copy in host memory: `download` makes it equal to the device, `upload` the
+   device equal to it.
+
+Refused, with TransportError: a device that is not there, or has no room.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvreshard.transport.base import MemoryRegion
+from kvreshard.transport.device import TensorMemory, allocate, enter_device
+from kvreshard.transport.local import HostMemory, LocalMemory
+
+
+# More than any cache holds.
+PLAIN_COPY_BYTES = 512 << 20
+
+
+class Block(Protocol):
+    """The memory of a rank: one region."""
+
+    @property
+    def region(self) -> MemoryRegion:
+        """Where it lies, as the rank's transport registers it."""
+
+    @property
+    def memory(self) -> LocalMemory:
+        """What zeroes and permutes it."""
+
+    def enter(self) -> None:
+        """Make the calling thread one of its device's threads."""
+
+    def upload(self) -> None:
+        """Give it the bytes that the controller has written."""
+
+    def download(self) -> None:
+        """Give the controller its bytes."""
+
+    def make_resident(self, address: int, num_bytes: int) -> None:
+        """Touch every page of a part, as an engine that has started has: a transfer would pay for it otherwise."""
+
+
+class HostBlock:
+    """`size_bytes` of this process's memory from `address`, which the controller sees too."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.region = MemoryRegion(address, size_bytes)
+        self.memory = HostMemory()
+
+    def enter(self) -> None:
+        """See `Block.enter`."""
+
+    def upload(self) -> None:
+        """See `Block.upload`."""
+
+    def download(self) -> None:
+        """See `Block.download`."""
+
+    def make_resident(self, address: int, num_bytes: int) -> None:
+        """See `Block.make_resident`."""
+        pages = np.ndarray(
+            -(-num_bytes // 4096), np.uint8, memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), 0, 4096
+        )
+        pages[:] = pages.copy()
+
+
+class DeviceBlock:
+    """As much memory of a device as `mirror` has bytes, which the controller sees."""
+
+    def __init__(self, mirror: NDArray[np.uint8], device: str) -> None:
+        enter_device(device)
+        self._device, self._mirror = device, mirror
+        self._tensor = allocate(mirror.nbytes, device)
+        self.region = MemoryRegion(self._tensor.data_ptr(), mirror.nbytes, device)
+        self.memory = TensorMemory([self._tensor])
+
+    def enter(self) -> None:
+        """See `Block.enter`."""
+        enter_device(self._device)
+
+    def upload(self) -> None:
+        """See `Block.upload`."""
+        self.memory.write(self.region.address, self._mirror)
+
+    def download(self) -> None:
+        """See `Block.download`."""
+        self.memory.read(self.region.address, self._mirror)
+
+    def make_resident(self, address: int, num_bytes: int) -> None:
+        """See `Block.make_resident`: memory of a device is resident from the start."""
+
+
+def time_plain_copy(num_bytes: int, device: str = "cpu") -> float:
+    """Seconds of a copy of so many bytes within a device's memory, or by one core, in pieces of at most `PLAIN_COPY_BYTES`."""
+    size = min(num_bytes, PLAIN_COPY_BYTES)
+    if not size:
+        return 0.0
+    parts = range(0, num_bytes, size)
+    if device == "cpu":
+        source, target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)  # ones: touched, unlike zeros
+        started_s = time.perf_counter()
+        for done in parts:
+            np.copyto(target[: num_bytes - done], source[: num_bytes - done])
+        return time.perf_counter() - started_s
+    here, there = allocate(size, device), allocate(size, device)
+    there.copy_(here)
+    there[-1].item()  # waits for what was queued
+    started_s = time.perf_counter()
+    for done in parts:
+        there[: num_bytes - done].copy_(here[: num_bytes - done])
+    there[-1].item()
+    return time.perf_counter() - started_s
