@@ -20,7 +20,6 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.device import TensorMemory, allocate, enter_device
 from kvreshard.transport.local import HostMemory, LocalMemory
 
-
 # More than any cache holds.
 PLAIN_COPY_BYTES = 512 << 20
 
@@ -77,7 +76,6 @@ class DeviceBlock:
     """As much memory of a device as `mirror` has bytes, which the controller sees."""
 
     def __init__(self, mirror: NDArray[np.uint8], device: str) -> None:
-        enter_device(device)
         self._device, self._mirror = device, mirror
         self._tensor = allocate(mirror.nbytes, device)
         self.region = MemoryRegion(self._tensor.data_ptr(), mirror.nbytes, device)

@@ -48,7 +48,7 @@ def enter_device(device: str) -> None:
 
 
 def allocate(num_bytes: int, device: str) -> torch.Tensor:
-    """Memory on a device, zeroed: a tensor of uint8, shape (num_bytes,).
+    """Enter a device and take memory there, zeroed: a tensor of uint8, shape (num_bytes,).
 
     Raises:
         TransportError: torch is not installed, or the device is not there or has no room.
@@ -56,6 +56,7 @@ def allocate(num_bytes: int, device: str) -> torch.Tensor:
     try:
         import torch
 
+        enter_device(device)
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     except ImportError as error:
         raise TransportError(

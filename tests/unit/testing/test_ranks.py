@@ -76,12 +76,12 @@ def test_a_worker_leaves_it_out_before_anything_else(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_of_a_device_keeps_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "leave_cpu_torch_out", lambda: pytest.fail("left out"))
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    with pytest.raises(ValueError, match="negative file descriptor"):  # the next thing that it does
         ask.main(["-1", "-1", "0", "nixl", "rank0", "cuda:0"])
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(TransportError, match="cuda:7.*(torch, which cannot be imported|cannot be had)"):
+    with pytest.raises(TransportError, match=r"cuda:7.*(torch, which cannot be imported|cannot be had)"):
         ProcessRanks(1, KIB, devices=["cuda:7"])
 
 
