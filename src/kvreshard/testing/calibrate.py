@@ -1,6 +1,6 @@
 """What do a copy, a byte read, a run moved and a byte moved cost on this machine?
 
-Between two rank processes of this host, over the transport that is used (`ranks`), and in this process's own memory:
+Between two rank processes of this host, over the transport that is used (`ranks`), and in memory of this process, of the same device:
 
 1. Reads: many small pieces and many larger ones, which NIXL's threads share, in turn. Two unknowns (seconds per piece, seconds per byte),
    two medians. Then a few large ones, as a staging batch reads them.
@@ -20,9 +20,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvreshard.plan.cost import CostModel
+from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import Copies, Direction
-from kvreshard.transport.local import HostMemory
 
 # Bytes of a piece, and how many.
 SMALL, MEDIUM, LARGE = (1024, 16_384), (32 << 10, 4096), (4 << 20, 32)
@@ -40,7 +40,7 @@ LEAST_S = 1e-9
 def calibrate(ranks: Ranks) -> CostModel:
     """The constants; `ranks` are two connected ranks of at least `MEMORY_BYTES` each."""
     copy_s, read_bytes_per_s, stage_bytes_per_s = _reads(ranks)
-    move_run_s, move_bytes_per_s = _moves()
+    move_run_s, move_bytes_per_s = _moves(ranks.device(0))
     return CostModel(copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s, stage_bytes_per_s, _hidden(ranks))
 
 
@@ -48,6 +48,7 @@ def _reads(ranks: Ranks) -> tuple[float, float, float]:
     rng = np.random.default_rng(0)
     for rank in range(2):
         ranks.memory(rank)[:] = 1
+        ranks.give(rank)
 
     def read(length: int, count: int) -> Callable[[], float]:
         here, there = (rng.permutation(ranks.memory_bytes // length)[:count] * length for _ in range(2))
@@ -62,8 +63,8 @@ def _reads(ranks: Ranks) -> tuple[float, float, float]:
     return copy_s, read_bytes_per_s, length * count / large_s
 
 
-def _moves() -> tuple[float, float]:
-    buffers = _Buffers()
+def _moves(device: str) -> tuple[float, float]:
+    buffers = _Buffers(device)
     short_s, long_s = _in_turn(buffers.move(*SHORT), buffers.move(*LONG))
     return _solve(*((s, MOVED_BYTES // run, MOVED_BYTES) for s, (run, _) in ((short_s, SHORT), (long_s, LONG))))
 
@@ -72,7 +73,7 @@ def _hidden(ranks: Ranks) -> float:
     length, count = LARGE[0], MOVED_BYTES // LARGE[0]
     at = np.arange(count, dtype=np.int64) * length
     copies = Copies.of(ranks.address(0) + at, ranks.address(1) + at, length)
-    move = _Buffers().move(*LONG)
+    move = _Buffers(ranks.device(0)).move(*LONG)
 
     def read(meanwhile: Callable[[], object] = lambda: None) -> float:
         started_s = time.perf_counter()
@@ -86,21 +87,24 @@ def _hidden(ranks: Ranks) -> float:
 
 
 class _Buffers:
-    """Two of this process, and moves of `MOVED_BYTES` from one to the other."""
+    """Two of this process, side by side on one device, and moves of `MOVED_BYTES` from the first to the second."""
 
-    def __init__(self) -> None:
-        self._source, self._target = np.ones(MOVED_BYTES, dtype=np.uint8), np.ones(2 * MOVED_BYTES, dtype=np.uint8)
-        self._rng, self._memory = np.random.default_rng(0), HostMemory()
+    def __init__(self, device: str) -> None:
+        self._seen, self._block = make_block(3 * MOVED_BYTES, device)
+        self._seen[:] = 1
+        self._block.upload()
+        self._rng = np.random.default_rng(0)
 
     def move(self, run: int, page: int) -> Callable[[], float]:
         """Seconds of moving all pages, scattered, in runs of so many bytes, each time that it is called."""
         pages = self._rng.permutation(MOVED_BYTES // page).astype(np.int64) * 2 * page
         loops = [(page // run, run, 2 * run)]
-        bases = np.array([self._target.ctypes.data], dtype=np.int64)
+        source = self._block.region.address
+        bases = np.array([source + MOVED_BYTES], dtype=np.int64)
 
         def once() -> float:
             started_s = time.perf_counter()
-            self._memory.move(self._source.ctypes.data, page, bases, pages, run, loops, 0, 0)
+            self._block.memory.move(source, page, bases, pages, run, loops, 0, 0)
             return time.perf_counter() - started_s
 
         return once

@@ -77,9 +77,9 @@ class DeviceBlock:
 
     def __init__(self, mirror: NDArray[np.uint8], device: str) -> None:
         self._device, self._mirror = device, mirror
-        self._tensor = allocate(mirror.nbytes, device)
-        self.region = MemoryRegion(self._tensor.data_ptr(), mirror.nbytes, device)
-        self.memory = TensorMemory([self._tensor])
+        self.tensor = allocate(mirror.nbytes, device)
+        self.region = MemoryRegion(self.tensor.data_ptr(), mirror.nbytes, device)
+        self.memory = TensorMemory([self.tensor])
 
     def enter(self) -> None:
         """See `Block.enter`."""
@@ -95,6 +95,12 @@ class DeviceBlock:
 
     def make_resident(self, address: int, num_bytes: int) -> None:
         """See `Block.make_resident`: memory of a device is resident from the start."""
+
+
+def make_block(num_bytes: int, device: str) -> tuple[NDArray[np.uint8], Block]:
+    """Memory of this process on a device, and the array in which its bytes are seen, shape (num_bytes,). Raises TransportError."""
+    seen = np.zeros(num_bytes, dtype=np.uint8)
+    return seen, HostBlock(int(seen.ctypes.data), num_bytes) if device == "cpu" else DeviceBlock(seen, device)
 
 
 def time_plain_copy(num_bytes: int, device: str = "cpu") -> float:

@@ -287,9 +287,13 @@ class _Worker:
         with contextlib.suppress(BufferError):  # a test still holds a view: freed with it
             self._map.close()
 
-    def _died(self, request: Request, fact: str) -> RankDiedError:
+    def words(self) -> str:
+        """What the process has written so far."""
         self._words.seek(0)
-        words = self._words.read()[-2000:].decode(errors="replace")
+        return self._words.read().decode(errors="replace")
+
+    def _died(self, request: Request, fact: str) -> RankDiedError:
+        words = self.words()[-2000:]
         asked = type(request).__name__
         return RankDiedError(
             f"rank {self._rank} (pid {self.process.pid}) {fact} when asked {asked}; its last words: {words}"
@@ -353,6 +357,10 @@ class ProcessRanks(Ranks):
     def device(self, rank: int) -> str:
         """See `Ranks.device`."""
         return self._devices[rank]
+
+    def words(self, rank: int) -> str:
+        """What a rank's process has written so far: logs of NIXL and UCX."""
+        return self._workers[rank].words()
 
     def process_id(self, rank: int) -> int:
         """For tests that stop or end a worker."""

@@ -1,0 +1,1 @@
+"""Proves and measures everything on one GPU: see README.md."""

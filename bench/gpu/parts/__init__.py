@@ -1,0 +1,1 @@
+"""One file a part; `run(bench)` runs it."""

@@ -1,0 +1,87 @@
+"""Zeroing, permutes and digests of memory on the device: each against the same on the processor."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.gpu.findings import Bench
+from kvreshard.kinds import Attention
+from kvreshard.kinds.assemble import relocate
+from kvreshard.plan import compile_route
+from kvreshard.testing.rank_memory import make_block
+from kvreshard.testing.small import engine, request
+from kvreshard.transport.local import HostMemory
+from kvreshard.transport.words import reach
+from kvreshard.verify import digest_lanes
+
+SIZE = 1 << 20
+KIND = Attention(8, 32, "bfloat16")
+
+
+def run(bench: Bench) -> None:
+    """All three, over random addresses."""
+    _zeroing(bench)
+    _words(bench)
+    _digests(bench)
+
+
+def _zeroing(bench: Bench) -> None:
+    with bench.check("zeroing of random ranges") as found:
+        rng = np.random.default_rng(0)
+        seen, block = make_block(SIZE, bench.device)
+        seen[:] = rng.integers(1, 256, SIZE, dtype=np.uint8)
+        expected = seen.copy()
+        block.upload()
+        start = np.sort(rng.choice(SIZE - 300, 500, replace=False))
+        stop = start + rng.integers(0, 300, 500)
+        block.memory.zero(block.region.address + start, block.region.address + stop)
+        for low, high in zip(start.tolist(), stop.tolist(), strict=True):
+            expected[low:high] = 0
+        block.download()
+        found.figure(bytes_zeroed=int((expected == 0).sum()))
+        if not np.array_equal(seen, expected):
+            found.fail("other bytes than the processor's")
+
+
+def _words(bench: Bench) -> None:
+    with bench.check("words of a digest, any steps") as found:
+        rng = np.random.default_rng(1)
+        seen, block = make_block(SIZE, bench.device)
+        seen[:] = rng.integers(0, 256, SIZE, dtype=np.uint8)
+        block.upload()
+        content, host, compared = seen.copy(), HostMemory(), 0
+        for _ in range(100):
+            word = int(rng.choice([1, 2, 4]))
+            counts = rng.integers(1, 6, int(rng.integers(2, 5))).tolist()
+            steps = (rng.integers(1, 300, len(counts)) * 4).tolist()
+            steps[1:] = [
+                step * int(sign) for step, sign in zip(steps[1:], rng.choice([-1, 1], len(steps) - 1), strict=True)
+            ]
+            low, _ = reach(counts, steps, word)
+            rows, rest = rng.integers(0, counts[0], 7), tuple(slice(0, count) for count in counts[1:])
+            theirs = host.words(int(content.ctypes.data) - low, word, counts, steps).take(rows, rest)
+            mine = block.memory.words(block.region.address - low, word, counts, steps).take(rows, rest)
+            compared += mine.nbytes
+            if not np.array_equal(theirs, mine):
+                found.fail(f"words of {word} bytes, counts {counts}, steps {steps} differ")
+                break
+        found.figure(bytes_compared=compared)
+
+
+def _digests(bench: Bench) -> None:
+    with bench.check("digests of a rank's pages") as found:
+        digests = []
+        for device in ("cpu", bench.device):
+            src = engine("prefill", tp=2, page=16, num_pages=40, kind=KIND, stages=(0, 0, 0))
+            dst = engine("decode", tp=4, page=24, num_pages=40, kind=KIND, stages=(0, 0, 0))
+            (region,) = src.ranks[0].regions
+            seen, block = make_block(region.size_bytes, device)
+            seen[:] = np.random.default_rng(2).integers(0, 256, len(seen), dtype=np.uint8)
+            block.upload()
+            src = relocate(src, {rank.rank: {region.name: block.region.address} for rank in src.ranks}, device)
+            wanted = request(src, dst, 300)
+            lanes = compile_route(src, dst, 0).lanes
+            digests.append(digest_lanes(lanes, "src", wanted, block.memory, b"key"))
+        found.figure(digests=len(digests[0]))
+        if not digests[0] or digests[0] != digests[1]:
+            found.fail(f"the device's digests are {digests[1]}, the processor's {digests[0]}")
