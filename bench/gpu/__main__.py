@@ -59,7 +59,7 @@ PARTS = (
     Part("streams", 60, 20, True),
     Part("staging", 100, 40, True),
     Part("figures", 150, 40, True),
-    Part("model", 90, 40, True),
+    Part("model", 150, 40, True),
     Part("leaks", 90, 40, True),
 )
 

@@ -28,7 +28,8 @@ FENCED = {
     "nixl_cu12": ("transport/nixl_agent.py",),
     "nixl_cu13": ("transport/nixl_agent.py",),
     "vllm": ("vllm/",),
-    "torch": ("vllm/", "transport/device.py"),
+    "torch": ("vllm/", "transport/device.py", "transport/device_kernel.py"),
+    "triton": ("transport/device_kernel.py",),
     "hypothesis": ("testing/",),
     "pytest": ("testing/",),
 }

@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import importlib
+import logging
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +29,34 @@ from kvreshard.verify import Memory, digest_lanes
 
 pytestmark = pytest.mark.vllm
 NUM_PAIRS = 120
+# Triton's interpreter takes a millisecond per page.
+NUM_KERNEL_PAIRS = 15
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "kernel"])
+def has_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether permutes are the kernel, by Triton's interpreter, which the environment asks for where a kernel is defined."""
+    if request.param:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        pytest.importorskip("triton")
+        importlib.import_module("kvreshard.transport.device_kernel")
+    return bool(request.param)
+
+
+def test_a_kernel_that_cannot_be_used_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvreshard.transport.device_kernel", None)
+    with caplog.at_level(logging.WARNING, logger="kvreshard"):
+        memory = TensorMemory([torch.zeros(4)], has_kernel=True)
+    assert "Triton's kernel cannot be used" in caplog.text
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    memory = TensorMemory([tensor], has_kernel=True)
+    memory.move(tensor.data_ptr(), 8, np.array([tensor.data_ptr() + 8]), np.array([0]), 8, [], 0, 0)
+
+
+def test_the_kernel_is_for_one_cuda_device() -> None:
+    assert TensorMemory([torch.zeros(4)])._permute is None
 
 
 def test_ranges_of_views_and_of_whole_storages() -> None:
@@ -43,25 +74,37 @@ def test_ranges_of_views_and_of_whole_storages() -> None:
 
 
 @pytest.mark.parametrize(("first", "size"), [(-1, 1), (0, 300), (260, 1)])
-def test_other_addresses_are_refused(first: int, size: int) -> None:
+def test_other_addresses_are_refused(first: int, size: int, has_kernel: bool) -> None:
     tensor = torch.zeros(64, dtype=torch.int32)
-    start = np.array([tensor.data_ptr() + first])
+    start, memory = np.array([tensor.data_ptr() + first]), TensorMemory([tensor], has_kernel=has_kernel)
     with pytest.raises(TransportError, match="none of the registered caches"):
-        TensorMemory([tensor]).zero(start, start + size)
+        memory.zero(start, start + size)
+    for slots, base in ((tensor.data_ptr(), start), (int(start[0]), np.array([tensor.data_ptr()]))):
+        with pytest.raises(TransportError, match="none of the registered caches"):
+            memory.move(slots, size, base, np.array([0]), size, [], 0, 0)
+
+
+def test_a_page_or_a_slot_behind_the_last_is_refused(has_kernel: bool) -> None:
+    tensor = torch.zeros(256, dtype=torch.uint8)
+    base, memory = tensor.data_ptr(), TensorMemory([tensor], has_kernel=has_kernel)
+    memory.move(base, 16, np.array([base + 128]), np.array([0, 112]), 8, [(2, 8, 8)], 0, 0)
     with pytest.raises(TransportError, match="none of the registered caches"):
-        TensorMemory([tensor]).move(tensor.data_ptr(), size, start, np.array([0]), size, [], 0, 0)
+        memory.move(base, 16, np.array([base + 128]), np.array([0, 120]), 8, [(2, 8, 8)], 0, 0)
+    with pytest.raises(TransportError, match="none of the registered caches"):
+        memory.move(base + 240, 16, np.array([base]), np.array([0, 16]), 8, [(2, 8, 8)], 0, 0)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("length", [1, 6, 8, 12, 64, 256])
-def test_moves_as_host_memory_does(length: int, shift: int) -> None:
+def test_moves_as_host_memory_does(length: int, shift: int, has_kernel: bool) -> None:
     """Two fields, three pages, two loops; addresses and lengths that elements of every width divide, or do not."""
     slots, caches = np.arange(1 << 14, dtype=np.uint32).view(np.uint8), [np.zeros(1 << 17, np.uint8) for _ in range(2)]
     step = 2 * length + shift
     arguments = (int(slots.ctypes.data) + shift, 8 * step)
     pages, loops = np.array([5, 0, 2]) * 40 * step, [(2, step, 3 * step), (3, 2 * step, 7 * step)]
     outcomes = []
-    for kind in (HostMemory(), TensorMemory([torch.from_numpy(array) for array in (slots, *caches)])):
+    tensors = [torch.from_numpy(array) for array in (slots, *caches)]
+    for kind in (HostMemory(), TensorMemory(tensors, has_kernel=has_kernel)):
         for cache in caches:
             cache[:] = 255
         bases = np.array([int(cache.ctypes.data) + shift for cache in caches])
@@ -72,8 +115,8 @@ def test_moves_as_host_memory_does(length: int, shift: int) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: int) -> None:
-    staged = 0
+def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: int, has_kernel: bool) -> None:
+    staged, num_pairs = 0, NUM_KERNEL_PAIRS if has_kernel else NUM_PAIRS
 
     class Counting(TensorMemory):
         def move(self, *arguments: object) -> None:
@@ -82,9 +125,9 @@ def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: 
             super().move(*arguments)
 
     def make(arrays: Sequence[Bytes]) -> TensorMemory:
-        return Counting(torch.from_numpy(array) for array in arrays if len(array))
+        return Counting((torch.from_numpy(array) for array in arrays if len(array)), has_kernel=has_kernel)
 
-    for seed in range(run_seed % 10**9, run_seed % 10**9 + NUM_PAIRS):
+    for seed in range(run_seed % 10**9, run_seed % 10**9 + num_pairs):
         pair, rng = make_pair(layer, seed), np.random.default_rng(seed)
         src_memory, dst_memory = random_memory(pair.src, rng), random_memory(pair.dst, rng)
         write_values(pair.src, pair.dst, src_memory, pair.request, seed)
@@ -97,7 +140,7 @@ def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: 
             make_memory=make,
         )
         assert differing_bytes(expected, got) == {}, pair.name
-    assert staged > NUM_PAIRS
+    assert staged > num_pairs
 
 
 def test_devices_are_told_apart() -> None:

@@ -15,10 +15,9 @@ pytestmark = pytest.mark.vllm
     [
         ({"cpu"}, {}, "cpu"),
         ({"cpu"}, {"staging_bytes": 0}, None),
-        ({"meta"}, {}, None),
-        ({"meta"}, {"stage_on_device": True}, "meta"),
-        ({"meta"}, {"stage_on_device": True, "staging_bytes": 0}, None),
-        ({"cpu", "meta"}, {"stage_on_device": True}, None),
+        ({"meta"}, {}, "meta"),
+        ({"meta"}, {"staging_bytes": 0}, None),
+        ({"cpu", "meta"}, {}, None),
         (set(), {}, None),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 from bench.gpu.findings import Bench
 from bench.gpu.pair import Pair, spend
 from bench.shapes import Shape
+from kvreshard.plan.cost import usual_cost
 from kvreshard.plan.reads import plan_reads
 from kvreshard.testing.rank_memory import time_plain_copy
 from kvreshard.testing.ranks import ProcessRanks
@@ -40,7 +41,7 @@ def run(bench: Bench) -> None:
 
 def _load(bench: Bench, shape: Shape, pair: Pair, num_tokens: int, table: str) -> None:
     with bench.check(f"{shape.name}, {num_tokens} tokens, {table} pages") as found:
-        mover, wanted, route = pair.mover(), pair.request(num_tokens, table), pair.route()
+        mover, wanted, route = pair.mover(), pair.request(num_tokens, table), pair.route(cost=usual_cost(bench.device))
         assert mover.staging is not None
         plan = plan_reads(route, wanted, mover.staging.half_bytes)
         num_bytes = pair.load(mover, route, wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from bench.gpu.findings import Bench
@@ -15,12 +17,14 @@ from kvreshard.transport.words import reach
 from kvreshard.verify import digest_lanes
 
 SIZE = 1 << 20
+NUM_TAILS = 10_000
 KIND = Attention(8, 32, "bfloat16")
 
 
 def run(bench: Bench) -> None:
-    """All three, over random addresses."""
+    """All of them, over random addresses."""
     _zeroing(bench)
+    _many_ranges(bench)
     _words(bench)
     _digests(bench)
 
@@ -41,6 +45,22 @@ def _zeroing(bench: Bench) -> None:
         found.figure(bytes_zeroed=int((expected == 0).sum()))
         if not np.array_equal(seen, expected):
             found.fail("other bytes than the processor's")
+
+
+def _many_ranges(bench: Bench) -> None:
+    """Tails of pages: what a load zeroes on the session's thread."""
+    with bench.check(f"zeroing of {NUM_TAILS:,} tails") as found:
+        seen, block = make_block(NUM_TAILS * 1024, bench.device)
+        seen[:] = 1
+        block.upload()
+        start = block.region.address + np.arange(NUM_TAILS, dtype=np.int64) * 1024
+        block.memory.zero(start[:1], start[:1] + 16)
+        started_s = time.perf_counter()
+        block.memory.zero(start, start + 256)
+        found.figure(ms=(time.perf_counter() - started_s) * 1e3)
+        block.download()
+        if seen.reshape(NUM_TAILS, 1024)[:, :256].any() or not seen.reshape(NUM_TAILS, 1024)[:, 256:].all():
+            found.fail("other bytes are zero")
 
 
 def _words(bench: Bench) -> None:

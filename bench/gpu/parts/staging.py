@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from bench.gpu.findings import Bench
 from bench.gpu.pair import Pair, in_turn
 from bench.shapes import Shape
+from kvreshard.plan.cost import usual_cost
 from kvreshard.testing.rank_memory import Block, DeviceBlock, make_block, time_plain_copy
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory, LocalMemory
@@ -51,19 +52,25 @@ def _case(bench: Bench, name: str, shape: Shape) -> None:
             contents[way] = pair.content()
         if not np.array_equal(*contents.values()) or not contents["direct"].any():
             found.fail("the two ways leave other bytes")
-        works: list[Callable[[], object]] = [lambda r=route: pair.load(mover, r, wanted) for route in routes.values()]  # type: ignore[misc]
-        direct_s, staged_s = in_turn(works, 3 if bench.is_rehearsal else 5)
+        by_fields = replace(mover, memory=_both(pair.block, has_kernel=False))
+        works: list[Callable[[], object]] = [
+            lambda: pair.load(mover, routes["direct"], wanted),
+            lambda: pair.load(mover, routes["staged"], wanted),
+            lambda: pair.load(by_fields, routes["staged"], wanted),
+        ]
+        direct_s, staged_s, by_fields_s = in_turn(works, 3)
         lane = routes["direct"].lanes[0].choice
         found.ratio = direct_s / staged_s
         found.figure(
             direct_ms=direct_s * 1e3,
             staged_ms=staged_s * 1e3,
+            staged_without_kernel_ms=by_fields_s * 1e3,
             mib=num_bytes / (1 << 20),
             staged_gb_per_s=num_bytes / staged_s / 1e9,
             plain_copy_ms=time_plain_copy(num_bytes, bench.device) * 1e3,
             direct_runs_per_page=lane.num_runs,
             run_bytes=lane.run_bytes,
-            model_says=pair.route().lanes[0].choice.way,
+            model_says=pair.route(cost=usual_cost(bench.device)).lanes[0].choice.way,
         )
 
 
@@ -75,33 +82,30 @@ def _permute(bench: Bench, name: str, run_bytes: int, runs: int, pages: int) -> 
         content, there = make_block(4 * page_bytes * pages, bench.device)
         slots[:] = np.random.default_rng(0).integers(0, 256, len(slots), dtype=np.uint8)
         here.upload()
-        memory = _both(here, there)
         order = np.random.default_rng(1).permutation(2 * pages)[:pages].astype(np.int64)
         base = np.array([there.region.address], dtype=np.int64)
         loops = [(runs, run_bytes, 2 * run_bytes)]
-
-        def move() -> None:
-            memory.move(here.region.address, page_bytes, base, order * 2 * page_bytes, run_bytes, loops, 0, 0)
-
-        move()
-        there.download()
-        arrived = content.reshape(2 * pages, runs, 2, run_bytes)[order, :, 0]
-        if not np.array_equal(arrived, slots.reshape(pages, runs, run_bytes)):
-            found.fail("the permute left other bytes")
-        seconds = []
-        for _ in range(7):
-            started_s = time.perf_counter()
-            move()
-            seconds.append(time.perf_counter() - started_s)
         plain_s = min(time_plain_copy(len(slots), bench.device) for _ in range(5))
-        median_s = float(np.median(seconds))
-        found.ratio = plain_s / median_s
-        found.figure(
-            gb_per_s=len(slots) / median_s / 1e9, plain_gb_per_s=len(slots) / plain_s / 1e9, mib=len(slots) / (1 << 20)
-        )
+        found.figure(plain_gb_per_s=len(slots) / plain_s / 1e9, mib=len(slots) / (1 << 20))
+        for kind, has_kernel in (("by_fields", False), ("kernel", None)):
+            memory = _both(here, there, has_kernel=has_kernel)
+            content[:] = 0
+            there.upload()
+
+            def move() -> None:
+                memory.move(here.region.address, page_bytes, base, order * 2 * page_bytes, run_bytes, loops, 0, 0)  # noqa: B023
+
+            move()
+            there.download()
+            arrived = content.reshape(2 * pages, runs, 2, run_bytes)[order, :, 0]
+            if not np.array_equal(arrived, slots.reshape(pages, runs, run_bytes)):
+                found.fail(f"the permute {kind} left other bytes")
+            (median_s,) = in_turn([move], 7)
+            found.figure(**{f"{kind}_gb_per_s": len(slots) / median_s / 1e9, f"{kind}_share": plain_s / median_s})
+            found.ratio = plain_s / median_s
 
 
-def _both(*blocks: Block) -> LocalMemory:
+def _both(*blocks: Block, has_kernel: bool | None = None) -> LocalMemory:
     """One memory over all of them."""
     tensors = [block.tensor for block in blocks if isinstance(block, DeviceBlock)]
-    return TensorMemory(tensors) if tensors else HostMemory()
+    return TensorMemory(tensors, has_kernel=has_kernel) if tensors else HostMemory()

@@ -23,8 +23,9 @@ from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, wire
 from kvreshard.model.parts import MAX_MESSAGE_BYTES
 from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.constants import host_facts, require_constants
+from kvreshard.transport.base import is_device
 
 Side = Literal["prefill", "decode"]
 CostModelFile = Annotated[
@@ -85,9 +86,19 @@ def read_layout(path: Path) -> EngineLayout:
         raise type(error)(f"layout file '{path}': {error}") from None
 
 
-def read_cost_model(path: Path | None) -> CostModel:
-    """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError."""
-    return CostModel() if path is None else require_constants(path, host_facts())
+def check_device(device: str) -> None:
+    """Raises InputError unless this names a device."""
+    if not is_device(device):
+        raise InputError(f"--device {device}: no device has that name; give cpu, or cuda: and a number, as cuda:0")
+
+
+def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
+    """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError.
+
+    `device`: where the caches are; refused if it is none.
+    """
+    check_device(device)
+    return usual_cost(device) if path is None else require_constants(path, host_facts(device))
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -54,6 +54,9 @@ def plan(
     pages: Annotated[int | None, typer.Option(min=1, help="Pages of each pool.")] = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this decode rank; may be given again.")] = None,
     way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Where the caches are, for what copies cost: cpu, or a device as cuda:0.")
+    ] = "cpu",
     cost_model: CostModelFile = None,
     copies: Annotated[bool, typer.Option("--copies", help="Print the copy list of a request; needs --tables.")] = False,
     tables: Annotated[
@@ -71,7 +74,7 @@ def plan(
         )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
     pair = read_pair(model, Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1]), pages, draft)
-    routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model))
+    routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model, device))
     warn(pair.warnings)
     if tables is not None:
         request = read_tables(tables, pair.prefill, pair.decode)

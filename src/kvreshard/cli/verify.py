@@ -34,7 +34,6 @@ from kvreshard.model.text import counted, escaped
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
 from kvreshard.testing.scenario import make_requests
 from kvreshard.testing.trial import memory_needed, run_trial
-from kvreshard.transport.base import is_device
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
 STAGES = {
@@ -84,11 +83,9 @@ def verify(
     """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
     if push and way is WayOption.STAGED:
         raise InputError("--push writes directly and cannot be staged; drop --way staged or --push")
-    if not is_device(device):
-        raise InputError(f"--device {device}: no device has that name; give cpu, or cuda: and a number, as cuda:0")
+    cost = read_cost_model(cost_model, device)
     if device != "cpu" and transport is TransportOption.MEMORY:
         raise InputError(f"--device {device} with --transport memory, which copies host memory only; drop one of them")
-    cost = read_cost_model(cost_model)
     found, specs = load(model, draft), (parse_engine(prefill), parse_engine(decode))
     fitted = fit(found, *specs, requests, tokens, layers)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)

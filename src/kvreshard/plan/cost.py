@@ -9,7 +9,7 @@ lane is read in one of two ways:
 Both are estimated for one page in the middle of a sequence, from measured constants, and the cheaper one is taken, unless
 it is forced. Copies that are posted by the thousand are shared by NIXL's threads, the few large reads of a staging batch are not:
 the bytes of the two are read at different rates. The default constants were measured with NIXL 1.5.1 over UCX between two processes of
-one host of two cores, by the clock. A request is looked at once more when its tables are known (`reads`).
+one host, by the clock: of two cores, and for caches on a device with one GPU (`usual_cost`). A request is looked at once more when its tables are known (`reads`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.slot import find_boxes
 
 Way = Literal["direct", "staged"]
+BATCH_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class CostModel:
     """Seconds per posted copy and per locally moved run; bytes per second of many copies, of local moves, and of staging batches.
 
     `hidden_share`: of reading batches and moving them on, how much of the shorter is hidden behind the other, where there are many; 0
-    where nobody has measured it, which is never too good.
+    where nobody has measured it, which is never too good. `batch_s`: seconds that a batch takes beside its bytes, 0 where the next one hides
+    them.
     """
 
     copy_s: float = 1.2e-6
@@ -40,12 +42,14 @@ class CostModel:
     move_bytes_per_s: float = 1.8e10
     stage_bytes_per_s: float = 9e9
     hidden_share: float = 0.0
+    batch_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.hidden_share <= 1:
             raise ValueError(f"hidden_share is {self.hidden_share}; a share is from 0 to 1")
         for name, number in asdict(self).items():
-            if name != "hidden_share" and not (math.isfinite(number) and number > 0):
+            least = 0 if name in ("hidden_share", "batch_s") else math.ulp(0)
+            if not (math.isfinite(number) and number >= least):
                 raise ValueError(f"{name} is {number}; the constants of a cost model must be positive")
 
     def direct_s(self, num_copies: int, num_bytes: int) -> float:
@@ -53,20 +57,35 @@ class CostModel:
         return num_copies * self.copy_s + num_bytes / self.read_bytes_per_s
 
     def staged_s(
-        self, num_reads: int, num_read_bytes: int, num_runs: int, num_bytes: int, num_batches: float = 1
+        self, num_reads: int, num_read_bytes: int, num_runs: int, num_bytes: int, num_batches: float = 0
     ) -> float:
         """Seconds to read so many pieces into staging and move `num_bytes` of it on, in so many runs and batches.
 
-        A batch is moved on while the next one is read: the last one hides behind none.
+        A batch is moved on while the next one is read: the last one hides behind none. 0 batches: a page, of which many share one.
         """
         read_s = num_reads * self.copy_s + num_read_bytes / self.stage_bytes_per_s
         move_s = num_runs * self.move_run_s + num_bytes / self.move_bytes_per_s
-        return read_s + move_s - self.hidden_share * (1 - 1 / max(1, num_batches)) * min(read_s, move_s)
+        hidden_s = self.hidden_share * (1 - 1 / max(1, num_batches)) * min(read_s, move_s)
+        return read_s + move_s - hidden_s + num_batches * self.batch_s
+
+    @property
+    def least_batch_bytes(self) -> int:
+        """The smallest batch that takes `BATCH_RATIO` times as long to read as a batch takes beside its bytes."""
+        return int(BATCH_RATIO * self.batch_s * self.stage_bytes_per_s)
 
     @property
     def max_gap_bytes(self) -> int:
         """The longest gap that is cheaper to read than to post the piece behind it as a copy of its own."""
         return int(self.copy_s * self.stage_bytes_per_s)
+
+
+# Of caches in a GPU's memory: two processes of one H200 by `cuda_ipc`, NIXL 1.5.1 (bench/gpu/results). No network has been measured.
+DEVICE_COST = CostModel(4.3e-6, 2.8e11, 1e-9, 4.3e11, 2.8e11, batch_s=3e-4)
+
+
+def usual_cost(device: str) -> CostModel:
+    """The default constants for caches on a device ("cpu", "cuda:0", ...)."""
+    return CostModel() if device == "cpu" else DEVICE_COST
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -77,7 +77,9 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
             found.members.append((sheaf, pairs))
     for found in framed.values():
         plan.add_pages(found)
-    batches = tuple(pack(plan.batches, staging_bytes)) if plan.batches else ()
+    choice = route.lanes[0].choice if route.lanes else None
+    model = None if choice is None else choice.model
+    batches = tuple(pack(plan.batches, staging_bytes, model)) if plan.batches else ()
     return ReadPlan(tuple(plan.direct if len(plan.direct) < 2 else _gathered(plan.direct)), batches)
 
 
@@ -178,12 +180,12 @@ def are_pages_cheaper_staged(sheaf: Sheaf, pages: WholePages, staging_bytes: int
     model, num_bytes = choice.model, sheaf.page_bytes * num_pages
     num_copies = sheaf.num_runs * (num_pages - pages.joined if sheaf.joins else num_pages)
     direct_s = model.direct_s(num_copies, num_bytes)
-    num_batches = num_bytes / fill_bytes(staging_bytes, num_bytes)
+    num_batches = max(1.0, num_bytes / fill_bytes(staging_bytes, num_bytes, model))
     if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes, num_batches):
         return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
     groups = num_pages
     if sheaf.joins_boxes:
-        groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // fill_bytes(staging_bytes)
+        groups = pages.num_src_runs() + num_pages * sheaf.slot_bytes // fill_bytes(staging_bytes, model=model)
     staged_s = model.staged_s(
         sheaf.num_boxes * groups, sheaf.box_bytes * num_pages, sheaf.num_runs * num_pages, num_bytes, num_batches
     )
@@ -198,7 +200,7 @@ def is_staging_cheaper(cut: CutLane, direct: Sequence[Runs], staging_bytes: int)
     num_copies = sum(runs.num_copies for runs in direct)
     num_bytes = sum(runs.num_bytes for runs in direct)
     direct_s = model.direct_s(num_copies, num_bytes)
-    num_batches = num_bytes / fill_bytes(staging_bytes, num_bytes)
+    num_batches = max(1.0, num_bytes / fill_bytes(staging_bytes, num_bytes, model))
     if direct_s <= model.staged_s(0, num_bytes, 0, num_bytes, num_batches):
         return False  # reading the bytes in any pieces and moving them once more costs all that staging could save
     num_reads, num_read_bytes, num_runs, longest = 0, 0, 0, 0
@@ -208,7 +210,7 @@ def is_staging_cheaper(cut: CutLane, direct: Sequence[Runs], staging_bytes: int)
         groups = pieces
         if len(boxes.lengths) == 1 and boxes.slot_bytes == lane.src_page_stride_bytes:
             groups = 1 + int(np.count_nonzero(np.diff(slots.src_page[:, 0]) != 1))
-            groups += pieces * boxes.slot_bytes // fill_bytes(staging_bytes)
+            groups += pieces * boxes.slot_bytes // fill_bytes(staging_bytes, model=model)
         num_reads += num_fields * groups * len(boxes.lengths)
         num_read_bytes += num_fields * pieces * boxes.slot_bytes
         num_runs += num_fields * pieces * len(slots.pattern.lengths)

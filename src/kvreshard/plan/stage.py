@@ -25,6 +25,7 @@ from kvreshard.model.errors import BindError
 from kvreshard.model.loops import slot_reads
 from kvreshard.plan.bind import CutLane, distinct_overlaps, page_ids
 from kvreshard.plan.copies import CopyList
+from kvreshard.plan.cost import CostModel
 from kvreshard.plan.lane import Lane, Overlap
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.refine import Loop
@@ -116,9 +117,10 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return tuple(move for filled in self.filled for move in filled.moves())
 
 
-def fill_bytes(buffer_bytes: int, total_bytes: int = 0) -> int:
+def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None = None) -> int:
     """How much one batch fills of a buffer where so much is staged, unless a single slot is larger."""
-    return min(buffer_bytes, max(FILL_BYTES, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
+    least = FILL_BYTES if model is None else max(FILL_BYTES, model.least_batch_bytes)
+    return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
 def find_slots(cut: CutLane) -> Iterator[Slots]:
@@ -194,10 +196,10 @@ def stage_pages(lane: Lane, overlap: Overlap, src_page: Int64s, dst_page: Int64s
         yield from _batches(lane, Slots(pattern, slot, src_page[:, None], dst_at), buffer_bytes)
 
 
-def pack(batches: Iterable[Batch], buffer_bytes: int) -> Iterator[Batch]:
+def pack(batches: Iterable[Batch], buffer_bytes: int, model: CostModel | None = None) -> Iterator[Batch]:
     """The same batches, neighbours of one source rank as one where they fit the buffer together."""
     waiting: list[Batch] = []
-    filled, most = 0, fill_bytes(buffer_bytes)
+    filled, most = 0, fill_bytes(buffer_bytes, model=model)
     for batch in batches:
         if waiting and (waiting[0].src_rank != batch.src_rank or filled + batch.slots_bytes > most):
             yield _packed(waiting)
@@ -232,7 +234,8 @@ def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
             f"fields {lane.fields[0]}, ...: one page needs {slot_bytes} bytes of staging, the buffer has "
             f"{buffer_bytes}; give a larger buffer or read directly"
         )
-    fill = fill_bytes(buffer_bytes, num_slots * slot_bytes * num_fields)
+    model = None if lane.choice is None else lane.choice.model
+    fill = fill_bytes(buffer_bytes, num_slots * slot_bytes * num_fields, model)
     pieces_each = min(num_slots, max(1, fill // slot_bytes))
     fields_each = max(1, fill // (slot_bytes * pieces_each))
     for first in range(0, num_slots, pieces_each):

@@ -3,7 +3,7 @@
 `kvreshard bench --calibrate` measures them (`testing.calibrate`) and writes a small JSON file; a command or a connector that
 wants them reads it and hands the `CostModel` on. Nothing else looks for the file.
 
-1. The file holds one set of constants per host, under the facts that they depend on: processor, cores, package versions.
+1. The file holds one set of constants per host and kind of device, under the facts that they depend on: processor, cores, package versions.
 2. `load_constants` gives those of this host, or None: no file, another host, or constants of a kind that a newer planner does
    not mean any more (`VERSION`).
 
@@ -25,7 +25,7 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.plan.cost import CostModel
 
 FORM = "kvreshard.constants"
-VERSION = 3
+VERSION = 4
 FILE_NAME = "constants.json"
 
 
@@ -36,6 +36,7 @@ class _Constants(msgspec.Struct, forbid_unknown_fields=True):
     move_bytes_per_s: float
     stage_bytes_per_s: float
     hidden_share: float
+    batch_s: float
 
 
 class _Head(msgspec.Struct):
@@ -53,10 +54,10 @@ def default_path(environ: Mapping[str, str]) -> Path:
     return Path(root) / "kvreshard" / FILE_NAME
 
 
-def host_facts() -> str:
-    """What the constants of this host depend on, as one key."""
-    versions = []
-    for package in ("nixl", "nixl-cu12", "numpy"):
+def host_facts(device: str = "cpu") -> str:
+    """What the constants of this host depend on, as one key. `device`: where the caches are, "cpu", "cuda:0", ..."""
+    versions = [] if device == "cpu" else [f"caches on {device.partition(':')[0]}"]
+    for package in ("nixl", "nixl-cu12", "nixl-cu13", "numpy"):
         try:
             versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ Between two rank processes of this host, over the transport that is used (`ranks
 2. Moves: short and long runs from one buffer to another, by the code that permutes staged pages.
 3. Both: a few large reads there while as many bytes are moved here, as a staging batch is moved on while the next is read. What is
    less than the two by themselves was hidden; of that, `COUNTED` counts.
+4. On a device, a read and a move of next to nothing: what each batch takes beside its bytes.
 
 Between hosts the reads differ and the moves do not: calibrate with ranks on both.
 """
@@ -41,7 +42,9 @@ def calibrate(ranks: Ranks) -> CostModel:
     """The constants; `ranks` are two connected ranks of at least `MEMORY_BYTES` each."""
     copy_s, read_bytes_per_s, stage_bytes_per_s = _reads(ranks)
     move_run_s, move_bytes_per_s = _moves(ranks.device(0))
-    return CostModel(copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s, stage_bytes_per_s, _hidden(ranks))
+    return CostModel(
+        copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s, stage_bytes_per_s, _hidden(ranks), _batch_s(ranks)
+    )
 
 
 def _reads(ranks: Ranks) -> tuple[float, float, float]:
@@ -86,6 +89,19 @@ def _hidden(ranks: Ranks) -> float:
     return COUNTED * min(1.0, max(0.0, (read_s + move_s - both_s) / min(read_s, move_s)))
 
 
+def _batch_s(ranks: Ranks) -> float:
+    """A read and a move of next to nothing, one after the other. On the processor the next batch hides them (docs/design/0032)."""
+    if ranks.device(0) == "cpu":
+        return 0.0
+    copies = Copies.of([ranks.address(0)], [ranks.address(1)], SHORT[0])
+    return sum(
+        _in_turn(
+            lambda: ranks.run(0, 1, Direction.READ, copies).seconds or LEAST_S,
+            _Buffers(ranks.device(0)).move(*SHORT, 1),
+        )
+    )
+
+
 class _Buffers:
     """Two of this process, side by side on one device, and moves of `MOVED_BYTES` from the first to the second."""
 
@@ -95,9 +111,9 @@ class _Buffers:
         self._block.upload()
         self._rng = np.random.default_rng(0)
 
-    def move(self, run: int, page: int) -> Callable[[], float]:
-        """Seconds of moving all pages, scattered, in runs of so many bytes, each time that it is called."""
-        pages = self._rng.permutation(MOVED_BYTES // page).astype(np.int64) * 2 * page
+    def move(self, run: int, page: int, num_pages: int | None = None) -> Callable[[], float]:
+        """Seconds of moving pages, all if not told how many, scattered, in runs of so many bytes, each time that it is called."""
+        pages = self._rng.permutation(MOVED_BYTES // page)[:num_pages].astype(np.int64) * 2 * page
         loops = [(page // run, run, 2 * run)]
         source = self._block.region.address
         bases = np.array([source + MOVED_BYTES], dtype=np.int64)

@@ -1,7 +1,8 @@
 """Zeroes, permutes and reads memory of a device, given addresses inside tensors. The only module outside `vllm/` that imports torch.
 
 1. `TensorMemory` sees each storage below its tensors as bytes once. What is zeroed is a slice of one of them.
-2. A permute is one indexed copy per field, of views with the steps of the loops, in elements as wide as all addresses and steps allow.
+2. A permute is one kernel (`device_kernel`) on a CUDA device that has Triton, as vLLM's have. Elsewhere it is one indexed copy per field, of
+   views with the steps of the loops. Elements are as wide as all addresses and steps allow.
 3. A digest gathers a few rows at a time on the device and copies them from there.
 
 All of it runs on a stream of this module's own, and waits for that stream alone: it never waits for the engine's steps, and no step waits for
@@ -14,7 +15,8 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import gcd
@@ -30,8 +32,13 @@ from kvreshard.transport.words import Rows, reach
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 Int64s = NDArray[np.int64]
 WIDEST_BYTES = 8
+# Of `device_kernel`.
+MAX_LOOPS = 4
+Permute = Callable[..., None]
 
 
 def enter_device(device: str) -> None:
@@ -68,6 +75,31 @@ def allocate(num_bytes: int, device: str) -> torch.Tensor:
         ) from error
 
 
+def _load_kernel(device: torch.device) -> Permute | None:
+    """`device_kernel.permute`, compiled for a device, or None where that fails: Triton is not there, or has no C compiler."""
+    try:
+        from kvreshard.transport.device_kernel import permute, warm_up
+
+        warm_up(device)
+    except Exception as error:  # noqa: BLE001  whatever it is, torch can do without
+        logger.warning("staged pages are permuted by torch, field by field: Triton's kernel cannot be used (%s)", error)
+        return None
+    return permute
+
+
+def _extents(length: int, loops: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """Bytes from the first to the last that one page's runs have in a slot, and in the page."""
+    src, dst = ((length + sum((count - 1) * both[side] for count, *both in loops)) for side in (0, 1))
+    return src, dst
+
+
+def _numbers_on(column: Int64s, device: torch.device) -> torch.Tensor:
+    """Numbers on a device."""
+    import torch
+
+    return torch.from_numpy(column).to(device)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorWords:
     """Words of a tensor, which has their bytes as its last axis. Those of the axes `backwards` are in the opposite order."""
@@ -79,7 +111,6 @@ class TensorWords:
 
     def take(self, rows: Rows, rest: Sequence[slice]) -> NDArray[np.unsignedinteger]:
         """See `transport.words.Words.take`. Waits for the device."""
-        import torch
 
         parts = [slice(None), *rest]
         for axis in self.backwards:
@@ -88,15 +119,15 @@ class TensorWords:
                 parts[axis] = slice(count - part.stop, count - part.start)
         with self.on_stream:
             picked = self.tensor[tuple(parts)]
-            chosen = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(picked.device)
+            chosen = rows if isinstance(rows, slice) else _numbers_on(rows, picked.device)
             found = picked[chosen].contiguous().cpu().numpy().view(self.word)[..., 0]
         return np.flip(found, self.backwards)
 
 
 class TensorMemory:
-    """The storages below `tensors`, on any device."""
+    """The storages below `tensors`, on any device. `has_kernel`: whether a permute is one kernel; None: if it can be on this device."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, has_kernel: bool | None = None) -> None:
         import torch
 
         found: dict[int, torch.Tensor] = {}
@@ -109,6 +140,9 @@ class TensorMemory:
         devices = {storage.device for storage in self._storages}
         self._devices = {str(device) for device in devices}
         self._streams = {device: torch.cuda.Stream(device) for device in devices if device.type == "cuda"}
+        if has_kernel is None:
+            has_kernel = len(self._streams) == len(devices) == 1
+        self._permute = _load_kernel(self._storages[0].device) if has_kernel else None
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""
@@ -129,19 +163,41 @@ class TensorMemory:
         dst_offset: int,
     ) -> None:
         """See `LocalMemory.move`."""
-        import torch
+        from_address, to_addresses = slots_address + slot_offset, dst_bases + dst_offset
+        steps = (step for _, *both in loops for step in both)
+        width = gcd(
+            self._aligned_bytes, length, from_address, slot_bytes, *to_addresses.tolist(), *dst_pages.tolist(), *steps
+        )
+        if self._permute is None or len(loops) > MAX_LOOPS:
+            self._move_by_fields(from_address, slot_bytes, to_addresses, dst_pages, length, loops, width)
+            return
+        num_slots, (src_extent, dst_extent) = len(dst_bases) * len(dst_pages), _extents(length, loops)
+        self._find(from_address, from_address + (num_slots - 1) * slot_bytes + src_extent)
+        for base in (to_addresses + dst_pages.min()).tolist():
+            self._find(base, base + int(dst_pages.max() - dst_pages.min()) + dst_extent)
+        with self._settled():
+            bases, pages = (_numbers_on(column, self._storages[0].device) for column in (to_addresses, dst_pages))
+            self._permute(from_address, slot_bytes, bases, pages, length, loops, width)
 
+    def _move_by_fields(
+        self,
+        from_address: int,
+        slot_bytes: int,
+        to_addresses: Int64s,
+        dst_pages: Int64s,
+        length: int,
+        loops: Sequence[tuple[int, int, int]],
+        width: int,
+    ) -> None:
         seen = MoveViews.of(slot_bytes, dst_pages, loops)
-        from_address, to_addresses = slots_address + slot_offset, (dst_bases + dst_offset).tolist()
-        width = gcd(self._aligned_bytes, length, from_address, *to_addresses, *seen.src_steps, *seen.dst_steps)
         numbers: torch.Tensor | None = None
         with self._settled():
-            for field, to_address in enumerate(to_addresses):
+            for field, to_address in enumerate(to_addresses.tolist()):
                 at = from_address + field * len(dst_pages) * slot_bytes
                 src = self._view(at, seen.src_shape, seen.src_steps, length, width)
                 dst = self._view(to_address, seen.dst_shape, seen.dst_steps, length, width)
                 if numbers is None or numbers.device != dst.device:
-                    numbers = torch.from_numpy(seen.page_numbers).to(dst.device)
+                    numbers = _numbers_on(seen.page_numbers, dst.device)
                 dst.index_copy_(0, numbers, src)
 
     def read(self, address: int, into: NDArray[np.uint8]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvreshard.model import KvReshardError
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.orders import EndpointOptions
@@ -60,8 +60,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         handshake_timeout_s: seconds to wait for a peer's listener.
         retry_s: seconds before a peer that could not be met is asked again.
         engine_ttl: seconds that an engine is known from which nothing is read; 0: for ever. As of NixlConnector.
-        staging_bytes: size of the staging buffer of each rank; 0 reads everything directly.
-        stage_on_device: also where the caches are a device's, on that device; otherwise those are read directly.
+        staging_bytes: size of the staging buffer of each rank, where its caches are; 0 reads everything directly.
         max_in_flight_bytes: what a rank may have posted to one peer and not yet settled.
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
@@ -86,7 +85,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     retry_s: float = 5.0
     engine_ttl: float = 3600.0
     staging_bytes: int = 64 * 1024 * 1024
-    stage_on_device: bool = False
     max_in_flight_bytes: int = Pace().max_in_flight_bytes
     lease_slots: int = 1 << 16
     allow_mismatch: tuple[str, ...] = ()
@@ -128,9 +126,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         trusted = None if self.curve_public_keys_dir is None else Path(self.curve_public_keys_dir)
         return read_keys(Path(self.curve_secret_key_file), trusted)
 
-    @property
-    def endpoint(self) -> EndpointOptions:
-        """What the session needs of them."""
+    def endpoint(self, device: str = "cpu") -> EndpointOptions:
+        """What the session needs of them, where the caches are on a device."""
         return EndpointOptions(
             handshake_timeout_s=self.handshake_timeout_s,
             load_timeout_s=self.load_timeout_s,
@@ -143,7 +140,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             keys=self.keys,
             digest_share=self.digest_share,
             digest_timeout_s=self.digest_timeout_s,
-            cost=self.cost,
+            cost=self.cost(device),
         )
 
     @property
@@ -153,11 +150,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         threads = self.num_threads if self.num_threads is not None else usual_threads(os.environ.get("UCX_TLS"))
         return NixlOptions(backend=self.backend, backend_params=self.backend_params, num_threads=threads, pace=pace)
 
-    @property
-    def cost(self) -> CostModel:
-        """The constants of this host. Raises KvReshardError for a file that is not one of constants."""
-        found = load_constants(Path(self.cost_model), host_facts()) if self.cost_model is not None else None
-        return found or CostModel()
+    def cost(self, device: str = "cpu") -> CostModel:
+        """The constants of this host for caches on a device. Raises KvReshardError for a file that is not one of constants."""
+        found = load_constants(Path(self.cost_model), host_facts(device)) if self.cost_model is not None else None
+        return found or usual_cost(device)
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:

@@ -90,7 +90,7 @@ class WorkerSide:
             rank.rank,
             transport,
             HostMemory() if devices <= {"cpu"} else TensorMemory(tensors),
-            self._options.endpoint,
+            self._options.endpoint(self._devices[0] if self._devices else "cpu"),
             table=table,
             staging=None if buffer is None else Staging(buffer.data_ptr(), buffer.nbytes),
             recorder=self._make_recorder(),
@@ -194,7 +194,6 @@ class WorkerSide:
         """What staged loads are read into, where the caches are; None where they lie on several devices."""
         import torch
 
-        is_allowed = devices == {"cpu"} or self._options.stage_on_device
-        if not self._options.staging_bytes or len(devices) != 1 or not is_allowed:
+        if not self._options.staging_bytes or len(devices) != 1:
             return None
         return torch.empty(self._options.staging_bytes, dtype=torch.uint8, device=next(iter(devices)))

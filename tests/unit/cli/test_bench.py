@@ -49,6 +49,7 @@ def test_calibration_measures_and_keeps(run, tmp_path: Path) -> None:
     measured = json.loads(run("bench", "--calibrate", "--constants", path, "--json").stdout)
     assert json.loads(run("bench", "--constants", path, "--json").stdout)["constants"] == measured["constants"]
     assert 0 <= measured["constants"].pop("hidden_share") <= 0.5  # 0 where there is one core
+    assert measured["constants"].pop("batch_s") == 0.0  # hidden on a processor
     assert all(value > 0 for value in measured["constants"].values())
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvreshard.model import KvReshardError
+from kvreshard.plan.cost import DEVICE_COST, CostModel
+from kvreshard.session.constants import host_facts, save_constants
 from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
 from kvreshard.transport.nixl_agent import NixlOptions
@@ -19,15 +21,15 @@ from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
 def test_nothing_given_is_the_defaults() -> None:
     options = read_options({})
     assert options == Options()
-    assert options.endpoint.heartbeat_s == 5.0
+    assert options.endpoint().heartbeat_s == 5.0
     assert options.nixl.pace == Pace()
     assert read_options({"max_in_flight_bytes": 7}).nixl.pace.max_in_flight_bytes == 7
-    assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint))
+    assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint()))
 
 
 @pytest.mark.parametrize(("lease_s", "interval_s"), [(1, 1 / 6), (30, 5.0), (3600, 5.0)])
 def test_sources_that_do_not_say_their_lease_time_may_have_the_default(lease_s: float, interval_s: float) -> None:
-    assert read_options({"kv_lease_duration": lease_s}).endpoint.heartbeat_s == interval_s
+    assert read_options({"kv_lease_duration": lease_s}).endpoint().heartbeat_s == interval_s
 
 
 def test_a_typo_is_told_with_what_was_meant() -> None:
@@ -66,14 +68,14 @@ def test_a_wrong_value_is_told(extra: dict[str, object], told: str) -> None:
 def test_keys_are_read_where_they_are_needed_and_a_missing_file_is_named(tmp_path: Path) -> None:
     public, secret = write_keys(tmp_path, "room")
     options = read_options({"curve_secret_key_file": str(secret), "curve_public_keys_dir": str(tmp_path)})
-    assert options.endpoint.keys == options.keys
+    assert options.endpoint().keys == options.keys
     assert options.keys is not None
     assert options.keys.trusted == (options.keys.public,)
-    assert options.keys.secret.decode() not in repr(options.endpoint)
+    assert options.keys.secret.decode() not in repr(options.endpoint())
     public.unlink()
     secret.unlink()
     with pytest.raises(KvReshardError, match=r"there is no key file .*room\.key_secret"):
-        _ = options.endpoint
+        _ = options.endpoint()
 
 
 def test_options_of_the_other_connector_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,7 +91,7 @@ def test_the_threads_of_the_other_connector_are_used_as_they_are_told(
     with caplog.at_level(logging.WARNING):
         assert read_options({"num_threads": 4}).nixl.params["num_threads"] == "4"
     assert not caplog.text
-    assert read_options({"num_threads": 0}).nixl.params == {}
+    assert "num_threads" not in read_options({"num_threads": 0}).nixl.params
     assert read_options({}).nixl == NixlOptions()
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert read_options({}).nixl == NixlOptions(num_threads=0)
@@ -127,3 +129,13 @@ def test_slots_are_given_once_and_again_after_they_were_given_back() -> None:
     again = slots.take("c")
     assert again is not None
     assert (again.slot, slots.take("d")) == (first.slot, None)
+
+
+def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> None:
+    assert read_options({}).cost() == CostModel()
+    assert read_options({}).endpoint("cuda:1").cost == DEVICE_COST
+    file, measured = tmp_path / "constants.json", CostModel(copy_s=5.0)
+    save_constants(file, host_facts("cuda:0"), measured)
+    options = read_options({"cost_model": str(file)})
+    assert options.cost("cuda:1") == measured  # a host's devices are alike
+    assert options.cost() == CostModel()

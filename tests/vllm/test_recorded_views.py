@@ -1,0 +1,17 @@
+"""Are the caches that the GPU kit makes on a device those that vLLM makes?"""
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from bench.gpu.record_views import CASES, FILE, as_text, record
+from vllm.model_executor.layers.mamba import mamba_utils
+
+pytestmark = pytest.mark.vllm
+
+
+def test_the_recording_is_what_vllm_makes_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", mamba_utils.get_conv_state_layout)  # put back afterwards
+    found = record()
+    assert set(found) == set(CASES)
+    assert FILE.read_text(encoding="utf-8") == as_text(found), "run: .venv-vllm/bin/python -m bench.gpu.record_views"
