@@ -34,6 +34,7 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 	@scripts/venv vllm
 	@$(VLLM_PYTEST) tests/vllm $(ARGS)
 	@$(VLLM_PYTEST) tests/e2e -m e2e_ci $(ARGS)
+	@PYTHON=.venv-vllm/bin/python bench/gpu/run --rehearse
 	@KVRESHARD_FUZZ_SECONDS=60 $(VLLM_PYTEST) tests/fuzz $(ARGS)
 	@.venv-vllm/bin/python -m tests.faults.leaks --cycles 1000 $(if $(SEED),--seed $(SEED))
 	@.venv-vllm/bin/python -m tests.soak --seconds 120 $(if $(SEED),--seed $(SEED))

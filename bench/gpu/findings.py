@@ -52,13 +52,21 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a part is run with. `device`: "cuda:0", or "cpu" in a rehearsal. `cores`: processor cores of this machine."""
+    """What a part is run with. `device`: "cuda:0", or "cpu" in a rehearsal. `cores`: processor cores of this machine. `until_s`: when, by
+    `time.monotonic`, the part is ended.
+    """
 
     part: str
     device: str
     is_rehearsal: bool
     cores: int
     lines: Path
+    until_s: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the part is ended."""
+        return self.until_s - time.monotonic()
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[Found]:

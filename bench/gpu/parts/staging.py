@@ -58,7 +58,7 @@ def _case(bench: Bench, name: str, shape: Shape) -> None:
             lambda: pair.load(mover, routes["staged"], wanted),
             lambda: pair.load(by_fields, routes["staged"], wanted),
         ]
-        direct_s, staged_s, by_fields_s = in_turn(works, 3)
+        direct_s, staged_s, by_fields_s = in_turn(works, 3, budget_s=2.0)
         lane = routes["direct"].lanes[0].choice
         found.ratio = direct_s / staged_s
         found.figure(

@@ -164,10 +164,12 @@ class TensorMemory:
     ) -> None:
         """See `LocalMemory.move`."""
         from_address, to_addresses = slots_address + slot_offset, dst_bases + dst_offset
-        steps = (step for _, *both in loops for step in both)
-        width = gcd(
-            self._aligned_bytes, length, from_address, slot_bytes, *to_addresses.tolist(), *dst_pages.tolist(), *steps
-        )
+        # Widths are powers of two: the lowest bit that any of the numbers has.
+        bits = WIDEST_BYTES | self._aligned_bytes | length | from_address | slot_bytes
+        bits |= int(np.bitwise_or.reduce(to_addresses)) | int(np.bitwise_or.reduce(dst_pages))
+        for _, src_step, dst_step in loops:
+            bits |= src_step | dst_step
+        width = bits & -bits
         if self._permute is None or len(loops) > MAX_LOOPS:
             self._move_by_fields(from_address, slot_bytes, to_addresses, dst_pages, length, loops, width)
             return

@@ -1,0 +1,1 @@
+"""Parts of the GPU kit that go wrong, each in its way."""
