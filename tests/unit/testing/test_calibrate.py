@@ -16,6 +16,9 @@ class SlowRanks:
     def address(self, rank: int) -> int:
         return rank << 40
 
+    def device(self, rank: int) -> str:
+        return "cpu"
+
     def post(self, *_: object) -> int:
         self.ends_s = self.clock[0] + 8.0
         return 1
@@ -32,6 +35,9 @@ def test_what_is_hidden_is_what_both_save(monkeypatch: pytest.MonkeyPatch, slowe
     ranks: Any = SlowRanks(clock)
 
     class Buffers:
+        def __init__(self, device: str) -> None:
+            assert device == "cpu"
+
         def move(self, run: int, page: int) -> Any:
             def once() -> float:
                 spent_s = 4.0 * (slowed if ranks.ends_s > clock[0] else 1.0)
