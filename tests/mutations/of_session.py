@@ -112,46 +112,16 @@ MUTANTS = [
         "for job in [job for job in self._given_up if job.outcome is None]:",
     ),
     Mutant(
-        "a load whose source was not met reports to nobody",
-        "session/holder.py",
-        "            self._give_back(*source)\n        elif",
-        "            pass\n        elif",
-    ),
-    Mutant(
-        "a load gives back what others of its engine still want",
-        "session/holder.py",
-        "        elif not self._is_wanted(*source):\n",
-        "        else:\n",
-    ),
-    Mutant(
         "a load gives back what it was told to keep",
         "session/endpoint.py",
         "is_kept = is_good and not (job.is_stopped or job.load.gives_back)",
         "is_kept = False",
     ),
     Mutant(
-        "what a cancelled request has read is not given back",
-        "session/holder.py",
-        "        if kept is not None:\n",
-        "        if False:\n",
-    ),
-    Mutant(
         "an engine's own lease is another's",
         "session/endpoint.py",
         "                if not self._release_own(order):\n",
         "                if True:\n",
-    ),
-    Mutant(
-        "a failed load reports to nobody",
-        "session/holder.py",
-        "        elif not self._is_wanted(*source):\n",
-        "        elif is_good and not self._is_wanted(*source):\n",
-    ),
-    Mutant(
-        "no heartbeats",
-        "session/holder.py",
-        "[*self._watched.values(), *self._kept.values()]",
-        "[]",
     ),
     Mutant(
         "a watch never ends",

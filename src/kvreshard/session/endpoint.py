@@ -46,7 +46,7 @@ from kvreshard.session.orders import (
     Watch,
 )
 from kvreshard.session.outbox import Outbox
-from kvreshard.session.peers import Peers, Self
+from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
@@ -59,6 +59,7 @@ REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
 MAX_OBSTACLES_LOGGED = 64
+CLOSE_S = 0.3
 
 
 class Endpoint:
@@ -157,12 +158,14 @@ class Endpoint:
         return len(self._book)
 
     def close(self) -> None:
-        """End the thread, then the meetings under way. The caller closes the transport."""
+        """End the thread and the handshakes under way, and wait for neither longer than `CLOSE_S`. The caller closes the transport."""
         self._stopping = True
         self.wake()
-        if self._thread is not None:
-            self._thread.join()
         self._peers.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("rank %d: the session's thread is at work and is left behind", self._rank)
 
     def turn(self) -> float:
         """One turn of the loop; returns how long it may rest."""
@@ -177,15 +180,18 @@ class Endpoint:
         self._finish_jobs()
         if self._me is not None:
             self._answerer.work(self._me.layout)
-        self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
-        self._holder.send_releases(self._me)
+        self._peers.sweep(self._peers_in_use)
+        self._holder.send_releases(self._me, now_s)
         quiet_s = self._renew(now_s)
         self._attend()
         if self._me is not None and len(self._answerer):
             return 0.0
         if self._book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
-        return min(REST_WITH_LOADS_S if self._jobs or self._holder.is_releasing else REST_IDLE_S, quiet_s)
+        return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
+
+    def _peers_in_use(self) -> set[Peer]:
+        return {job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None}
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""

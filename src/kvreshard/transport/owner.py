@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How long an agent may take to close while somebody waits.
+TEAR_DOWN_S = 0.3
+
 
 class Owner:
     """The thread. `make_agent` runs on it. `on_notification(agent name, payload)` is called on it.
@@ -181,7 +184,7 @@ class Owner:
                 self._work.put(begin)
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(2 * self._pace.close_s + 1.0)
+        self._thread.join(self._pace.close_s + TEAR_DOWN_S)
         if self._thread.is_alive():
             logger.warning("%s: the agent did not close; its thread is left behind", self.name)
 

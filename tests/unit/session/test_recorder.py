@@ -10,7 +10,19 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, WORD, Clock, World, collect, make_world, meet, order_load
+from tests.unit.session.world import (
+    LEASE,
+    OPTIONS,
+    REMOTE,
+    WORD,
+    Clock,
+    World,
+    collect,
+    make_world,
+    meet,
+    meet_engine,
+    order_load,
+)
 
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.request_form import from_form
@@ -20,7 +32,7 @@ from kvreshard.session.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.session.flight import decode_flight, encode_flight, summarize
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Load, RemoteEngine
-from kvreshard.session.peers import Self, meet_engine
+from kvreshard.session.peers import Self
 from kvreshard.session.recorder import MIN_INTERVAL_S, SUFFIX, Recorder
 from kvreshard.testing.replay import replay
 from kvreshard.testing.small import request
