@@ -4,8 +4,8 @@ One thread per rank, which never waits for a peer. Each turn:
 
 1. take the orders that were handed in;
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
-3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly, and
-   leave a record of those that failed; answer some of the questions of readers;
+3. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
+   well or badly, and leave a record of those that failed; answer some of the questions of readers;
 4. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
 5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
@@ -15,6 +15,8 @@ The engine's thread only submits and collects. `turn` is the whole loop body, fo
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import logging
 import queue
 import threading
@@ -47,6 +49,7 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.outbox import Outbox
 from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.pull import Moved
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
@@ -94,8 +97,14 @@ class Endpoint:
         self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._jobs: list[Job] = []
-        self._given_up: list[Job] = []
+        # Loads by number, which is what the heap of times and the queue of those of which something has happened know them by.
+        self._jobs: dict[int, Job] = {}
+        self._given_up: dict[int, Job] = {}
+        self._of_request: dict[str, set[int]] = {}
+        self._numbers = itertools.count()
+        self._deadlines: list[tuple[float, int]] = []
+        self._happened: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._polled: set[int] = set()
         self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = self._is_deaf = False
@@ -175,9 +184,8 @@ class Endpoint:
         self._read_notes(now_s)
         self._book.expire(now_s)
         self._outbox.free(self._book.take_finished())
-        for job in self._jobs:
-            job.advance(now_s)
-        self._finish_jobs()
+        for number in self._take_due(now_s):
+            self._advance(number, now_s)
         if self._me is not None:
             self._answerer.work(self._me.layout)
         self._peers.sweep(self._peers_in_use)
@@ -191,7 +199,7 @@ class Endpoint:
         return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
 
     def _peers_in_use(self) -> set[Peer]:
-        return {job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None}
+        return {job.peer for job in (*self._jobs.values(), *self._given_up.values()) if job.peer is not None}
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
@@ -243,9 +251,8 @@ class Endpoint:
                     self._holder.release(order)
             case Cancel():
                 self._holder.cancel(order.request)
-                for job in self._jobs:
-                    if job.load.request == order.request:
-                        job.stop(Failure("cancelled", "the request was aborted"), now_s)
+                for number in self._of_request.get(order.request, ()):
+                    self._stop(number, Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
                 self._holder.watch(order, self._me)
             case Unwatch():
@@ -265,9 +272,18 @@ class Endpoint:
         meeting = self._peers.get(self._me, load.remote)
         events = Events(self._clock)
         events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
-        self._jobs.append(
-            Job(load, meeting, now_s, self._me.layout, self._options, self.wake, self._scratch.take, events)
-        )
+        number = next(self._numbers)
+
+        def wake() -> None:
+            self._happened.put(number)
+            self.wake()
+
+        job = Job(load, meeting, now_s, self._me.layout, self._options, wake, self._scratch.take, events)
+        self._jobs[number] = job
+        self._of_request.setdefault(load.request, set()).add(number)
+        heapq.heappush(self._deadlines, (job.deadline_s, number))
+        meeting.add_done_callback(lambda _: wake())
+        self._happened.put(number)
         self._holder.begin(load)
 
     def _read_notes(self, now_s: float) -> None:
@@ -286,25 +302,65 @@ class Endpoint:
             elif isinstance(note, Question):
                 self._answerer.take(note)
 
-    def _finish_jobs(self) -> None:
-        for job in [job for job in self._jobs if job.outcome is not None]:
-            self._jobs.remove(job)
-            request, outcome = job.load.request, job.outcome
-            failed = isinstance(outcome, Failure)
-            if failed and not job.is_settled:
-                self._given_up.append(job)
-            else:
-                self._free_scratch(job)
-            self._let_go(job, is_good=not failed)
-            self._tell_obstacle(job)
-            if isinstance(outcome, Failure):
-                self._fail(request, outcome, job.check)
-                self._record(job, outcome)
-                self._look_after(job, outcome)
-            elif outcome is not None:
-                self._outbox.end(request, outcome, job.check)
-        for job in [job for job in self._given_up if job.is_settled]:
-            self._given_up.remove(job)
+    def _stop(self, number: int, failure: Failure, now_s: float) -> None:
+        """Let a load come to its end."""
+        job = self._jobs[number]
+        job.stop(failure, now_s)
+        heapq.heappush(self._deadlines, (job.deadline_s, number))
+        self._happened.put(number)
+
+    def _take_due(self, now_s: float) -> list[int]:
+        """The loads of which something has happened, whose time has come, or that ask to be looked at each turn."""
+        due, self._polled = self._polled, set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                due.add(self._happened.get_nowait())
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            due.add(heapq.heappop(self._deadlines)[1])
+        return sorted(due)
+
+    def _advance(self, number: int, now_s: float) -> None:
+        """Take a load as far as it goes."""
+        job = self._jobs.get(number)
+        if job is None:
+            self._settle_given_up(number)
+            return
+        deadline_s = job.deadline_s
+        job.advance(now_s)
+        if job.outcome is not None:
+            self._finish(number, job, job.outcome)
+            return
+        if job.is_polling:
+            self._polled.add(number)
+        if job.deadline_s != deadline_s:
+            heapq.heappush(self._deadlines, (job.deadline_s, number))
+
+    def _finish(self, number: int, job: Job, outcome: Moved | Failure) -> None:
+        """A load is over."""
+        request = job.load.request
+        del self._jobs[number]
+        self._of_request[request].discard(number)
+        if not self._of_request[request]:
+            del self._of_request[request]
+        failed = isinstance(outcome, Failure)
+        if failed and not job.is_settled:
+            self._given_up[number] = job
+        else:
+            self._free_scratch(job)
+        self._let_go(job, is_good=not failed)
+        self._tell_obstacle(job)
+        if isinstance(outcome, Failure):
+            self._fail(request, outcome, job.check)
+            self._record(job, outcome)
+            self._look_after(job, outcome)
+        else:
+            self._outbox.end(request, outcome, job.check)
+
+    def _settle_given_up(self, number: int) -> None:
+        """Whether the reads of a load that was given up have come to rest."""
+        job = self._given_up.get(number)
+        if job is not None and job.is_settled:
+            del self._given_up[number]
             job.close()
             self._free_scratch(job)
             self._outbox.settle(job.load.request)

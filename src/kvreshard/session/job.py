@@ -63,6 +63,18 @@ class Job:
         """Whether it shall not go on."""
         return self._stopped is not None
 
+    @property
+    def is_polling(self) -> bool:
+        """Whether it waits for something that does not wake it: a place for its words, the staging buffer, an answer of its source."""
+        return self.peer is not None and self._stopped is None and self._waiting is None
+
+    @property
+    def deadline_s(self) -> float:
+        """When it must be looked at although nothing has happened."""
+        if self._stopped is not None:
+            return self._stopped_s + self.options.settle_timeout_s
+        return self.ordered_s + self.options.load_timeout_s
+
     def stop(self, failure: Failure, now_s: float) -> None:
         """Go on only as long as something may still move."""
         if self.outcome is None and self._stopped is None:

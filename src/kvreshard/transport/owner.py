@@ -4,8 +4,8 @@ One thread, from birth to death, because an agent is not safe to share. Everybod
 Each turn of its loop:
 
 1. do what was handed in (register, add a peer, send a notification, a new transfer);
-2. post one slice of one transfer, the transfers in turn, as long as its peer's window is open; a post blocks for some 20 ms at most, so
-   everything else waits no longer;
+2. post one slice of one transfer, the peers in turn and the transfers with each, as long as the peer's window is open; a post blocks for
+   some 20 ms at most, so everything else waits no longer;
 3. ask for the slices in flight; collect the notifications that arrived;
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.
 
@@ -13,6 +13,9 @@ Step 3 serves peers too: without a progress thread, a peer's read of our memory 
 A slice that failed may have pieces that still move: NIXL shares them over several connections, and gives the slice up when one of them
 fails. So its peer is disconnected, when the other slices with it have settled, and only then have its transfers settled: a failed transfer moves
 no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its transfer and its peer's window; only `stop` gives it up.
+
+What is handed in, posted or settled costs no more where more transfers wait (`posting`). A call into the library that does not come back is
+noticed by those who look (`watchdog`), since this thread cannot.
 
 The agent is a narrow protocol (`agent`), so that this loop runs in tests without NIXL.
 """
@@ -24,17 +27,18 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvreshard.transport.agent import Agent
-from kvreshard.transport.base import Transfer, TransportError
+from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Posting
 from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending, torn_peer
 from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
+from kvreshard.transport.watchdog import Watchdog, WatchedAgent
 from kvreshard.transport.window import Windows
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,8 @@ T = TypeVar("T")
 
 # How long an agent may take to close while somebody waits.
 TEAR_DOWN_S = 0.3
+# How often whoever waits for a call looks whether the thread is stuck.
+LOOK_S = 0.25
 
 
 class Owner:
@@ -66,11 +72,17 @@ class Owner:
         self._pace = pace
         self._clock = clock
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._under_way: deque[SlicedTransfer] = deque()
+        self._of_transfer: dict[Transfer, SlicedTransfer] = {}
+        # Of each peer its transfers: those of which something is left or in flight, and failed ones that settle when it is disconnected.
+        self._busy: dict[str, dict[SlicedTransfer, None]] = {}
+        self._held: dict[str, list[SlicedTransfer]] = {}
+        self._in_flight: dict[SlicedTransfer, None] = {}
         self._leaving: set[str] = set()
         self._torn: set[str] = set()
         self._budget = SliceBudget(pace.post_s)
         self._windows = Windows(pace.max_in_flight, pace.max_in_flight_bytes)
+        self._posting = Posting(self._windows)
+        self._watchdog = Watchdog(name, pace.call_s, clock)
         self._last_event_s = clock()
         self._stopping_s: float | None = None
         self._gate = threading.Lock()
@@ -81,19 +93,33 @@ class Owner:
         born.result()
 
     def call(self, function: Callable[[Agent], T]) -> T:
-        """Run `function(agent)` on the owner's thread and return its result; its exceptions come back too."""
+        """Run `function(agent)` on the owner's thread and return its result; its exceptions come back too.
+
+        Raises TransportError where a call into the library does not come back.
+        """
         if threading.current_thread() is self._thread:
             return function(self._agent)
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever wanted it has given up
             try:
                 future.set_result(function(self._agent))
             except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
                 future.set_exception(error)
 
         self.submit(run)
+        while not wait([future], LOOK_S).done:
+            stuck = self._watchdog.stuck()
+            if stuck is not None:
+                future.cancel()
+                raise TransportError(stuck.text)
         return future.result()
+
+    def stuck(self) -> StuckCall | None:
+        """The call into the library that does not come back within its bound. For any thread."""
+        return self._watchdog.stuck()
 
     def submit(self, function: Callable[[], None]) -> None:
         """Run `function` on the owner's thread some time. Raises `TransportError` once stopped."""
@@ -119,10 +145,10 @@ class Owner:
         """Post no more of a transfer; does not wait."""
 
         def stop() -> None:
-            for sliced in self._under_way:
-                if sliced.transfer is transfer and not sliced.cursor.exhausted:
-                    sliced.fail(cancelled(transfer))
-            self._settle_quiet()
+            sliced = self._of_transfer.get(transfer)
+            if sliced is not None and not sliced.cursor.exhausted:
+                sliced.fail(cancelled(transfer))
+                self._settle_quiet(sliced)
 
         self.submit(stop)
 
@@ -156,17 +182,17 @@ class Owner:
         self.call(add)
 
     def remove_peer(self, peer: str, error: TransportError) -> None:
-        """Fail a peer's transfers; disconnect when their slices have settled."""
+        """Fail a peer's transfers; disconnect when their slices have settled. Does not wait."""
 
-        def remove(agent: Agent) -> None:
+        def remove() -> None:
             if peer in self._torn and peer not in self._leaving:
                 self._torn.discard(peer)  # disconnected already
                 return
             self._torn.discard(peer)
             self._leave(peer, error)
-            self._settle_quiet()
 
-        self.call(remove)
+        with contextlib.suppress(TransportError):  # stopped: the agent forgets its peers
+            self.submit(remove)
 
     def stop(self) -> None:
         """Fail all transfers, give slices in flight `close_s` seconds, close the agent, end the thread."""
@@ -174,9 +200,9 @@ class Owner:
         def begin() -> None:
             if self._stopping_s is None:
                 self._stopping_s = self._clock() + self._pace.close_s
-            for sliced in self._under_way:
+            for sliced in list(self._of_transfer.values()):
                 sliced.fail(closed_while_pending(self.name))
-            self._settle_quiet()
+                self._settle_quiet(sliced)
 
         with self._gate:
             if not self._shut:
@@ -192,7 +218,7 @@ class Owner:
 
     def _run(self, make_agent: Callable[[], Agent], born: Future[None]) -> None:
         try:
-            self._agent = make_agent()
+            self._agent: Agent = WatchedAgent(make_agent(), self._watchdog)
         except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
             self._shut = True
             born.set_exception(error)
@@ -200,13 +226,13 @@ class Owner:
         born.set_result(None)
         del born, make_agent
         try:
-            while self._stopping_s is None or (self._under_way and self._clock() < self._stopping_s):
+            while self._stopping_s is None or (self._of_transfer and self._clock() < self._stopping_s):
                 self._do_work(0.0 if self._look() else self._rest_s())
         finally:
             # Also after a fault of this loop itself: whoever waits must hear of it.
             with self._gate:
                 self._shut = True
-            for sliced in self._under_way:
+            for sliced in self._of_transfer.values():
                 sliced.fail(closed_while_pending(self.name))
             self._tear_down()
 
@@ -248,17 +274,17 @@ class Owner:
             sliced.fail(closed_while_pending(self.name))
         if sliced.peer in self._torn:
             sliced.fail(torn_peer(sliced.peer))
-        self._under_way.append(sliced)
-        self._settle_quiet()
+        self._of_transfer[sliced.transfer] = sliced
+        self._busy.setdefault(sliced.peer, {})[sliced] = None
+        self._posting.add(sliced)
+        self._settle_quiet(sliced)
 
     def _post_slice(self) -> bool:
         """Post the next slice of the transfer whose turn it is; whether there was one."""
-        windows = self._windows
-        sliced = next((one for one in self._under_way if not one.cursor.exhausted and windows.is_open(one.peer)), None)
+        sliced = self._posting.next()
         if sliced is None:
             return False
-        self._under_way.remove(sliced)
-        self._under_way.append(sliced)
+        windows = self._windows
         try:
             piece = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
             started_s = self._clock()
@@ -269,23 +295,24 @@ class Owner:
             self._budget.learn(piece.cost_bytes, self._clock() - started_s)
             if handle is not None:
                 sliced.handles.append((handle, piece.cost_bytes))
+                self._in_flight[sliced] = None
                 windows.enter(sliced.peer, piece.cost_bytes)
-        self._settle_quiet()
+        self._settle_quiet(sliced)
         return True
 
     def _check_slices(self) -> bool:
         """Release the slices that settled; whether any did."""
         before = self._windows.num_in_flight
-        if not before:
-            return False
-        for sliced in self._under_way:
-            sliced.handles = [
-                (handle, cost) for handle, cost in sliced.handles if not self._settled(sliced, handle, cost)
-            ]
-        if self._windows.num_in_flight == before:
-            return False
-        self._settle_quiet()
-        return True
+        for sliced in list(self._in_flight):
+            left = [(handle, cost) for handle, cost in sliced.handles if not self._settled(sliced, handle, cost)]
+            if len(left) == len(sliced.handles):
+                continue
+            sliced.handles = left
+            if not left:
+                del self._in_flight[sliced]
+            self._posting.reopen(sliced.peer)
+            self._settle_quiet(sliced)
+        return self._windows.num_in_flight != before
 
     def _settled(self, sliced: SlicedTransfer, handle: object, cost_bytes: int) -> bool:
         try:
@@ -312,26 +339,42 @@ class Owner:
 
     def _leave(self, peer: str, error: TransportError) -> None:
         self._leaving.add(peer)
-        for sliced in self._under_way:
-            if sliced.peer == peer:
-                sliced.fail(error)
+        for sliced in list(self._busy.get(peer, ())):
+            sliced.fail(error)
+            self._settle_quiet(sliced)
+        self._let_go(peer)
 
-    def _settle_quiet(self) -> None:
-        """Settle the transfers that have nothing left, and let leaving peers go; torn ones after their peers."""
-        quiet = [sliced for sliced in self._under_way if sliced.cursor.exhausted and not sliced.handles]
-        for peer in self._leaving - {sliced.peer for sliced in self._under_way if sliced not in quiet}:
+    def _settle_quiet(self, sliced: SlicedTransfer) -> None:
+        """Settle a transfer that has nothing left. One of which a slice failed waits until its peer is disconnected."""
+        busy = self._busy.get(sliced.peer, {})
+        if sliced not in busy or not sliced.is_quiet:
+            return
+        del busy[sliced]
+        if not busy:
+            del self._busy[sliced.peer]
+        if sliced.is_torn and sliced.peer in self._leaving:
+            self._held.setdefault(sliced.peer, []).append(sliced)
+            self._let_go(sliced.peer)
+            return
+        self._let_go(sliced.peer)
+        self._finish(sliced)
+
+    def _let_go(self, peer: str) -> None:
+        """Disconnect a leaving peer with which nothing is under way, and settle the transfers that waited for that."""
+        if peer in self._leaving and peer not in self._busy:
             self._leaving.discard(peer)
             self._forget(peer)
-        finished = [sliced for sliced in quiet if not (sliced.is_torn and sliced.peer in self._leaving)]
-        for sliced in finished:
-            self._under_way.remove(sliced)
-            if sliced.error is None and sliced.notify is not None:
-                try:
-                    self._agent.send(sliced.peer, sliced.notify)
-                except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
-                    sliced.error = self._transfer_error(sliced, error)
-        for sliced in finished:
-            _guarded(sliced.transfer.settle, sliced.error)
+            for sliced in self._held.pop(peer, ()):
+                self._finish(sliced)
+
+    def _finish(self, sliced: SlicedTransfer) -> None:
+        del self._of_transfer[sliced.transfer]
+        if sliced.error is None and sliced.notify is not None:
+            try:
+                self._agent.send(sliced.peer, sliced.notify)
+            except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
+                sliced.error = self._transfer_error(sliced, error)
+        _guarded(sliced.transfer.settle, sliced.error)
 
     def _transfer_error(self, sliced: SlicedTransfer, error: Exception) -> TransportError:
         transfer, reason = sliced.transfer, str(error)
@@ -372,7 +415,7 @@ class Owner:
                 self._work.get_nowait()()
             except queue.Empty:
                 break
-        given_up = list(self._under_way)
+        given_up = list(self._of_transfer.values())
         for sliced in given_up:
             for handle, _ in sliced.handles:
                 self._release(handle)
@@ -381,7 +424,7 @@ class Owner:
         except TransportError as error:
             logger.warning("%s: the agent did not close cleanly: %s", self.name, error)
         del self._agent
-        self._under_way.clear()
+        self._of_transfer.clear()
         for sliced in given_up:
             _guarded(sliced.transfer.settle, sliced.error)
 

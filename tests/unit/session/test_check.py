@@ -251,7 +251,7 @@ def test_a_source_that_takes_its_time_is_not_asked_without_rest(world: World) ->
     meet(world)
     world.dst.turn(10)
     for endpoint in world.dst.endpoints.values():
-        (job,) = endpoint._jobs
+        (job,) = endpoint._jobs.values()
         for _ in range(200):
             endpoint.turn()
         assert len(job._posted) < 20
