@@ -15,8 +15,6 @@ The engine's thread only submits and collects. `turn` is the whole loop body, fo
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
 import queue
 import threading
@@ -30,6 +28,7 @@ from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.job import Job, to_failure
+from kvreshard.session.jobs import Jobs
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, read_note
 from kvreshard.session.orders import (
@@ -48,8 +47,7 @@ from kvreshard.session.orders import (
     Watch,
 )
 from kvreshard.session.outbox import Outbox
-from kvreshard.session.peers import Peer, Peers, Self
-from kvreshard.session.pull import Moved
+from kvreshard.session.peers import Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
@@ -97,14 +95,7 @@ class Endpoint:
         self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        # Loads by number, which is what the heap of times and the queue of those of which something has happened know them by.
-        self._jobs: dict[int, Job] = {}
-        self._given_up: dict[int, Job] = {}
-        self._of_request: dict[str, set[int]] = {}
-        self._numbers = itertools.count()
-        self._deadlines: list[tuple[float, int]] = []
-        self._happened: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._polled: set[int] = set()
+        self._jobs = Jobs(self.wake)
         self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = self._is_deaf = False
@@ -149,7 +140,7 @@ class Endpoint:
     @property
     def num_quarantined(self) -> int:
         """Loads that were given up and whose reads have not settled."""
-        return len(self._given_up)
+        return self._jobs.num_given_up
 
     @property
     def num_scratch_places(self) -> int:
@@ -184,11 +175,19 @@ class Endpoint:
         self._read_notes(now_s)
         self._book.expire(now_s)
         self._outbox.free(self._book.take_finished())
-        for number in self._take_due(now_s):
-            self._advance(number, now_s)
+        over, at_rest = self._jobs.advance(now_s)
+        for job in over:
+            try:
+                self._finish(job)
+            except Exception:  # the others must end
+                logger.exception("request %s", job.load.request)
+        for job in at_rest:
+            job.close()
+            self._free_scratch(job)
+            self._outbox.settle(job.load.request)
         if self._me is not None:
             self._answerer.work(self._me.layout)
-        self._peers.sweep(self._peers_in_use)
+        self._peers.sweep(self._jobs.peers)
         self._holder.send_releases(self._me, now_s)
         quiet_s = self._renew(now_s)
         self._attend()
@@ -197,9 +196,6 @@ class Endpoint:
         if self._book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
         return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
-
-    def _peers_in_use(self) -> set[Peer]:
-        return {job.peer for job in (*self._jobs.values(), *self._given_up.values()) if job.peer is not None}
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
@@ -251,8 +247,7 @@ class Endpoint:
                     self._holder.release(order)
             case Cancel():
                 self._holder.cancel(order.request)
-                for number in self._of_request.get(order.request, ()):
-                    self._stop(number, Failure("cancelled", "the request was aborted"), now_s)
+                self._jobs.stop(order.request, Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
                 self._holder.watch(order, self._me)
             case Unwatch():
@@ -272,18 +267,8 @@ class Endpoint:
         meeting = self._peers.get(self._me, load.remote)
         events = Events(self._clock)
         events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
-        number = next(self._numbers)
-
-        def wake() -> None:
-            self._happened.put(number)
-            self.wake()
-
-        job = Job(load, meeting, now_s, self._me.layout, self._options, wake, self._scratch.take, events)
-        self._jobs[number] = job
-        self._of_request.setdefault(load.request, set()).add(number)
-        heapq.heappush(self._deadlines, (job.deadline_s, number))
-        meeting.add_done_callback(lambda _: wake())
-        self._happened.put(number)
+        layout, options, take = self._me.layout, self._options, self._scratch.take
+        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, events))
         self._holder.begin(load)
 
     def _read_notes(self, now_s: float) -> None:
@@ -302,50 +287,11 @@ class Endpoint:
             elif isinstance(note, Question):
                 self._answerer.take(note)
 
-    def _stop(self, number: int, failure: Failure, now_s: float) -> None:
-        """Let a load come to its end."""
-        job = self._jobs[number]
-        job.stop(failure, now_s)
-        heapq.heappush(self._deadlines, (job.deadline_s, number))
-        self._happened.put(number)
-
-    def _take_due(self, now_s: float) -> list[int]:
-        """The loads of which something has happened, whose time has come, or that ask to be looked at each turn."""
-        due, self._polled = self._polled, set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                due.add(self._happened.get_nowait())
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            due.add(heapq.heappop(self._deadlines)[1])
-        return sorted(due)
-
-    def _advance(self, number: int, now_s: float) -> None:
-        """Take a load as far as it goes."""
-        job = self._jobs.get(number)
-        if job is None:
-            self._settle_given_up(number)
-            return
-        deadline_s = job.deadline_s
-        job.advance(now_s)
-        if job.outcome is not None:
-            self._finish(number, job, job.outcome)
-            return
-        if job.is_polling:
-            self._polled.add(number)
-        if job.deadline_s != deadline_s:
-            heapq.heappush(self._deadlines, (job.deadline_s, number))
-
-    def _finish(self, number: int, job: Job, outcome: Moved | Failure) -> None:
+    def _finish(self, job: Job) -> None:
         """A load is over."""
-        request = job.load.request
-        del self._jobs[number]
-        self._of_request[request].discard(number)
-        if not self._of_request[request]:
-            del self._of_request[request]
+        request, outcome = job.load.request, job.outcome
         failed = isinstance(outcome, Failure)
-        if failed and not job.is_settled:
-            self._given_up[number] = job
-        else:
+        if not job.is_given_up:
             self._free_scratch(job)
         self._let_go(job, is_good=not failed)
         self._tell_obstacle(job)
@@ -353,17 +299,8 @@ class Endpoint:
             self._fail(request, outcome, job.check)
             self._record(job, outcome)
             self._look_after(job, outcome)
-        else:
+        elif outcome is not None:
             self._outbox.end(request, outcome, job.check)
-
-    def _settle_given_up(self, number: int) -> None:
-        """Whether the reads of a load that was given up have come to rest."""
-        job = self._given_up.get(number)
-        if job is not None and job.is_settled:
-            del self._given_up[number]
-            job.close()
-            self._free_scratch(job)
-            self._outbox.settle(job.load.request)
 
     def _let_go(self, job: Job, *, is_good: bool) -> None:
         """Whatever goes wrong with what is said to the source, the request must end."""

@@ -29,7 +29,8 @@ from kvreshard.transport.base import Transfer, TransferState, TransportError
 class Job:
     """One load on its way. `scratch`: takes a place for so many words, or None while there is none.
 
-    `check`: how the comparison with the source ended, None if there was none; `obstacle` says why one was skipped.
+    `check`: how the comparison with the source ended, None if there was none; `obstacle` says why one was skipped. `is_given_up`: it is
+    over, and its reads have not come to rest.
     """
 
     load: Load
@@ -45,6 +46,7 @@ class Job:
     scratch_address: int | None = None
     check: CheckResult | None = None
     obstacle: str = ""
+    is_given_up: bool = False
     _steps: Steps | None = None
     _waiting: Transfer | None = None
     _posted: list[Transfer] = field(default_factory=list)

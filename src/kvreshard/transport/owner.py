@@ -24,22 +24,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TypeVar
 
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.posting import Posting
-from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending, torn_peer
+from kvreshard.transport.refusals import cancelled, closed_while_pending, torn_peer
 from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
 from kvreshard.transport.watchdog import Watchdog, WatchedAgent
 from kvreshard.transport.window import Windows
+from kvreshard.transport.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 # How long an agent may take to close while somebody waits.
 TEAR_DOWN_S = 0.3
-# How often whoever waits for a call looks whether the thread is stuck.
-LOOK_S = 0.25
 
 
 class Owner:
@@ -71,7 +69,6 @@ class Owner:
         self._on_notification = on_notification
         self._pace = pace
         self._clock = clock
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._of_transfer: dict[Transfer, SlicedTransfer] = {}
         # Of each peer its transfers: those of which something is left or in flight, and failed ones that settle when it is disconnected.
         self._busy: dict[str, dict[SlicedTransfer, None]] = {}
@@ -83,10 +80,9 @@ class Owner:
         self._windows = Windows(pace.max_in_flight, pace.max_in_flight_bytes)
         self._posting = Posting(self._windows)
         self._watchdog = Watchdog(name, pace.call_s, clock)
+        self._work = WorkQueue(name, self._watchdog)
         self._last_event_s = clock()
         self._stopping_s: float | None = None
-        self._gate = threading.Lock()
-        self._shut = False
         born: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_agent, born), name=name, daemon=True)
         self._thread.start()
@@ -99,23 +95,7 @@ class Owner:
         """
         if threading.current_thread() is self._thread:
             return function(self._agent)
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return  # whoever wanted it has given up
-            try:
-                future.set_result(function(self._agent))
-            except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
-                future.set_exception(error)
-
-        self.submit(run)
-        while not wait([future], LOOK_S).done:
-            stuck = self._watchdog.stuck()
-            if stuck is not None:
-                future.cancel()
-                raise TransportError(stuck.text)
-        return future.result()
+        return self._work.call(lambda: function(self._agent))
 
     def stuck(self) -> StuckCall | None:
         """The call into the library that does not come back within its bound. For any thread."""
@@ -123,10 +103,7 @@ class Owner:
 
     def submit(self, function: Callable[[], None]) -> None:
         """Run `function` on the owner's thread some time. Raises `TransportError` once stopped."""
-        with self._gate:
-            if self._shut:
-                raise closed_transport(self.name)
-            self._work.put(function)
+        self._work.submit(function)
 
     def attend(self, attentive: bool) -> None:
         """Set the pace between events. To be told that peers will come is an event: it ends a rest, and the pace stays fast for
@@ -204,10 +181,7 @@ class Owner:
                 sliced.fail(closed_while_pending(self.name))
                 self._settle_quiet(sliced)
 
-        with self._gate:
-            if not self._shut:
-                self._shut = True
-                self._work.put(begin)
+        self._work.shut(begin)
         if threading.current_thread() is self._thread:
             return
         self._thread.join(self._pace.close_s + TEAR_DOWN_S)
@@ -220,18 +194,17 @@ class Owner:
         try:
             self._agent: Agent = WatchedAgent(make_agent(), self._watchdog)
         except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
-            self._shut = True
+            self._work.shut()
             born.set_exception(error)
             return
         born.set_result(None)
         del born, make_agent
         try:
             while self._stopping_s is None or (self._of_transfer and self._clock() < self._stopping_s):
-                self._do_work(0.0 if self._look() else self._rest_s())
+                self._work.run(0.0 if self._look() else self._rest_s())
         finally:
             # Also after a fault of this loop itself: whoever waits must hear of it.
-            with self._gate:
-                self._shut = True
+            self._work.shut()
             for sliced in self._of_transfer.values():
                 sliced.fail(closed_while_pending(self.name))
             self._tear_down()
@@ -257,16 +230,6 @@ class Owner:
         if self._windows.num_in_flight or quiet_s < pace.linger_s:
             return pace.fast_s
         return pace.attentive_s if self.attentive else pace.slow_s
-
-    def _do_work(self, rest_s: float) -> None:
-        """Run what was handed in, waiting for the first piece of it for up to `rest_s`."""
-        try:
-            work = self._work.get(timeout=rest_s) if rest_s > 0.0 else self._work.get_nowait()
-            while True:
-                work()
-                work = self._work.get_nowait()
-        except queue.Empty:
-            return
 
     def _accept(self, sliced: SlicedTransfer) -> None:
         self._note_event()
@@ -410,11 +373,7 @@ class Owner:
 
     def _tear_down(self) -> None:
         """Close the agent first: only then is it sure that slices given up move no more bytes."""
-        while True:
-            try:
-                self._work.get_nowait()()
-            except queue.Empty:
-                break
+        self._work.run(0.0)
         given_up = list(self._of_transfer.values())
         for sliced in given_up:
             for handle, _ in sliced.handles:

@@ -372,9 +372,9 @@ def costs_on_its_thread(agent: FakeAgent, count: int) -> list[int]:
     def measure(_: Agent) -> list[int]:
         found = [count_bytecodes(owner._look)]
         owner.post(late)
-        found.append(count_bytecodes(lambda: owner._do_work(0.0)))
+        found.append(count_bytecodes(lambda: owner._work.run(0.0)))
         owner.cancel(waiting[-1].transfer)
-        found.append(count_bytecodes(lambda: owner._do_work(0.0)))
+        found.append(count_bytecodes(lambda: owner._work.run(0.0)))
         agent.settle(0)
         found.append(count_bytecodes(owner._look))
         return found
