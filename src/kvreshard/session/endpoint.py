@@ -4,10 +4,12 @@ One thread per rank, which never waits for a peer. Each turn:
 
 1. take the orders that were handed in;
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
-3. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
+3. see whether a call into the transport's library does not come back: then all loads come to their end, those of which something may
+   still be written with their pages quarantined;
+4. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
    well or badly, and leave a record of those that failed; answer some of the questions of readers;
-4. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
-5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
+5. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
+6. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
 The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
 """
@@ -51,7 +53,7 @@ from kvreshard.session.peers import Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
-from kvreshard.transport.base import MemoryRegion, Transport, TransportError
+from kvreshard.transport.base import MemoryRegion, StuckCall, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ class Endpoint:
         self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = self._is_deaf = False
+        self._stuck: StuckCall | None = None
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -175,6 +178,7 @@ class Endpoint:
         self._read_notes(now_s)
         self._book.expire(now_s)
         self._outbox.free(self._book.take_finished())
+        self._look_at_transport(now_s)
         over, at_rest = self._jobs.advance(now_s)
         for job in over:
             try:
@@ -196,6 +200,15 @@ class Endpoint:
         if self._book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
         return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
+
+    def _look_at_transport(self, now_s: float) -> None:
+        """A call into the transport's library that does not come back keeps everything that is pending: loads come to their end."""
+        stuck = self._transport.stuck()
+        if stuck is not None:
+            if self._stuck is None:
+                self._outbox.note_stuck(stuck.call)
+            self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
+        self._stuck = stuck
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""

@@ -70,8 +70,9 @@ class Jobs:
 
     def stop_all(self, failure: Failure, now_s: float) -> None:
         """Let all come to their end."""
-        for number in self._under_way:
-            self._stop(number, failure, now_s)
+        for number, job in self._under_way.items():
+            if not job.is_stopped:
+                self._stop(number, failure, now_s)
 
     def advance(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Take those that must be looked at as far as they go: (those that are over by now, those given up that are at rest)."""
