@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.session.world import OPTIONS, World, collect, meet, order_load
+from tests.unit.session.world import OPTIONS, SLOT, WORD, World, collect, meet, order_load
 
-from kvreshard.session.orders import Results
+from kvreshard.session.orders import Grant, Offer, RemoteLease, Results
 from kvreshard.transport.base import StuckCall
 from kvreshard.transport.memory import Fault
 
@@ -21,7 +21,7 @@ def test_loads_end_while_a_call_is_stuck_and_go_on_when_it_is_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.grant_and_offer(ttl_s=1e6)
-    world.faults[-1] = Fault(drop=True)
+    world.faults[-1] = Fault(delay_steps=1)
     order_load(world, "posted")
     world.turn()
     meet(world)
@@ -42,8 +42,14 @@ def test_loads_end_while_a_call_is_stuck_and_go_on_when_it_is_back(
     assert all(result.failed["posted"].is_quarantined and not result.stuck for result in results)
     set_stuck(world, monkeypatch, None)
     world.faults[-1] = Fault()
-    world.grant_and_offer()
-    order_load(world, "again")
+    world.fabric.step()
+    world.turn()
+    assert all(endpoint.collect().settled == {"posted"} for endpoint in world.dst.endpoints.values())
+    lease = RemoteLease("s", SLOT + 1, WORD + 1)
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Grant(lease.request, lease.slot, lease.word))
+        endpoint.submit(Offer(lease.request, 1e6))
+    order_load(world, "again", lease=lease)
     for _ in range(3):
         world.turn()
         meet(world)
