@@ -62,7 +62,7 @@ REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
 MAX_OBSTACLES_LOGGED = 64
-CLOSE_S = 0.3
+CLOSE_S = 0.2
 
 
 class Endpoint:
@@ -165,6 +165,8 @@ class Endpoint:
         self._stopping = True
         self.wake()
         self._peers.close()
+        if self._recorder is not None:
+            self._recorder.close()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
@@ -349,7 +351,7 @@ class Endpoint:
         card = peer.card if peer is not None else self._me.refused.get(job.load.remote)
         self._recorder.record(
             Crash(
-                job.load, self._rank, failure, self._me.card, card, None if peer is None else peer.route, job.events,
+                job.load, self._rank, failure, self._me.card, card, peer is not None, job.events,
                 0 if self._staging is None else self._staging.size_bytes, self._options.allow_mismatch,
             )
         )  # fmt: skip

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 128
 TURN_S = 0.25
-CLOSE_S = 0.2
+CLOSE_S = 0.1
 NOTHING = Wait((), 0.0)
 
 MakeExchange = Callable[[zmq.Context[Any]], Exchange[bytes]]

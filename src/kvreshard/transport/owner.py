@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # How long an agent may take to close while somebody waits.
-TEAR_DOWN_S = 0.3
+TEAR_DOWN_S = 0.2
 
 
 class Owner:

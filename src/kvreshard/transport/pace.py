@@ -32,5 +32,5 @@ class Pace:
     attentive_s: float = 0.002
     slow_s: float = 0.020
     linger_s: float = 0.050
-    close_s: float = 0.3
+    close_s: float = 0.2
     call_s: float = 10.0
