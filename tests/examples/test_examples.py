@@ -28,7 +28,7 @@ EXPECTED = {
     "check_this_machine.py": ["python: ok", "route p -> d: ok: proved; 4 lanes"],
     "replay_a_record.py": [
         "copies follow from it",
-        "not in the plan: the copy list is the same and every byte arrives",
+        "not in the plan: every byte arrives",
     ],
     "compare_digests.py": ["as it arrived: equal", "with one bit flipped: wrong, field 'layers.0.attn.latent'"],
 }
