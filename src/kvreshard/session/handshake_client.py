@@ -2,8 +2,8 @@
 
 1. `ask` hands a question in and returns a future. Cancelling the future ends the question.
 2. At most `MAX_AT_ONCE` questions are being asked, one per address: a further one for the same address waits for its turn.
-3. Where more wait, the newest is asked next, and the one that has been asked longest gives way to it after `TURN_S`. It is asked anew
-   when there is room, and fails if its time is over by then. So hosts that never answer cost a newcomer one turn, however many they are.
+3. Where more wait, the newest is asked next, and the one that has been asked longest gives way to it after `TURN_S`. It is asked anew, in turns of
+   `AGAIN_S`, and fails if its time is over by then. So hosts that never answer cost a newcomer one turn, however many they are.
 4. `close` ends every question that is under way and waits for none.
 
 A question fails with HandshakeError (`knock`). Each that is being asked holds some four file descriptors.
@@ -34,7 +34,7 @@ from kvreshard.session.poll import Exchange, Ready, Wait, poll_ms
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 128
-TURN_S = 0.25
+TURN_S, AGAIN_S = 0.25, 2.0
 CLOSE_S = 0.1
 NOTHING = Wait((), 0.0)
 
@@ -147,35 +147,48 @@ class HandshakeClient:
 
     def _begin(self, context: zmq.Context[Any]) -> None:
         """Ask what waits, the newest first, as far as there is room or one that has had its turn gives way."""
-        while self._next:
+        while (question := self._newest()) is not None:
             now_s = time.monotonic()
-            if len(self._asking) >= self._max_at_once and not self._give_way(now_s):
-                return
-            address, _ = self._next.popitem()
-            waiting = self._waiting[address]
-            while waiting and waiting[0].answer.done():
-                waiting.popleft()
-            if not waiting:
-                del self._waiting[address]
-                continue
-            question = self._asking[address] = waiting.popleft()
+            if len(self._asking) >= self._max_at_once:
+                if now_s < self._turn_ends_s(question):
+                    return
+                self._give_way(self._oldest())
+            del self._next[question.address]
+            self._waiting[question.address].popleft()
+            self._asking[question.address] = question
             question.began_s = now_s
             question.exchange = question.make(context)
             self._resume(question, None)
 
-    def _give_way(self, now_s: float) -> bool:
-        """End the exchange that has been going on longest, of those without a connection if there is one; whether its turn was over."""
+    def _newest(self) -> _Question | None:
+        """The question that is asked next; those that were cancelled are dropped."""
+        while self._next:
+            address = next(reversed(self._next))
+            waiting = self._waiting[address]
+            while waiting and waiting[0].answer.done():
+                waiting.popleft()
+            if waiting:
+                return waiting[0]
+            del self._next[address], self._waiting[address]
+        return None
+
+    def _oldest(self) -> _Question:
+        """The question that has been asked longest, of those without a connection if there is one."""
         asking = self._asking.values()
-        chosen = next((one for one in asking if not one.wait.is_connected), None) or next(iter(asking))
-        if now_s < chosen.began_s + TURN_S:
-            return False
-        if chosen.exchange is not None:
-            chosen.exchange.close()
-            chosen.exchange = None
-        self._waiting.setdefault(chosen.address, deque()).appendleft(chosen)
-        self._leave(chosen.address)
-        self._next.move_to_end(chosen.address, last=False)
-        return True
+        return next((one for one in asking if not one.wait.is_connected), None) or next(iter(asking))
+
+    def _turn_ends_s(self, newest: _Question) -> float:
+        """When the oldest gives way to the newest; to one that was asked before, later."""
+        return self._oldest().began_s + (TURN_S if newest.began_s == 0.0 else AGAIN_S)
+
+    def _give_way(self, question: _Question) -> None:
+        """End an exchange; its question is asked anew when no newer one waits."""
+        if question.exchange is not None:
+            question.exchange.close()
+            question.exchange = None
+        self._waiting.setdefault(question.address, deque()).appendleft(question)
+        self._leave(question.address)
+        self._next.move_to_end(question.address, last=False)
 
     def _leave(self, address: Address) -> None:
         """An address is not asked any more; its next question may be."""
@@ -193,8 +206,9 @@ class HandshakeClient:
         for question in self._asking.values():
             for one, events in question.wait.sockets:
                 poller.register(one, events)
-        if self._next:
-            times.append(min(question.began_s for question in self._asking.values()) + TURN_S)
+        newest = self._newest()
+        if newest is not None and self._asking:
+            times.append(self._turn_ends_s(newest))
         ready = {one for one, _ in poller.poll(poll_ms(min(times) - time.monotonic()) if times else None)}
         if woken.fileno() in ready:
             with contextlib.suppress(OSError):
