@@ -63,9 +63,9 @@ class Peer:
 
     def lease_proof(self, lease: RemoteLease, scratch_address: int) -> LeaseProof:
         """Where the words of a lease stand. Raises LayoutMismatch for a slot that a source rank does not have."""
-        addresses = {}
+        addresses, cards = {}, self.card.rank_by_number
         for rank in self.route.src_ranks:
-            card = self.card.rank_by_number[rank]
+            card = cards[rank]
             if not 0 <= lease.slot < card.lease_slots:
                 raise LayoutMismatch(
                     f"request '{lease.request}' of engine '{self.remote.engine}': lease slot {lease.slot}, but rank {rank} "

@@ -27,17 +27,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.posting import Posting
-from kvreshard.transport.refusals import cancelled, closed_while_pending, torn_peer
+from kvreshard.transport.refusals import cancelled, closed_while_pending, failed, torn_peer
 from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
-from kvreshard.transport.watchdog import Watchdog, WatchedAgent
+from kvreshard.transport.watchdog import SLOW_FACTOR, Watchdog, WatchedAgent
 from kvreshard.transport.window import Windows
 from kvreshard.transport.work_queue import WorkQueue
 
@@ -86,16 +86,20 @@ class Owner:
         born: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_agent, born), name=name, daemon=True)
         self._thread.start()
+        if not wait([born], pace.call_s * SLOW_FACTOR).done:
+            raise TransportError(
+                f"{name}: no agent was made within {pace.call_s * SLOW_FACTOR:g} s; look for a hung device or driver"
+            )
         born.result()
 
-    def call(self, function: Callable[[Agent], T]) -> T:
+    def call(self, function: Callable[[Agent], T], undo: Callable[[], None] = lambda: None) -> T:
         """Run `function(agent)` on the owner's thread and return its result; its exceptions come back too.
 
-        Raises TransportError where a call into the library does not come back.
+        `undo`: for what succeeds when nobody waits for it any more. Raises TransportError where a call into the library does not come back.
         """
         if threading.current_thread() is self._thread:
             return function(self._agent)
-        return self._work.call(lambda: function(self._agent))
+        return self._work.call(lambda: function(self._agent), undo)
 
     def stuck(self) -> StuckCall | None:
         """The call into the library that does not come back within its bound. For any thread."""
@@ -156,7 +160,11 @@ class Owner:
             # Slices of their former time, which failed after they had been removed, say nothing of these.
             self._torn.difference_update(natives)
 
-        self.call(add)
+        def forget() -> None:
+            for peer in natives:
+                self._forget(peer)
+
+        self.call(add, forget)
 
     def remove_peer(self, peer: str, error: TransportError) -> None:
         """Fail a peer's transfers; disconnect when their slices have settled. Does not wait."""
@@ -296,7 +304,7 @@ class Owner:
     def _tear(self, sliced: SlicedTransfer, error: Exception) -> None:
         """A slice has failed: nothing more is posted to its peer, which will be disconnected."""
         sliced.is_torn = True
-        sliced.fail(self._transfer_error(sliced, error))
+        sliced.fail(failed(sliced.transfer, sliced.peer, error))
         self._torn.add(sliced.peer)
         self._leave(sliced.peer, torn_peer(sliced.peer))
 
@@ -336,17 +344,8 @@ class Owner:
             try:
                 self._agent.send(sliced.peer, sliced.notify)
             except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
-                sliced.error = self._transfer_error(sliced, error)
+                sliced.error = failed(sliced.transfer, sliced.peer, error)
         _guarded(sliced.transfer.settle, sliced.error)
-
-    def _transfer_error(self, sliced: SlicedTransfer, error: Exception) -> TransportError:
-        transfer, reason = sliced.transfer, str(error)
-        if not isinstance(error, TransportError):
-            reason = f"{type(error).__name__} {reason}".strip()
-        return TransportError(
-            f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({sliced.peer}) "
-            f"failed: {reason}; if the peer is gone, remove it and add its successor"
-        )
 
     def _receive(self) -> bool:
         try:

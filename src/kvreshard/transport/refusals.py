@@ -37,6 +37,17 @@ def torn_peer(peer_name: str) -> TransportError:
     )
 
 
+def failed(transfer: Transfer, peer_name: str, error: Exception) -> TransportError:
+    """The end of a transfer of which a slice has failed, or its last word."""
+    reason = str(error)
+    if not isinstance(error, TransportError):
+        reason = f"{type(error).__name__} {reason}".strip()
+    return TransportError(
+        f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({peer_name}) failed: {reason}; if the "
+        "peer is gone, remove it and add its successor"
+    )
+
+
 def check_new_peers(
     own_name: str, fresh: Mapping[str, str], known: Mapping[str, tuple[str, object]], aliases: Mapping[str, str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Work that is handed to the thread that owns an agent, by threads that may wait for it.
 
-1. `submit` hands work in and does not wait. `call` waits for its result, but not for a call into the library that does not come back.
+1. `submit` hands work in and does not wait. `call` waits for its result, but not for a call into the library that does not come back. What
+   it has given up and was not begun is dropped, what was begun is undone when it ends.
 2. The owner's thread does what was handed in, in order (`run`).
 3. Once `shut`, nothing more is taken.
 """
@@ -11,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.refusals import closed_transport
@@ -30,6 +31,8 @@ class WorkQueue:
         self._name, self._watchdog = name, watchdog
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()
+        # What is being done, and nobody waits for any more.
+        self._given_up: set[Future[Any]] = set()
         self._is_shut = False
 
     def submit(self, work: Callable[[], None]) -> None:
@@ -39,24 +42,36 @@ class WorkQueue:
                 raise closed_transport(self._name)
             self._work.put(work)
 
-    def call(self, function: Callable[[], T]) -> T:
-        """The result of `function`, whose exceptions come back too. Raises TransportError where the thread is stuck, or once shut."""
+    def call(self, function: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """The result of `function`, whose exceptions come back too. Raises TransportError where the thread is stuck, or once shut.
+
+        `undo`: is done after a `function` that succeeds when nobody waits for it any more.
+        """
         future: Future[T] = Future()
 
         def work() -> None:
             if not future.set_running_or_notify_cancel():
                 return  # whoever wanted it has given up
             try:
-                future.set_result(function())
+                result = function()
             except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
                 future.set_exception(error)
+                return
+            with self._gate:
+                future.set_result(result)
+                is_wanted = future not in self._given_up
+                self._given_up.discard(future)
+            if not is_wanted:
+                undo()
 
         self.submit(work)
         while not wait([future], LOOK_S).done:
             stuck = self._watchdog.stuck()
-            if stuck is not None:
-                future.cancel()
-                raise TransportError(stuck.text)
+            with self._gate:
+                if stuck is not None and not future.done():
+                    if not future.cancel():
+                        self._given_up.add(future)
+                    raise TransportError(stuck.text)
         return future.result()
 
     def shut(self, last: Callable[[], None] | None = None) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.transport.fake_agent import FakeAgent
 from tests.work import count_bytecodes
 
+from kvreshard.transport import work_queue
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.owner import Owner
@@ -444,6 +445,44 @@ def test_a_call_that_does_not_come_back_is_told_to_whoever_waits(caplog: pytest.
     assert owner.call(lambda agent: agent.metadata()) == b"fake"
     assert "'send' has come back after all" in caplog.text
     owner.stop()
+
+
+def test_a_peer_that_nobody_waits_for_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was being loaded when whoever wanted it gave up: it could not be added again."""
+    monkeypatch.setattr(work_queue, "LOOK_S", 0.01)
+    agent, now_s = Stuck(), [0.0]
+
+    def clock() -> float:
+        now_s[0] += 0.6
+        return now_s[0]
+
+    def add_peer(name: str, native: bytes) -> None:
+        agent.send(name, b"")
+        FakeAgent.add_peer(agent, name, native)
+
+    agent.add_peer = add_peer  # type: ignore[method-assign]
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, clock)
+    with pytest.raises(TransportError, match="'add_peer' within 10 s"):
+        owner.add_peers({"ann": b""})
+    agent.gate.set()
+    until(lambda: bool(agent.called("remove")))
+    owner.add_peers({"ann": b""})
+    owner.stop()
+    assert [entry for entry in agent.log if entry[0] in ("add", "remove")] == [
+        ("add", "ann"), ("remove", "ann"), ("add", "ann")
+    ]  # fmt: skip
+
+
+def test_an_agent_that_is_never_made_is_an_error() -> None:
+    gate = threading.Event()
+
+    def make() -> Agent:
+        assert gate.wait(60.0)
+        raise TransportError("late")
+
+    with pytest.raises(TransportError, match=r"no agent was made within 0.06 s"):
+        Owner("fake", make, lambda _peer, _payload: None, Pace(call_s=0.001))
+    gate.set()
 
 
 def test_an_owner_that_is_stuck_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
