@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-from kvreshard.model import EngineLayout, LayoutMismatch
+from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session import notes
@@ -300,11 +300,14 @@ class Peers:
             return
         try:
             found = self._connect(me, remote, card, self._options)
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:
             if len(me.refused) >= MAX_REFUSED:
                 me.refused.clear()
             me.refused[remote] = card
-            logger.error("cannot read from engine %s at %s: %s", remote.engine, remote.address, error)
+            is_fault = not isinstance(error, (KvReshardError, TransportError))
+            logger.error(
+                "cannot read from engine %s at %s: %s", remote.engine, remote.address, error, exc_info=is_fault
+            )
             self._end(remote, peer, error)
             self._tell(me, remote, str(error), is_good=False)
             return
