@@ -80,7 +80,7 @@ class Prepared:
         self._arena = arena
         self._transport: NixlTransport = arena.transport
         # The bench looks inside on purpose: there is no public way to prepare without posting.
-        self._agent = self._transport._owner._agent
+        self._agent = self._transport._owner._agent.agent  # what is watched
         self._held = Held(self._agent._agent)
         self._mover = Mover(self._transport, HostMemory(), {})
         self._staging = Staging(arena.staging_address, STAGING_BYTES)

@@ -1,17 +1,21 @@
-"""How does the cost of a request grow? Linear in tokens, flat in the size of the pool.
+"""How do costs grow? That of a request is linear in tokens, flat in the size of the pool.
 
 Processor time of the preparation, from 1k to 128k tokens in one pool, and at 8k tokens from 1k to 100k pages in the pool. The bar
 looks at the exponent of the growth (1 is linear) and at the ratio of the largest pool to the smallest.
+
+And how does the cost of one event grow where many leases, requests, sources or transfers wait (`bench.events`)? Not at all: the exponent
+is 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from bench.arena import Arena
 from bench.compare import median_s
+from bench.events import EVENTS
 from bench.prepare import Listed, Prepared
 from bench.results import Result
 from bench.shapes import Shape, pool_for, request
@@ -20,6 +24,8 @@ from kvreshard.plan.route import compile_route
 ROW = "e growth"
 SHAPE = Shape("DeepSeek-V3 TP 8 -> 4", "deepseek-v3", "tp=8", "tp=4", None)
 TOKENS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+# A larger heap of objects costs a little in caches and in Python's garbage collector.
+MAX_EVENT_SLOPE = 0.3
 POOLS = (1000, 3000, 10_000, 30_000, 100_000)
 
 
@@ -39,6 +45,17 @@ def run(full: bool) -> Iterator[Result]:
     yield Result(
         ROW, f"{SHAPE.name}: 8k tokens, pool of {pools[-1]} pages beside {pools[0]}", flat[-1], flat[0], "ms CPU", flat[0] / flat[-1], None,
         "flat: below 1.5x", ratio < 1.5, "", {"pools": pools, "ms": flat},
+    )  # fmt: skip
+    yield from (_event(name, cost, counts) for name, (cost, counts) in EVENTS.items())
+
+
+def _event(name: str, cost: Callable[[int], float], counts: Sequence[int]) -> Result:
+    """The exponent with which an event's cost grows in what waits beside it."""
+    us = [cost(count) * 1e6 for count in counts]
+    slope = float(np.polyfit(np.log(counts), np.log(us), 1)[0])
+    return Result(
+        ROW, f"exponent of the growth: {name}", slope, 0.0, "", None, None, "flat: below 0.3", slope < MAX_EVENT_SLOPE,
+        f"{us[-1]:.1f} us of processor time where there are {counts[-1]}", {"counts": list(counts), "us": us},
     )  # fmt: skip
 
 

@@ -5,10 +5,9 @@ An engine does the first part by itself (`flight_recorder_dir`); `kvreshard repl
 
 import time
 
+from kvreshard import __version__
 from kvreshard.model import wire
-from kvreshard.model.request_form import to_form
-from kvreshard.plan import bind, compile_route
-from kvreshard.session.flight import Flight, FlightFailure, FlightSide, decode_flight, encode_flight, summarize
+from kvreshard.session.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
 from kvreshard.testing.replay import replay
 from kvreshard.testing.small import engine, request
 
@@ -16,7 +15,7 @@ prefill, decode = engine("prefill", tp=2, page=4), engine("decode", page=6)
 wanted = request(prefill, decode, num_tokens=13, new_pages=[2, 3, 4])
 
 record = Flight(
-    kvreshard="an example",
+    kvreshard=__version__,
     written_at_s=time.time(),
     rank=0,
     request="cmpl-1",
@@ -25,11 +24,11 @@ record = Flight(
     failure=FlightFailure("transfer", "the network was cut"),
     src=FlightSide("prefill", "its life", {}, wire.encode(prefill)),
     dst=FlightSide("decode", "its life", {}, wire.encode(decode)),
-    transfer=to_form(wanted),
-    copies=summarize(bind(compile_route(prefill, decode, 0), wanted)),
+    transfer=FlightRequest.of(wanted),
+    is_routed=True,
 )
 message = encode_flight(record)
-print(f"the record takes {len(message)} bytes, the copy list has {record.copies.num_copies} copies")
+print(f"the record takes {len(message)} bytes")
 
 outcome = replay(decode_flight(message))
-print(f"{outcome.outcome}: {outcome.reason}")
+print(f"its {outcome.copies.num_copies} copies follow from it; {outcome.outcome}: {outcome.reason}")

@@ -28,28 +28,10 @@ MUTANTS = [
         "        if error is None and found == ~lease.word:\n",
     ),
     Mutant(
-        "a word stays when the pages are given back",
-        "session/lease.py",
-        "        grant = self._grants.pop(request)\n        self._table[grant.slot] = FREE\n",
-        "        grant = self._grants.pop(request)\n",
-    ),
-    Mutant(
         "a word stays when a lease is revoked",
         "session/lease.py",
         "            del self._grants[request]\n            self._table[grant.slot] = FREE\n",
         "            del self._grants[request]\n",
-    ),
-    Mutant(
-        "a word stays when its request is granted again",
-        "session/lease.py",
-        "        if former is not None and self._table[former.slot] == former.word:\n",
-        "        if False:\n",
-    ),
-    Mutant(
-        "a lease never runs out",
-        "session/lease.py",
-        "g.deadline_s <= now_s]",
-        "g.deadline_s < 0]",
     ),
     Mutant(
         "a lease ends with its first reporter",
@@ -106,52 +88,16 @@ MUTANTS = [
         "elif now_s >= self._stopped_s + 1e9:",
     ),
     Mutant(
-        "quarantined pages never come back",
-        "session/endpoint.py",
-        "for job in [job for job in self._given_up if job.is_settled]:",
-        "for job in [job for job in self._given_up if job.outcome is None]:",
-    ),
-    Mutant(
-        "a load whose source was not met reports to nobody",
-        "session/holder.py",
-        "            self._give_back(*source)\n        elif",
-        "            pass\n        elif",
-    ),
-    Mutant(
-        "a load gives back what others of its engine still want",
-        "session/holder.py",
-        "        elif not self._is_wanted(*source):\n",
-        "        else:\n",
-    ),
-    Mutant(
         "a load gives back what it was told to keep",
         "session/endpoint.py",
         "is_kept = is_good and not (job.is_stopped or job.load.gives_back)",
         "is_kept = False",
     ),
     Mutant(
-        "what a cancelled request has read is not given back",
-        "session/holder.py",
-        "        if kept is not None:\n",
-        "        if False:\n",
-    ),
-    Mutant(
         "an engine's own lease is another's",
         "session/endpoint.py",
         "                if not self._release_own(order):\n",
         "                if True:\n",
-    ),
-    Mutant(
-        "a failed load reports to nobody",
-        "session/holder.py",
-        "        elif not self._is_wanted(*source):\n",
-        "        elif is_good and not self._is_wanted(*source):\n",
-    ),
-    Mutant(
-        "no heartbeats",
-        "session/holder.py",
-        "[*self._watched.values(), *self._kept.values()]",
-        "[]",
     ),
     Mutant(
         "a watch never ends",
@@ -260,18 +206,6 @@ MUTANTS = [
         "transport/owner.py",
         "                        self._look()\n",
         "",
-    ),
-    Mutant(
-        "peers of one name are added together",
-        "transport/refusals.py",
-        "        ours_of[peer_name] = alias\n",
-        "",
-    ),
-    Mutant(
-        "one window for all peers",
-        "transport/owner.py",
-        "and windows.is_open(one.peer)), None)",
-        "and windows.num_in_flight < self._pace.max_in_flight), None)",
     ),
     Mutant(
         "a slice that has settled stays in its window",

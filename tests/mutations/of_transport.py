@@ -4,12 +4,6 @@ from mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "a torn slice settles before its peer is disconnected",
-        "transport/owner.py",
-        "if not (sliced.is_torn and sliced.peer in self._leaving)]",
-        "if True]",
-    ),
-    Mutant(
         "indices that were written for earlier entries are handed out",
         "model/plain_loops.py",
         "rows = slice(first - entry * num_pages, ",

@@ -175,5 +175,6 @@ class Engine:
 
 def _inside(agent: object) -> tuple[int, int, int]:
     """Prepared lists, registered regions and connected peers of a NIXL agent."""
+    agent = agent.agent  # what is watched
     lists = sum(len(found) for found in agent._prepared.values())
     return lists, len(agent._registered), len(agent._peers)

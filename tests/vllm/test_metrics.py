@@ -28,6 +28,14 @@ def test_digest_checks_are_counted_by_result() -> None:
     assert COUNTERS["digest_checks"][1] == "result"
 
 
+def test_calls_that_do_not_come_back_are_counted_by_name() -> None:
+    stats = ReshardStats()
+    stats.note(Results(stuck=["start"]))
+    assert stats.data["counts"]["stuck_calls"] == {"start": 1}
+    assert stats.reduce()["Stuck calls (start)"] == 1
+    assert COUNTERS["stuck_calls"][1] == "call"
+
+
 def test_multi_connector_finds_our_statistics_by_our_name() -> None:
     """vLLM's frontend makes them anew from what travelled, and ends if it does not know the name."""
     stats = ReshardStats()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("vllm")
 
 from tests.vllm.schedulers import TOKENS, Decode, blocks, full, groups, prefill, request
+from tests.work import count_bytecodes
 
 from kvreshard.session.orders import Release, Unwatch, Watch
 
@@ -93,3 +96,26 @@ def test_choices_of_one_prompt_share_its_source_and_the_last_one_gives_it_back()
     assert [type(order) for order in decode.side.ended("d-2")] == [Release]
     assert list(decode.side.arrive(asked[3], params)) == []
     assert (decode.side.count_loadable(asked[3], 256), decode.fallbacks) == (0, ["spent"])
+
+
+def costs(count: int) -> list[int]:
+    """Bytecodes of what happens to one request, and of a look at all, while `count` others wait for loads, each of its own source."""
+    decode, params = Decode(full(64)), [prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]) for _ in range(count + 3)]
+    asked = [request(f"d{number}", TOKENS, kv_transfer_params=one) for number, one in enumerate(params)]
+    for number in range(count + 2):
+        list(decode.side.arrive(asked[number], params[number]))
+    decode.side.count_loadable(asked[0], 0)
+    decode.load(asked[0], blocks([1, 2, 3, 4, 5]), 299)
+    acts: list[Callable[[], object]] = [
+        lambda: list(decode.side.arrive(asked[-1], params[-1])),
+        lambda: (decode.side.is_waiting, decode.side.is_loading),
+        lambda: list(decode.side.abort("d1")),
+        lambda: list(decode.side.ended("d0")),
+        lambda: (decode.side.is_waiting, decode.side.is_loading),
+    ]
+    return [count_bytecodes(act) for act in acts]
+
+
+def test_what_happens_to_one_request_costs_the_same_whatever_others_wait() -> None:
+    few, many = costs(10), costs(1000)
+    assert all(there <= 1.2 * here + 20 for here, there in zip(few, many, strict=True)), (few, many)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from kvreshard.cli.terminal import Column, Sheet, bytes_text, show_line, show_sheet
 from kvreshard.model import EngineLayout
-from kvreshard.model.request_form import TableForm
+from kvreshard.model.tables import PageTable, Request
 from kvreshard.model.text import counted
 from kvreshard.plan.explain import number_ranges
 from kvreshard.session.flight import Flight
@@ -21,7 +21,7 @@ def show_replay(console: Console, name: str, flight: Flight, replayed: Replayed)
     """The record, then the outcome."""
     sheets = [
         _load_sheet(name, flight, replayed),
-        _request_sheet(flight),
+        _request_sheet(replayed.request),
         _copies_sheet(replayed),
         _events_sheet(flight),
     ]
@@ -61,20 +61,20 @@ def _size(layout: EngineLayout | None) -> str:
     return f", {counted(len(layout.ranks), 'rank')}, {fields} in {groups}"
 
 
-def _request_sheet(flight: Flight) -> Sheet:
-    form = flight.transfer
+def _request_sheet(request: Request) -> Sheet:
     rows = []
-    for name, table in form.src_tables.items():
+    for name, table in request.src_tables.items():
         rows.append(("source", name, *_table_cells(table), "", ""))
-    for name, table in form.dst_tables.items():
-        tokens = ", ".join(f"[{start}, {stop})" for start, stop in form.intervals.get(name, [])) or "none"
-        rows.append(("destination", name, *_table_cells(table), tokens, _ids(form.dst_new_pages.get(name, []))))
+    for name, table in request.dst_tables.items():
+        tokens = ", ".join(f"[{start}, {stop})" for start, stop in request.intervals.get(name, [])) or "none"
+        new_pages = np.asarray(request.dst_new_pages.get(name, [])).tolist()
+        rows.append(("destination", name, *_table_cells(table), tokens, _ids(new_pages)))
     columns = ("side", "group", "pages", "first", "tokens", "to be moved", "new pages")
     return Sheet("request", tuple(Column(name, right=name in ("first", "tokens")) for name in columns), tuple(rows))
 
 
-def _table_cells(table: TableForm) -> tuple[str, str, str]:
-    return _ids(table.pages), str(table.first_page), str(table.num_tokens)
+def _table_cells(table: PageTable) -> tuple[str, str, str]:
+    return _ids(table.pages.tolist()), str(table.first_page), str(table.num_tokens)
 
 
 def _ids(pages: list[int], most: int = 8) -> str:
@@ -92,14 +92,7 @@ def _copies_sheet(replayed: Replayed) -> Sheet:
     columns = (Column("source rank", right=True), Column("copies", right=True), Column("bytes", right=True))
     if copies is None:
         return Sheet("copies", columns, ())
-    if copies.rows is None:
-        rows = [("all", f"{copies.num_copies:,}", bytes_text(copies.num_bytes))]
-    else:
-        count, size = Counter[int](), Counter[int]()
-        for src_rank, _, _, _, length in copies.rows:
-            count[src_rank] += 1
-            size[src_rank] += length
-        rows = [(str(rank), f"{count[rank]:,}", bytes_text(size[rank])) for rank in sorted(count)]
+    rows = [(str(rank), f"{count:,}", bytes_text(size)) for rank, (count, size) in copies.by_rank.items()]
     return Sheet("copies", columns, tuple(rows), (f"digest {copies.digest}",))
 
 

@@ -4,10 +4,12 @@ One thread per rank, which never waits for a peer. Each turn:
 
 1. take the orders that were handed in;
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
-3. advance every load as far as it goes without waiting; report those that are over to their source ranks, well or badly, and
-   leave a record of those that failed; answer some of the questions of readers;
-4. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
-5. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
+3. see whether a call into the transport's library does not come back: then all loads come to their end, those of which something may
+   still be written with their pages quarantined;
+4. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
+   well or badly, and leave a record of those that failed; answer some of the questions of readers;
+5. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
+6. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
 The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
 """
@@ -28,6 +30,7 @@ from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.job import Job, to_failure
+from kvreshard.session.jobs import Jobs
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, read_note
 from kvreshard.session.orders import (
@@ -50,7 +53,7 @@ from kvreshard.session.peers import Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
-from kvreshard.transport.base import MemoryRegion, Transport, TransportError
+from kvreshard.transport.base import MemoryRegion, StuckCall, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,7 @@ REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
 MAX_OBSTACLES_LOGGED = 64
+CLOSE_S = 0.2
 
 
 class Endpoint:
@@ -93,11 +97,11 @@ class Endpoint:
         self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._jobs: list[Job] = []
-        self._given_up: list[Job] = []
+        self._jobs = Jobs(self.wake)
         self._collected_s = clock()
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = self._is_deaf = False
+        self._stuck: StuckCall | None = None
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -139,7 +143,7 @@ class Endpoint:
     @property
     def num_quarantined(self) -> int:
         """Loads that were given up and whose reads have not settled."""
-        return len(self._given_up)
+        return self._jobs.num_given_up
 
     @property
     def num_scratch_places(self) -> int:
@@ -157,12 +161,16 @@ class Endpoint:
         return len(self._book)
 
     def close(self) -> None:
-        """End the thread, then the meetings under way. The caller closes the transport."""
+        """End the thread and the handshakes under way, and wait for neither longer than `CLOSE_S`. The caller closes the transport."""
         self._stopping = True
         self.wake()
-        if self._thread is not None:
-            self._thread.join()
         self._peers.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("rank %d: the session's thread is at work and is left behind", self._rank)
 
     def turn(self) -> float:
         """One turn of the loop; returns how long it may rest."""
@@ -172,20 +180,37 @@ class Endpoint:
         self._read_notes(now_s)
         self._book.expire(now_s)
         self._outbox.free(self._book.take_finished())
-        for job in self._jobs:
-            job.advance(now_s)
-        self._finish_jobs()
+        self._look_at_transport(now_s)
+        over, at_rest = self._jobs.advance(now_s)
+        for job in over:
+            try:
+                self._finish(job)
+            except Exception:  # the others must end
+                logger.exception("request %s", job.load.request)
+        for job in at_rest:
+            job.close()
+            self._free_scratch(job)
+            self._outbox.settle(job.load.request)
         if self._me is not None:
             self._answerer.work(self._me.layout)
-        self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
-        self._holder.send_releases(self._me)
+        self._peers.sweep(self._jobs.peers)
+        self._holder.send_releases(self._me, now_s)
         quiet_s = self._renew(now_s)
         self._attend()
         if self._me is not None and len(self._answerer):
             return 0.0
         if self._book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
-        return min(REST_WITH_LOADS_S if self._jobs or self._holder.is_releasing else REST_IDLE_S, quiet_s)
+        return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
+
+    def _look_at_transport(self, now_s: float) -> None:
+        """A call into the transport's library that does not come back keeps everything that is pending: loads come to their end."""
+        stuck = self._transport.stuck()
+        if stuck is not None:
+            if self._stuck is None:
+                self._outbox.note_stuck(stuck.call)
+            self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
+        self._stuck = stuck
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
@@ -237,9 +262,7 @@ class Endpoint:
                     self._holder.release(order)
             case Cancel():
                 self._holder.cancel(order.request)
-                for job in self._jobs:
-                    if job.load.request == order.request:
-                        job.stop(Failure("cancelled", "the request was aborted"), now_s)
+                self._jobs.stop(order.request, Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
                 self._holder.watch(order, self._me)
             case Unwatch():
@@ -259,9 +282,8 @@ class Endpoint:
         meeting = self._peers.get(self._me, load.remote)
         events = Events(self._clock)
         events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
-        self._jobs.append(
-            Job(load, meeting, now_s, self._me.layout, self._options, self.wake, self._scratch.take, events)
-        )
+        layout, options, take = self._me.layout, self._options, self._scratch.take
+        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, events))
         self._holder.begin(load)
 
     def _read_notes(self, now_s: float) -> None:
@@ -280,28 +302,20 @@ class Endpoint:
             elif isinstance(note, Question):
                 self._answerer.take(note)
 
-    def _finish_jobs(self) -> None:
-        for job in [job for job in self._jobs if job.outcome is not None]:
-            self._jobs.remove(job)
-            request, outcome = job.load.request, job.outcome
-            failed = isinstance(outcome, Failure)
-            if failed and not job.is_settled:
-                self._given_up.append(job)
-            else:
-                self._free_scratch(job)
-            self._let_go(job, is_good=not failed)
-            self._tell_obstacle(job)
-            if isinstance(outcome, Failure):
-                self._fail(request, outcome, job.check)
-                self._record(job, outcome)
-                self._look_after(job, outcome)
-            elif outcome is not None:
-                self._outbox.end(request, outcome, job.check)
-        for job in [job for job in self._given_up if job.is_settled]:
-            self._given_up.remove(job)
-            job.close()
+    def _finish(self, job: Job) -> None:
+        """A load is over."""
+        request, outcome = job.load.request, job.outcome
+        failed = isinstance(outcome, Failure)
+        if not job.is_given_up:
             self._free_scratch(job)
-            self._outbox.settle(job.load.request)
+        self._let_go(job, is_good=not failed)
+        self._tell_obstacle(job)
+        if isinstance(outcome, Failure):
+            self._fail(request, outcome, job.check)
+            self._record(job, outcome)
+            self._look_after(job, outcome)
+        elif outcome is not None:
+            self._outbox.end(request, outcome, job.check)
 
     def _let_go(self, job: Job, *, is_good: bool) -> None:
         """Whatever goes wrong with what is said to the source, the request must end."""
@@ -337,7 +351,7 @@ class Endpoint:
         card = peer.card if peer is not None else self._me.refused.get(job.load.remote)
         self._recorder.record(
             Crash(
-                job.load, self._rank, failure, self._me.card, card, None if peer is None else peer.route, job.events,
+                job.load, self._rank, failure, self._me.card, card, peer is not None, job.events,
                 0 if self._staging is None else self._staging.size_bytes, self._options.allow_mismatch,
             )
         )  # fmt: skip

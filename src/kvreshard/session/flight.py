@@ -1,8 +1,8 @@
 """What does a flight record hold, and how is it read back?
 
-One failed load on one rank, as msgpack: everything that `kvreshard replay` needs to do it again without the engines
-(docs/flight-recorder.md). Both layouts in their own wire form, facts, block tables, intervals, the failure, the events, and a
-digest of the copy list, with the list itself when it is short.
+One failed load on one rank, as msgpack: everything from which `kvreshard replay` plans it again without the engines
+(docs/flight-recorder.md). Both layouts as they travelled, facts, block tables, intervals, the failure and the events. Copies are not listed:
+they follow from these.
 
 Not in it: tokens, prompts, cached values, lease words, keys, and NIXL's metadata. Request ids, host names and addresses are.
 
@@ -11,22 +11,24 @@ Refused by `decode_flight` with WireError: anything else, a later version includ
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.errors import WireError
-from kvreshard.model.request_form import RequestForm
-from kvreshard.plan.copies import CopyList
+from kvreshard.model.request_form import Count
+from kvreshard.model.tables import PageTable, Request
 
 FORM = "kvreshard.flight"
 VERSION = 1
-# Two layouts of 64 ranks take about 1 MB, a million tokens' block tables some MB.
+# Two layouts of 64 ranks take about 1 MB, the block tables of a million tokens of one page each 8 MB.
 MAX_FLIGHT_BYTES = 32 << 20
-MAX_KEPT_COPIES = 4096
+# Page ids are little-endian numbers of four bytes.
+PAGE_BYTES = 4
+MAX_PAGE = 2 ** (8 * PAGE_BYTES) - 1
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -47,7 +49,7 @@ class FlightEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FlightSide(msgspec.Struct, frozen=True):
-    """One engine: who it is, what it runs, and its layout in the form of `model.wire`."""
+    """One engine: who it is, what it runs, and its layout as it came, in the form of `model.packed`."""
 
     engine: str
     incarnation: str
@@ -55,21 +57,48 @@ class FlightSide(msgspec.Struct, frozen=True):
     layout: bytes
 
 
-class FlightCopies(msgspec.Struct, frozen=True):
-    """The copy list of the load on this rank. `rows`: the list itself when it is short.
+class FlightTable(msgspec.Struct, frozen=True):
+    """A `PageTable`; its `pages` are numbers of `PAGE_BYTES` bytes."""
 
-    A row is (source rank, destination rank, source address, destination address, length). The digest is over the rows in
-    ascending order, each as five little-endian 64-bit numbers.
-    """
+    pages: bytes
+    num_tokens: Count
+    first_page: Count
 
-    num_copies: Number
-    num_bytes: Number
-    digest: str
-    rows: list[tuple[Number, Number, Number, Number, Number]] | None = None
+
+class FlightRequest(msgspec.Struct, frozen=True):
+    """A `Request`; its new pages are written like those of a table."""
+
+    src_tables: dict[str, FlightTable]
+    dst_tables: dict[str, FlightTable]
+    intervals: dict[str, list[tuple[Count, Count]]]
+    dst_new_pages: dict[str, bytes]
+
+    @classmethod
+    def of(cls, request: Request) -> FlightRequest:
+        """A request as it is recorded. Raises WireError for a page id that does not fit."""
+
+        def tables(of: Mapping[str, PageTable]) -> dict[str, FlightTable]:
+            return {
+                name: FlightTable(_page_bytes(table.pages), table.num_tokens, table.first_page)
+                for name, table in of.items()
+            }
+
+        intervals = {name: [(int(a), int(b)) for a, b in pairs] for name, pairs in request.intervals.items()}
+        new_pages = {name: _page_bytes(np.asarray(pages)) for name, pages in request.dst_new_pages.items()}
+        return cls(tables(request.src_tables), tables(request.dst_tables), intervals, new_pages)
+
+    def request(self) -> Request:
+        """The request that was recorded. Raises BindError or WireError."""
+
+        def tables(of: Mapping[str, FlightTable]) -> dict[str, PageTable]:
+            return {name: PageTable(_pages(one.pages), one.num_tokens, one.first_page) for name, one in of.items()}
+
+        new_pages = {name: _pages(pages) for name, pages in self.dst_new_pages.items()}
+        return Request(tables(self.src_tables), tables(self.dst_tables), self.intervals, new_pages)
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """One record. `src` is None when the source was never met, `copies` when there is no list, for `copies_error`."""
+    """One record. `src` is None when the source was never met. `is_routed`: the two engines could be worked with."""
 
     form: str = FORM
     version: int = VERSION
@@ -82,9 +111,8 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     failure: FlightFailure
     dst: FlightSide
     src: FlightSide | None
-    transfer: RequestForm
-    copies: FlightCopies | None
-    copies_error: str = ""
+    transfer: FlightRequest
+    is_routed: bool
     staging_bytes: Number = 0
     allow_mismatch: list[str] = []
     events: list[FlightEvent] = []
@@ -101,12 +129,8 @@ _head_decoder, _decoder = msgspec.msgpack.Decoder(_Head), msgspec.msgpack.Decode
 
 
 def encode_flight(flight: Flight) -> bytes:
-    """The bytes of a record; without its copy list where that would make it too long. Raises WireError beyond that."""
+    """The bytes of a record. Raises WireError for one that is too long."""
     message = _encoder.encode(flight)
-    if len(message) > MAX_FLIGHT_BYTES and flight.copies is not None:
-        message = _encoder.encode(
-            msgspec.structs.replace(flight, copies=msgspec.structs.replace(flight.copies, rows=None))
-        )
     if len(message) > MAX_FLIGHT_BYTES:
         raise WireError(f"a flight record of {len(message)} bytes; more than {MAX_FLIGHT_BYTES} are not written")
     return message
@@ -127,23 +151,13 @@ def decode_flight(message: bytes) -> Flight:
         raise WireError(f"not a flight record ({len(message)} bytes): {error}") from None
 
 
-def summarize(lists: Iterable[CopyList], max_rows: int = MAX_KEPT_COPIES) -> FlightCopies:
-    """What a record keeps of a copy list."""
-    tables = [
-        np.stack(
-            [
-                np.full(len(part.length), part.src_rank, dtype=np.int64),
-                np.full(len(part.length), part.dst_rank, dtype=np.int64),
-                part.src_address,
-                part.dst_address,
-                part.length,
-            ],
-            axis=1,
-        )
-        for part in lists
-    ]
-    rows = np.concatenate(tables) if tables else np.zeros((0, 5), dtype=np.int64)
-    rows = rows[np.lexsort(rows.T[::-1])]
-    digest = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
-    kept = [tuple(row) for row in rows.tolist()] if len(rows) <= max_rows else None
-    return FlightCopies(len(rows), int(rows[:, 4].sum()), digest, kept)
+def _page_bytes(pages: NDArray[np.int64]) -> bytes:
+    if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) <= MAX_PAGE:
+        raise WireError(f"page ids from {int(pages.min())} to {int(pages.max())}; a record holds 0 to {MAX_PAGE}")
+    return pages.astype(f"<u{PAGE_BYTES}").tobytes()
+
+
+def _pages(content: bytes) -> NDArray[Any]:
+    if len(content) % PAGE_BYTES:
+        raise WireError(f"{len(content)} bytes of page ids; each has {PAGE_BYTES}")
+    return np.frombuffer(content, f"<u{PAGE_BYTES}").astype(np.int64)

@@ -12,10 +12,15 @@ Nothing raises: whoever does not answer so, or not in time, has no mechanism.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 
+import zmq
+
 from kvreshard.session.hello import Address
+from kvreshard.session.lookup import look_up
+from kvreshard.session.poll import Exchange, Wait, drive
 
 GREETING_BYTES = 64
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -24,15 +29,28 @@ _VERSION = b"\x03\x00"
 
 def read_mechanism(address: Address, timeout_s: float) -> str | None:
     """'NULL' (no keys), 'CURVE' (keys) or another; None if ZMTP is not what is spoken there."""
+    return drive(ask_mechanism(address, timeout_s))
+
+
+def ask_mechanism(address: Address, timeout_s: float) -> Exchange[str | None]:
+    """The exchange of `read_mechanism`."""
     greeting, deadline_s = b"", time.monotonic() + timeout_s
-    with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout_s) as plain:
-        plain.sendall(_SIGNATURE + _VERSION)
-        while len(greeting) < GREETING_BYTES and (left_s := deadline_s - time.monotonic()) > 0:
-            plain.settimeout(left_s)
-            more = plain.recv(GREETING_BYTES - len(greeting))
-            if not more:
-                break
-            greeting += more
+    with contextlib.suppress(OSError):
+        found = yield from look_up(address, deadline_s)
+        family = socket.AF_INET6 if ":" in found.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as plain:
+            plain.setblocking(False)
+            if plain.connect_ex((found.host, found.port)) not in (0, errno.EINPROGRESS):
+                return None
+            ready = yield Wait(((plain.fileno(), zmq.POLLOUT),), deadline_s)
+            if ready:
+                plain.sendall(_SIGNATURE + _VERSION)
+            while ready and len(greeting) < GREETING_BYTES:
+                ready = yield Wait(((plain.fileno(), zmq.POLLIN),), deadline_s)
+                more = plain.recv(GREETING_BYTES - len(greeting)) if ready else b""
+                greeting += more
+                if not more:
+                    break
     if len(greeting) < GREETING_BYTES or greeting[:1] != _SIGNATURE[:1] or greeting[9:10] != _SIGNATURE[9:]:
         return None
     return greeting[12:32].rstrip(b"\0").decode("ascii", "replace")

@@ -2,7 +2,7 @@
 
 A `Listener` is one thread with one ZeroMQ ROUTER socket that answers hellos with the engine's card, in the newest version that
 the asker reads. `fetch_card` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
-it went, so that a refusal stands in both logs.
+it went, so that a refusal stands in both logs. Ranks ask many listeners at once and wait for none of them (`handshake_client`).
 
 Whatever arrives, the listener lives and soon serves the next:
 
@@ -257,19 +257,31 @@ def _answer(text: str) -> zmq.Frame:
     return zmq.Frame(msgspec.msgpack.encode(Answer(ANSWER_FORM, VERSION, text)), copy=True)
 
 
-def fetch_card(address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None) -> EngineCard:
-    """The card of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
-    hello = Hello(FORM, VERSION, "card", engine, rank, reads_card=cards.CARD.version)
-    reply = knock(address, msgspec.msgpack.encode(hello), timeout_s, MAX_CARD_BYTES, keys)
+def card_hello(engine: str, rank: int) -> bytes:
+    """What asks for a card."""
+    return msgspec.msgpack.encode(Hello(FORM, VERSION, "card", engine, rank, reads_card=cards.CARD.version))
+
+
+def outcome_hello(engine: str, rank: int, text: str, is_good: bool) -> bytes:
+    """What tells how the comparison of a card went."""
+    return msgspec.msgpack.encode(Hello(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+
+
+def read_card(address: Address, reply: bytes) -> EngineCard:
+    """The card that a listener has answered with. Raises HandshakeError for anything else."""
     try:
         return decode_card(reply)
     except WireError as error:
         raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
 
 
+def fetch_card(address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None) -> EngineCard:
+    """The card of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
+    return read_card(address, knock(address, card_hello(engine, rank), timeout_s, MAX_CARD_BYTES, keys))
+
+
 def tell_outcome(
     address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
 ) -> None:
     """Tell the other side how the comparison went. Raises HandshakeError if it cannot be told."""
-    hello = Hello(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good)
-    knock(address, msgspec.msgpack.encode(hello), timeout_s, MAX_HELLO_BYTES, keys)
+    knock(address, outcome_hello(engine, rank, text, is_good), timeout_s, MAX_HELLO_BYTES, keys)

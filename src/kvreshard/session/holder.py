@@ -4,23 +4,55 @@
    give the source back by itself (`end`).
 2. The sources of what waits, or is kept, hear of it in time (`renew`).
 3. With the last request that wanted it a lease is given back: a report goes to the source ranks that the election appoints to hear
-   from this one, at once if the source is met, else as soon as it is (`send_releases`).
+   from this one, at once if the source is met, else as soon as it is (`send_releases`), or not at all if that takes longer than
+   `RELEASE_PATIENCE_S`.
+4. A source of which nothing is wanted any more, and that has not answered yet, is not asked further.
 
-Nothing here waits, and a source that cannot be told is a line in the log: its lease runs out.
+What is wanted is kept by source and lease: no event costs more where more is wanted. Nothing here waits, and a source that cannot be
+told is a line in the log: its lease runs out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import Counter
+import queue
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from kvreshard.session.notes import Report, heartbeats, write_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peers import Peer, Peers, Self
-from kvreshard.session.renewals import Renewals, by_source
+from kvreshard.session.renewals import Renewals
 from kvreshard.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
+
+# An engine that is there answers in less. What waits for one that does not is a courtesy: the lease runs out by itself.
+RELEASE_PATIENCE_S = 5.0
+
+
+@dataclass(slots=True)
+class _Source:
+    """What is wanted of one source, by lease. `waiting`, `kept`: requests. `loading`: how many loads. `releases`: to be given back once
+    the source is met. `handshake`: the one whose end is heard of.
+    """
+
+    waiting: dict[RemoteLease, set[str]] = field(default_factory=dict)
+    kept: dict[RemoteLease, set[str]] = field(default_factory=dict)
+    loading: Counter[RemoteLease] = field(default_factory=Counter)
+    releases: dict[RemoteLease, None] = field(default_factory=dict)
+    handshake: Future[Peer] | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.waiting or self.kept or self.loading)
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether it is being asked and has not answered."""
+        return self.handshake is not None and not self.handshake.done()
 
 
 class LeaseHolder:
@@ -31,10 +63,13 @@ class LeaseHolder:
 
     def __init__(self, transport: Transport, peers: Peers, usual_s: float) -> None:
         self._transport, self._peers = transport, peers
-        self._watched: dict[str, Watch] = {}
-        self._loading: Counter[tuple[RemoteEngine, RemoteLease]] = Counter()
-        self._kept: dict[str, Load] = {}
-        self._waiting_releases: list[Release] = []
+        self._sources: dict[RemoteEngine, _Source] = {}
+        self._waiting: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
+        self._kept: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
+        # Sources of which something has changed, and those that have answered, which other threads say.
+        self._open: dict[RemoteEngine, None] = {}
+        self._answered: queue.SimpleQueue[RemoteEngine] = queue.SimpleQueue()
+        self._patience: deque[tuple[float, RemoteEngine]] = deque()
         self._renewals = Renewals(usual_s)
 
     @property
@@ -45,89 +80,147 @@ class LeaseHolder:
     @property
     def is_releasing(self) -> bool:
         """Whether leases are to be given back whose sources are not met yet."""
-        return bool(self._waiting_releases)
+        return any(source.releases for source in self._sources.values())
 
     def watch(self, watch: Watch, me: Self | None) -> None:
         """Get to know the source, and renew its lease until the request is loaded, or `unwatch`."""
-        self._watched[watch.request] = watch
-        self._renewals.expect()
-        if me is not None:
-            self._peers.get(me, watch.remote)
+        self.unwatch(watch.request)
+        source = self._source(watch.remote)
+        self._waiting[watch.request] = watch.remote, watch.lease
+        source.waiting.setdefault(watch.lease, set()).add(watch.request)
+        self._renewals.expect(watch.remote)
+        if me is None:
+            self._open[watch.remote] = None
+        else:
+            self._ask(me, watch.remote, source)
 
     def unwatch(self, request: str) -> None:
         """Renew no longer."""
-        self._watched.pop(request, None)
+        found = self._waiting.pop(request, None)
+        if found is not None:
+            remote, lease = found
+            _discard(self._sources[remote].waiting, lease, request)
+            self._open[remote] = None
 
     def begin(self, load: Load) -> None:
         """A load is under way. It must `end`."""
-        self._loading[load.remote, load.lease] += 1
+        self._source(load.remote).loading[load.lease] += 1
 
     def end(self, me: Self, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
         """A load is over. `is_kept`: a release or a cancel gives its source back, not this. `peer` is None where it was not met."""
-        source = load.remote, load.lease
-        self._loading[source] -= 1
-        if not self._loading[source]:
-            del self._loading[source]
-        self._watched.pop(load.request, None)
+        source = self._source(load.remote)
+        source.loading[load.lease] -= 1
+        if not source.loading[load.lease]:
+            del source.loading[load.lease]
         if is_kept:
-            self._kept[load.request] = load
-        elif peer is None:  # given up before its source was met: the source hears of it as soon as it is
-            self._give_back(*source)
-        elif not self._is_wanted(*source):
+            self._forget_kept(load.request)
+            self._kept[load.request] = load.remote, load.lease
+            source.kept.setdefault(load.lease, set()).add(load.request)
+            self._renewals.expect(load.remote)
+        self.unwatch(load.request)
+        if is_kept:
+            return
+        if peer is None:  # given up before its source was met: the source hears of it as soon as it is
+            self._give_back(load.remote, load.lease)
+        elif not self._is_wanted(load.remote, load.lease):
             self._report(me, peer, load.lease, is_good)
+        self._open[load.remote] = None
 
     def release(self, release: Release) -> None:
         """No request that has been loaded wants the lease any more."""
-        source = release.remote, release.lease
-        self._kept = {name: kept for name, kept in self._kept.items() if (kept.remote, kept.lease) != source}
-        self._give_back(*source)
+        source = self._source(release.remote)
+        for request in source.kept.pop(release.lease, ()):
+            del self._kept[request]
+        self._give_back(release.remote, release.lease)
 
     def cancel(self, request: str) -> None:
         """A request, loaded or not, has been aborted."""
-        kept = self._kept.pop(request, None)
-        if kept is not None:
-            self._give_back(kept.remote, kept.lease)
+        found = self._forget_kept(request)
+        if found is not None:
+            self._give_back(*found)
 
-    def send_releases(self, me: Self | None) -> None:
-        """A release needs its source's route: who reports to whom. One that cannot be met keeps its lease until it ends."""
-        still: list[Release] = []
-        for release in self._waiting_releases:
-            if me is None:
-                still.append(release)
-                continue
-            meeting = self._peers.get(me, release.remote)
-            if not meeting.done():
-                still.append(release)
-            elif meeting.exception() is None:
-                self._report(me, meeting.result(), release.lease, is_good=True)
-        self._waiting_releases = still
+    def send_releases(self, me: Self | None, now_s: float) -> None:
+        """Give back what is not wanted any more where the source is met: a report needs its route, which says who reports to whom."""
+        if me is None:
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                remote = self._answered.get_nowait()
+                self._open[remote] = None
+                if self._peers.met(remote) is not None:
+                    self._renewals.met(remote)
+        while self._patience and now_s >= self._patience[0][0]:
+            remote = self._patience.popleft()[1]
+            source = self._sources.get(remote)
+            if source is not None and source.is_mute and not source.is_wanted:
+                source.releases.clear()
+                self._open[remote] = None
+        opened, self._open = self._open, {}
+        for remote in opened:
+            self._settle(me, remote, now_s)
 
     def renew(self, me: Self, now_s: float) -> float:
         """Tell the sources for which it is time which leases are wanted; how long nobody else need be told."""
-        if not self._renewals.is_time(now_s):
-            return self._renewals.rest_s(now_s)
-        wanted = by_source([*self._watched.values(), *self._kept.values()])
-        peers = {remote: self._peers.met(remote) for remote in wanted}
-        cards = ((remote, None if peer is None else peer.card) for remote, peer in peers.items())
-        for remote in self._renewals.due(cards, now_s):
-            peer = peers[remote]
-            if peer is None:
-                self._peers.get(me, remote)
+        for remote in self._renewals.due(now_s):
+            source = self._sources.get(remote)
+            if source is None or not (source.waiting or source.kept):
                 continue
-            for note in heartbeats(me.card.engine, wanted[remote], peer.note_version):
+            peer = self._peers.met(remote)
+            self._renewals.told(remote, None if peer is None else peer.card, now_s)
+            if peer is None:
+                self._ask(me, remote, source)
+                continue
+            leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.kept))
+            for note in heartbeats(me.card.engine, leases, peer.note_version):
+                payload = write_note(note)
                 for rank in peer.told_ranks:
-                    self._notify(peer, rank, write_note(note))
+                    self._notify(peer, rank, payload)
         return self._renewals.rest_s(now_s)
+
+    def _source(self, remote: RemoteEngine) -> _Source:
+        return self._sources.setdefault(remote, _Source())
+
+    def _ask(self, me: Self, remote: RemoteEngine, source: _Source) -> Future[Peer]:
+        """The handshake with a source, of whose end this hears once."""
+        handshake = self._peers.get(me, remote)
+        if handshake is not source.handshake:
+            source.handshake = handshake
+            handshake.add_done_callback(lambda _: self._answered.put(remote))
+        return handshake
+
+    def _settle(self, me: Self, remote: RemoteEngine, now_s: float) -> None:
+        """Ask for a source that was not asked for, tell one that is met what is given back, and forget one that is not wanted."""
+        source = self._sources.get(remote)
+        if source is None:
+            return
+        if source.is_wanted or source.releases:
+            handshake = self._ask(me, remote, source)
+            if source.releases and source.is_mute:
+                self._patience.append((now_s + RELEASE_PATIENCE_S, remote))
+            elif source.releases:
+                releases, source.releases = source.releases, {}
+                if not handshake.cancelled() and handshake.exception() is None:
+                    for lease in releases:
+                        self._report(me, handshake.result(), lease, is_good=True)
+        if not (source.is_wanted or source.releases):
+            del self._sources[remote]
+            self._peers.cancel(remote)
 
     def _give_back(self, remote: RemoteEngine, lease: RemoteLease) -> None:
         if not self._is_wanted(remote, lease):
-            self._waiting_releases.append(Release(remote, lease))
+            self._source(remote).releases[lease] = None
+            self._open[remote] = None
 
     def _is_wanted(self, remote: RemoteEngine, lease: RemoteLease) -> bool:
         """Whether another request of this engine has the same source, and will report when it has done: one of several choices."""
-        if self._loading[remote, lease]:
-            return True
-        return any((watch.lease, watch.remote) == (lease, remote) for watch in self._watched.values())
+        source = self._sources.get(remote)
+        return source is not None and (lease in source.loading or lease in source.waiting)
+
+    def _forget_kept(self, request: str) -> tuple[RemoteEngine, RemoteLease] | None:
+        found = self._kept.pop(request, None)
+        if found is not None:
+            _discard(self._sources[found[0]].kept, found[1], request)
+        return found
 
     def _report(self, me: Self, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
@@ -140,3 +233,9 @@ class LeaseHolder:
             self._transport.notify(peer.mover.peers[rank], payload)
         except TransportError as error:
             logger.warning("rank %d of engine %s was not told: %s", rank, peer.remote.engine, error)
+
+
+def _discard(requests: dict[RemoteLease, set[str]], lease: RemoteLease, request: str) -> None:
+    requests[lease].discard(request)
+    if not requests[lease]:
+        del requests[lease]

@@ -29,7 +29,8 @@ from kvreshard.transport.base import Transfer, TransferState, TransportError
 class Job:
     """One load on its way. `scratch`: takes a place for so many words, or None while there is none.
 
-    `check`: how the comparison with the source ended, None if there was none; `obstacle` says why one was skipped.
+    `check`: how the comparison with the source ended, None if there was none; `obstacle` says why one was skipped. `is_given_up`: it is
+    over, and its reads have not come to rest.
     """
 
     load: Load
@@ -45,6 +46,7 @@ class Job:
     scratch_address: int | None = None
     check: CheckResult | None = None
     obstacle: str = ""
+    is_given_up: bool = False
     _steps: Steps | None = None
     _waiting: Transfer | None = None
     _posted: list[Transfer] = field(default_factory=list)
@@ -62,6 +64,18 @@ class Job:
     def is_stopped(self) -> bool:
         """Whether it shall not go on."""
         return self._stopped is not None
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether it waits for something that does not wake it: a place for its words, the staging buffer, an answer of its source."""
+        return self.peer is not None and self._stopped is None and self._waiting is None
+
+    @property
+    def deadline_s(self) -> float:
+        """When it must be looked at although nothing has happened."""
+        if self._stopped is not None:
+            return self._stopped_s + self.options.settle_timeout_s
+        return self.ordered_s + self.options.load_timeout_s
 
     def stop(self, failure: Failure, now_s: float) -> None:
         """Go on only as long as something may still move."""

@@ -8,6 +8,9 @@ A one-sided read cannot be revoked, so a generation belongs to the lease:
 3. Before the pages are said to be free, the word is cleared. A reader reads the word after its last data read; another word
    than it was told means that the pages may have been reused.
 
+What is said of one lease costs no more where there are others: the times at which leases end stand in a heap, and a lease that was renewed
+is put back when its former time has come.
+
 Reports are sets: a report names its consumer, its reporter and all reporters that this rank will hear from. Duplicates, late
 reports and reports that do not know the word change nothing; each consumer engine (a router's retry) has its own set. A
 report may come before the offer, since the reader may be faster than this rank's next step.
@@ -15,6 +18,8 @@ report may come before the offer, since the reader may be faster than this rank'
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +37,8 @@ FREE = 0
 Cause = Literal["reported", "expired", "revoked"]
 # A consumer that never reports must not fill memory with sets of its own.
 MAX_CONSUMERS_PER_GRANT = 64
+# Ended leases whose time stays in the heap, beside as many as are offered: leases may last a day.
+MAX_ENDED = 1024
 
 
 class LeaseTable:
@@ -71,6 +78,10 @@ class LeaseBook:
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
         self._grants: dict[str, _Grant] = {}
+        self._num_offered = 0
+        # (deadline when it was put in, number, request, grant). One entry for each lease that is offered, and some that are over.
+        self._deadlines: list[tuple[float, int, str, _Grant]] = []
+        self._numbers = itertools.count()
         self._finished: dict[str, Cause] = {}
 
     def __len__(self) -> int:
@@ -79,7 +90,7 @@ class LeaseBook:
     @property
     def num_offered(self) -> int:
         """Leases whose pages are kept for readers."""
-        return sum(grant.deadline_s is not None for grant in self._grants.values())
+        return self._num_offered
 
     def grant(self, request: str, slot: int, word: int) -> None:
         """Write a request's word; one of its former life is cleared. Raises KvReshardError for a slot outside the table or a word that
@@ -91,8 +102,10 @@ class LeaseBook:
                 "table and a word positive"
             )
         former = self._grants.get(request)
-        if former is not None and self._table[former.slot] == former.word:
-            self._table[former.slot] = FREE
+        if former is not None:
+            self._num_offered -= former.deadline_s is not None
+            if self._table[former.slot] == former.word:
+                self._table[former.slot] = FREE
         self._grants[request] = _Grant(slot, word)
         self._table[slot] = word
 
@@ -111,7 +124,10 @@ class LeaseBook:
         grant = self._grants.get(request)
         if grant is None:
             return False
+        if grant.deadline_s is None:
+            self._num_offered += 1
         grant.ttl_s, grant.deadline_s = ttl_s, now_s + ttl_s
+        heapq.heappush(self._deadlines, (grant.deadline_s, next(self._numbers), request, grant))
         if grant.is_complete:
             self._end(request, "reported")
         return True
@@ -150,9 +166,14 @@ class LeaseBook:
 
     def expire(self, now_s: float) -> None:
         """End the leases whose time has run out."""
-        late = [name for name, g in self._grants.items() if g.deadline_s is not None and g.deadline_s <= now_s]
-        for request in late:
-            self._end(request, "expired")
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, number, request, grant = heapq.heappop(self._deadlines)
+            if self._grants.get(request) is not grant or grant.deadline_s is None:
+                continue
+            if grant.deadline_s > now_s:  # renewed, or offered again
+                heapq.heappush(self._deadlines, (grant.deadline_s, number, request, grant))
+            else:
+                self._end(request, "expired")
 
     def take_finished(self) -> Mapping[str, Cause]:
         """Requests whose pages may be freed, since the last call. Their words are cleared already."""
@@ -161,5 +182,9 @@ class LeaseBook:
 
     def _end(self, request: str, cause: Cause) -> None:
         grant = self._grants.pop(request)
+        self._num_offered -= 1
         self._table[grant.slot] = FREE
         self._finished[request] = cause
+        if len(self._deadlines) > 2 * self._num_offered + MAX_ENDED:
+            self._deadlines = [entry for entry in self._deadlines if self._grants.get(entry[2]) is entry[3]]
+            heapq.heapify(self._deadlines)

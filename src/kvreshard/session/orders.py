@@ -129,7 +129,8 @@ class Failure:
 class Results:
     """What has ended since the last call. A request that failed is not in `received`.
 
-    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all.
+    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all. `stuck`: calls into the
+    transport's library that do not come back.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -137,10 +138,11 @@ class Results:
     failed: dict[str, Failure] = field(default_factory=dict)
     checks: dict[str, CheckResult] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
+    stuck: list[str] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.freed or self.received or self.failed or self.checks or self.settled)
+        return not (self.freed or self.received or self.failed or self.checks or self.settled or self.stuck)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,11 @@ class Outbox:
         with self._ended:
             self._results.settled.add(request)
 
+    def note_stuck(self, call: str) -> None:
+        """A call into the transport's library does not come back."""
+        with self._ended:
+            self._results.stuck.append(call)
+
     def free(self, ended: Mapping[str, Cause]) -> None:
         """Leases have ended here."""
         with self._ended:

@@ -3,7 +3,10 @@
 1. Ask the engine's listener for its card; it must be the incarnation that was named.
 2. Compare facts, decode the layout, compile and prove this rank's route.
 3. Make the source ranks that it reads from, or reports to, known to the transport.
-4. Tell the other side how it went.
+4. Tell the other side how it went. Nobody waits for that.
+
+Step 1 is `handshake_client`'s: one thread for all engines. Steps 2 and 3 run on `NUM_WORKERS` threads, and only for engines that have
+answered. An engine that nobody here wants any more before it has answered is not asked further (`cancel`).
 
 The outcome is a `Peer` or an error that names what differs; both are kept, an error for a while only, so that requests do not
 ask again one by one. A life of an engine is one peer, at whatever address it was asked.
@@ -18,29 +21,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session import notes
-from kvreshard.session.card import EngineCard, check_facts
-from kvreshard.session.handshake import HandshakeError, fetch_card, tell_outcome
+from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, check_facts
+from kvreshard.session.handshake import HandshakeError, card_hello, outcome_hello, read_card
+from kvreshard.session.handshake_client import HandshakeClient
+from kvreshard.session.hello import MAX_HELLO_BYTES
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
 from kvreshard.session.orders import EndpointOptions, RemoteEngine, RemoteLease
 from kvreshard.session.pull import LeaseProof
 from kvreshard.session.staging import Staging
+from kvreshard.session.workers import Workers
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
 logger = logging.getLogger(__name__)
 
-# A meeting waits for its peer, which may not be there, and those of a fleet that is down must not keep others waiting. A thread is
-# made when none is free; each holds some five file descriptors while it asks.
-MAX_MEETINGS_AT_ONCE = 64
+# Compiling is all processor time: further threads only keep a source of a large layout from holding up the others.
+NUM_WORKERS = 4
 SWEEP_S = 60.0
 MAX_REFUSED = 16
 
@@ -57,9 +63,9 @@ class Peer:
 
     def lease_proof(self, lease: RemoteLease, scratch_address: int) -> LeaseProof:
         """Where the words of a lease stand. Raises LayoutMismatch for a slot that a source rank does not have."""
-        addresses = {}
+        addresses, cards = {}, self.card.rank_by_number
         for rank in self.route.src_ranks:
-            card = self.card.rank_by_number[rank]
+            card = cards[rank]
             if not 0 <= lease.slot < card.lease_slots:
                 raise LayoutMismatch(
                     f"request '{lease.request}' of engine '{self.remote.engine}': lease slot {lease.slot}, but rank {rank} "
@@ -104,32 +110,47 @@ class Self:
 
 
 class Peers:
-    """The engines that this rank knows, or is getting to know. Used from one thread; meetings run on others."""
+    """The engines that this rank knows, or is getting to know. Used from one thread; handshakes run on others.
+
+    `connect`: steps 2 and 3, for an engine that has answered.
+    """
 
     def __init__(
         self,
         options: EndpointOptions,
         clock: Callable[[], float],
         wake: Callable[[], None],
-        meet: Callable[[Self, RemoteEngine, EndpointOptions], Peer] | None = None,
+        connect: Callable[[Self, RemoteEngine, EngineCard, EndpointOptions], Peer] | None = None,
     ) -> None:
         self._options = options
         self._clock = clock
         self._wake = wake
-        self._meet = meet or meet_engine
+        self._connect = connect or connect_engine
         self._known: dict[RemoteEngine, Future[Peer]] = {}
+        self._asked: dict[RemoteEngine, Future[bytes]] = {}
+        # Those that were met, by (engine, incarnation) and by the engine's name. The lock is for both.
+        self._lives: dict[tuple[str, str], RemoteEngine] = {}
+        self._named: dict[str, frozenset[RemoteEngine]] = {}
+        self._lock = threading.Lock()
         self._failed_s: dict[RemoteEngine, float] = {}
         self._used_s: dict[RemoteEngine, float] = {}
         self._swept_s = clock()
         self._doubted: set[Peer] = set()
-        self._followed: set[tuple[RemoteEngine, RemoteEngine]] = set()
+        # Of a life that has answered, the former ones that were doubted for it.
+        self._followed: dict[RemoteEngine, set[RemoteEngine]] = {}
         self._gone: queue.SimpleQueue[tuple[Peer, bool]] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(MAX_MEETINGS_AT_ONCE, thread_name_prefix="kvreshard-meet")
+        self._client = HandshakeClient()
+        self._workers = Workers("kvreshard-compile", NUM_WORKERS)
 
     @property
     def num_known(self) -> int:
         """Engines that are known, or were asked in vain not long ago."""
         return len(self._known)
+
+    @property
+    def num_asking(self) -> int:
+        """Engines that are being asked and have not answered."""
+        return self._client.num_asking
 
     def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
         """The peer, now or later; its exception says why there is none."""
@@ -138,14 +159,14 @@ class Peers:
         found = self._known.get(remote)
         failed_s = self._failed_s.get(remote)
         if found is not None and (failed_s is None or self._clock() < failed_s + self._options.retry_s):
-            if found.done() and found.exception() is None:
+            if self._find(remote) is not None:
                 self._doubt_former(me, remote)
             return found
         self._failed_s.pop(remote, None)
-        future = self._pool.submit(self._meet, me, remote, self._options)
-        self._known[remote] = future
-        future.add_done_callback(lambda done: self._note(remote, done))
-        return future
+        self._known[remote] = peer = Future[Peer]()
+        self._asked[remote] = asked = self._ask_card(me, remote)
+        asked.add_done_callback(lambda reply: self._on_reply(me, remote, reply, peer))
+        return peer
 
     def met(self, remote: RemoteEngine) -> Peer | None:
         """The peer if it is known already."""
@@ -155,10 +176,16 @@ class Peers:
             self._used_s[remote] = self._clock()
         return peer
 
+    def cancel(self, remote: RemoteEngine) -> None:
+        """Nobody here wants an engine any more: ask it no further. One that has answered is left as it is."""
+        asked = self._asked.get(remote)
+        if asked is not None and asked.cancel():
+            self._drop(remote)
+
     def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
         """Drop a peer that has failed; the next request meets it anew. With `peer`, only if it is still that one.
 
-        A meeting under way stays known: whoever forgot it could not disconnect what it will have connected, and the transport
+        A handshake under way stays known: whoever forgot it could not disconnect what it will have connected, and the transport
         would refuse the same peer for ever after.
         """
         remote = self._as_known(remote)
@@ -168,10 +195,7 @@ class Peers:
         found = self._find(remote)
         if peer is not None and found is not peer:
             return
-        del self._known[remote]
-        self._failed_s.pop(remote, None)
-        self._used_s.pop(remote, None)
-        self._followed = {pair for pair in self._followed if remote not in pair}
+        self._drop(remote)
         if found is not None:
             disconnect(found)
 
@@ -180,10 +204,9 @@ class Peers:
         if peer in self._doubted:
             return
         self._doubted.add(peer)
-        asked = self._pool.submit(fetch_life, me, peer.remote, self._options)
-        asked.add_done_callback(lambda done: self._heard(peer, done))
+        self._ask_card(me, peer.remote).add_done_callback(lambda reply: self._on_doubted(peer, reply))
 
-    def sweep(self, in_use: Collection[Peer]) -> None:
+    def sweep(self, in_use: Callable[[], Collection[Peer]]) -> None:
         """Forget the peers that are gone, and now and then those that nobody has asked for in a long time, unless loads use them."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -195,26 +218,28 @@ class Peers:
         now_s = self._clock()
         if now_s < self._swept_s + SWEEP_S:
             return
-        self._swept_s = now_s
+        self._swept_s, used = now_s, in_use()
         for remote, used_s in list(self._used_s.items()):
             found = self._find(remote)
             kept_s = self._options.retry_s if found is None else self._options.peer_ttl_s
-            if now_s >= used_s + kept_s and found not in in_use:
+            if now_s >= used_s + kept_s and found not in used:
                 self.forget(remote)
 
     def close(self) -> None:
-        """Wait for meetings under way; the transport forgets the peers when it is closed."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End all handshakes, and wait for none; the transport forgets the peers when it is closed."""
+        self._workers.close()
+        self._client.close()
+
+    def _ask_card(self, me: Self, remote: RemoteEngine) -> Future[bytes]:
+        hello, options = card_hello(me.card.engine, me.rank), self._options
+        return self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_CARD_BYTES, options.keys)
 
     def _as_known(self, remote: RemoteEngine) -> RemoteEngine:
         """The reference under which this life of the engine was met: it may have been named by another address.
 
         One that is being met elsewhere is asked here all the same: that address may be wrong.
         """
-        for known in self._known:
-            if (known.engine, known.incarnation) == (remote.engine, remote.incarnation) and self._find(known):
-                return known
-        return remote
+        return self._lives.get((remote.engine, remote.incarnation), remote)
 
     def _doubt_former(self, me: Self, remote: RemoteEngine) -> None:
         """Other lives of an engine that has answered: most likely it has restarted, but two engines may have been given one name.
@@ -222,55 +247,117 @@ class Peers:
         Only once the new one has answered: a reference to a life that is gone, or that never was, must not end the routes of the
         one that is there.
         """
-        for other in list(self._known):
-            is_former = other.engine == remote.engine and other.incarnation != remote.incarnation
-            peer = self._find(other) if is_former and (remote, other) not in self._followed else None
+        followed = self._followed.setdefault(remote, set())
+        for other in self._named.get(remote.engine, frozenset()) - followed:
+            peer = self._find(other) if other.incarnation != remote.incarnation else None
             if peer is not None:
-                self._followed.add((remote, other))
+                followed.add(other)
                 self.doubt(me, peer)
 
     def _find(self, remote: RemoteEngine) -> Peer | None:
         future = self._known.get(remote)
-        return future.result() if future is not None and future.done() and future.exception() is None else None
+        if future is None or not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result()
 
-    def _heard(self, peer: Peer, asked: Future[EngineCard]) -> None:
-        if not asked.cancelled():
-            self._gone.put((peer, asked.exception() is None))
-            self._wake()
+    def _drop(self, remote: RemoteEngine) -> None:
+        """Keep nothing of a reference."""
+        del self._known[remote]
+        for times in (self._asked, self._failed_s, self._used_s, self._followed):
+            times.pop(remote, None)
+        with self._lock:
+            if self._lives.get((remote.engine, remote.incarnation)) == remote:
+                del self._lives[remote.engine, remote.incarnation]
+            others = self._named.pop(remote.engine, frozenset()) - {remote}
+            if others:
+                self._named[remote.engine] = others
+        for other in others:
+            self._followed.get(other, set()).discard(remote)
 
-    def _note(self, remote: RemoteEngine, done: Future[Peer]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            self._failed_s[remote] = self._clock()
+    def _note_met(self, remote: RemoteEngine) -> None:
+        with self._lock:
+            self._lives[remote.engine, remote.incarnation] = remote
+            self._named[remote.engine] = self._named.get(remote.engine, frozenset()) | {remote}
+
+    # Below: on other threads.
+
+    def _on_reply(self, me: Self, remote: RemoteEngine, reply: Future[bytes], peer: Future[Peer]) -> None:
+        """A listener has answered, or will not."""
+        self._asked.pop(remote, None)
+        if reply.cancelled():
+            peer.cancel()
+        elif (error := reply.exception()) is not None:
+            self._end(remote, peer, error)
+        elif not self._workers.submit(lambda: self._meet(me, remote, reply.result(), peer)):
+            peer.cancel()
+
+    def _meet(self, me: Self, remote: RemoteEngine, reply: bytes, peer: Future[Peer]) -> None:
+        """Steps 2 to 4."""
+        try:
+            card = check_life(remote, read_card(remote.address, reply))
+        except Exception as error:  # noqa: BLE001  whoever waits must hear of it
+            self._end(remote, peer, error)
+            return
+        try:
+            found = self._connect(me, remote, card, self._options)
+        except Exception as error:
+            if len(me.refused) >= MAX_REFUSED:
+                me.refused.clear()
+            me.refused[remote] = card
+            is_fault = not isinstance(error, (KvReshardError, TransportError))
+            logger.error(
+                "cannot read from engine %s at %s: %s", remote.engine, remote.address, error, exc_info=is_fault
+            )
+            self._end(remote, peer, error)
+            self._tell(me, remote, str(error), is_good=False)
+            return
+        sentence = describe_route(found.route)
+        logger.info("engine %s at %s: %s", remote.engine, remote.address, sentence)
+        self._note_met(remote)
+        self._end(remote, peer, found)
+        self._tell(me, remote, sentence, is_good=True)
+
+    def _end(self, remote: RemoteEngine, peer: Future[Peer], outcome: Peer | BaseException) -> None:
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(outcome, Peer):
+                peer.set_result(outcome)
+            else:
+                self._failed_s[remote] = self._clock()
+                peer.set_exception(outcome)
         self._wake()
 
+    def _tell(self, me: Self, remote: RemoteEngine, text: str, *, is_good: bool) -> None:
+        """A courtesy: whatever goes wrong with it, the handshake has ended as it has."""
+        hello, options = outcome_hello(me.card.engine, me.rank, text, is_good), self._options
 
-def fetch_life(me: Self, remote: RemoteEngine, options: EndpointOptions) -> EngineCard:
-    """The card of a life of an engine. Raises HandshakeError if it is not there, or another one is."""
-    card = fetch_card(remote.address, me.card.engine, me.rank, options.handshake_timeout_s, options.keys)
+        def told(answer: Future[bytes]) -> None:
+            if not answer.cancelled() and answer.exception() is not None:
+                logger.debug("engine %s was not told how the handshake went: %s", remote.engine, answer.exception())
+
+        asked = self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_HELLO_BYTES, options.keys)
+        asked.add_done_callback(told)
+
+    def _on_doubted(self, peer: Peer, reply: Future[bytes]) -> None:
+        def hear() -> None:
+            is_there = False
+            with contextlib.suppress(Exception):  # whatever it is, it is no answer of that life
+                check_life(peer.remote, read_card(peer.remote.address, reply.result()))
+                is_there = True
+            self._gone.put((peer, is_there))
+            self._wake()
+
+        if not reply.cancelled():
+            self._workers.submit(hear)
+
+
+def check_life(remote: RemoteEngine, card: EngineCard) -> EngineCard:
+    """The card, of the life that was named. Raises HandshakeError for another."""
     if (card.engine, card.incarnation) != (remote.engine, remote.incarnation):
         raise HandshakeError(
             f"at {remote.address} listens engine '{card.engine}', incarnation {card.incarnation[:12]}, not '{remote.engine}', "
             f"incarnation {remote.incarnation[:12]}: it has restarted, and what the request refers to is gone"
         )
     return card
-
-
-def meet_engine(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
-    """Steps 1 to 4. Raises KvReshardError or TransportError."""
-    card = fetch_life(me, remote, options)
-    try:
-        peer = _compare(me, remote, card, options)
-    except (KvReshardError, TransportError) as error:
-        if len(me.refused) >= MAX_REFUSED:
-            me.refused.clear()
-        me.refused[remote] = card
-        logger.error("cannot read from engine %s at %s: %s", remote.engine, remote.address, error)
-        _tell(me, remote, str(error), False, options)
-        raise
-    sentence = describe_route(peer.route)
-    logger.info("engine %s at %s: %s", remote.engine, remote.address, sentence)
-    _tell(me, remote, sentence, True, options)
-    return peer
 
 
 def disconnect(peer: Peer) -> None:
@@ -295,7 +382,8 @@ def describe_route(route: Route) -> str:
     )
 
 
-def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+def connect_engine(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+    """Steps 2 and 3. Raises KvReshardError or TransportError."""
     check_facts(me.card, card, options.allow_mismatch)
     layout = card.decode_layout()
     route = compile_route(layout, me.layout, me.rank, cost=options.cost, kept=me.kept)
@@ -308,13 +396,3 @@ def _compare(me: Self, remote: RemoteEngine, card: EngineCard, options: Endpoint
         route.drop_kept()
         raise
     return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))
-
-
-def _tell(me: Self, remote: RemoteEngine, text: str, is_good: bool, options: EndpointOptions) -> None:
-    """A courtesy: whatever goes wrong with it, the meeting has ended as it has."""
-    try:
-        tell_outcome(remote.address, me.card.engine, me.rank, text, is_good, options.handshake_timeout_s, options.keys)
-    except HandshakeError as error:
-        logger.debug("engine %s was not told how the meeting went: %s", remote.engine, error)
-    except Exception:
-        logger.exception("engine %s was not told how the meeting went", remote.engine)

@@ -1,11 +1,13 @@
 """How does a failed load leave a file behind, and how is it kept from filling the disk or slowing the others?
 
-1. `record` takes what is known of the load. Both layouts are bytes already; the copy list is bound once more.
-2. The file is written beside its place and moved there, whole or not at all, readable by its owner only.
-3. Of all flight records in the directory the newest `max_files` stay.
+1. `record` hands what is known of the load to a thread of the recorder's own, and returns.
+2. There the file is written beside its place and moved there, whole or not at all, readable by its owner only. Layouts are bytes already, and
+   no copy is listed: a record costs what its block tables cost.
+3. Of all flight records in the directory the newest `max_files` stay. What a process that died has left half written goes after
+   `PART_AGE_S`.
 
-It runs on the session's thread, never on the engine's, and at most once in `MIN_INTERVAL_S`: a storm of failures leaves its first
-record, and a count of the rest in the next one's log line. Nothing raises: what cannot be written is a line in the log.
+At most one record is on its way, and at most one is made in `MIN_INTERVAL_S`: a storm of failures leaves its first record, and a count of the
+rest in the next one's log line. Nothing raises: what cannot be written is a line in the log.
 """
 
 from __future__ import annotations
@@ -15,47 +17,47 @@ import logging
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvreshard import __version__
-from kvreshard.model import wire
 from kvreshard.model.errors import KvReshardError
-from kvreshard.model.request_form import to_form
-from kvreshard.plan.bind import bind
-from kvreshard.plan.route import Route
 from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.flight import (
     Flight,
-    FlightCopies,
     FlightEvent,
     FlightFailure,
+    FlightRequest,
     FlightSide,
     encode_flight,
-    summarize,
 )
 from kvreshard.session.orders import Failure, Load
+from kvreshard.session.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".kvflight"
+PART = ".part"
 MIN_INTERVAL_S = 1.0
+PART_AGE_S = 600.0
+CLOSE_S = 0.1
 MAX_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A failed load, as its endpoint knows it. `src` and `route` are None when the source was not met or not routed."""
+    """A failed load, as its endpoint knows it. `src` is None when the source was not met; `is_routed`: there was a route from it."""
 
     load: Load
     rank: int
     failure: Failure
     dst: EngineCard
     src: EngineCard | None
-    route: Route | None
+    is_routed: bool
     events: Events
     staging_bytes: int
     allow_mismatch: tuple[str, ...]
@@ -64,7 +66,7 @@ class Crash:
 class Recorder:
     """Writes records to `directory`, which it makes. Used from one thread. `clock`: seconds; `now`: of the day, for names.
 
-    Raises KvReshardError if the directory cannot be made.
+    `submit`: does a piece of work some time; None: on a thread of the recorder's own. Raises KvReshardError if the directory cannot be made.
     """
 
     def __init__(
@@ -73,8 +75,13 @@ class Recorder:
         max_files: int,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        submit: Callable[[Callable[[], None]], bool] | None = None,
     ) -> None:
         self._directory, self._max_files, self._clock, self._now = directory, max_files, clock, now
+        self._workers = Workers("kvreshard-recorder", 1)
+        self._submit = submit or self._workers.submit
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._last_s: float | None = None
         self._num_written = self._num_skipped = 0
         try:
@@ -84,22 +91,34 @@ class Recorder:
                 f"flight_recorder_dir '{directory}' cannot be made: {error.strerror}; give a directory that can be written"
             ) from None
 
-    def record(self, crash: Crash) -> Path | None:
-        """Write a record; its path, or None if it was left out or could not be written."""
+    def record(self, crash: Crash) -> None:
+        """Have a record written, unless one was a moment ago or still is."""
         now_s = self._clock()
-        if self._last_s is not None and now_s < self._last_s + MIN_INTERVAL_S:
+        if not self._is_idle.is_set() or (self._last_s is not None and now_s < self._last_s + MIN_INTERVAL_S):
             self._num_skipped += 1
-            return None
+            return
         self._last_s = now_s
+        num_skipped, self._num_skipped = self._num_skipped, 0
+        self._is_idle.clear()
+        if not self._submit(lambda: self._record(crash, num_skipped)):
+            self._is_idle.set()
+
+    def close(self) -> None:
+        """Wait a moment for a record that is on its way."""
+        self._is_idle.wait(CLOSE_S)
+        self._workers.close()
+
+    # Below: on the recorder's thread.
+
+    def _record(self, crash: Crash, num_skipped: int) -> None:
+        more = f" ({num_skipped} failures since the last record left none)" if num_skipped else ""
         try:
             path = self._write(crash)
+            logger.warning("request %s: flight record %s%s; see `kvreshard replay`", crash.load.request, path, more)
         except Exception as error:  # noqa: BLE001  a record is a help, never a second failure
-            logger.warning("request %s: no flight record was written: %s", crash.load.request, error)
-            return None
-        more = f" ({self._num_skipped} failures since the last record left none)" if self._num_skipped else ""
-        self._num_skipped = 0
-        logger.warning("request %s: flight record %s%s; see `kvreshard replay`", crash.load.request, path, more)
-        return path
+            logger.warning("request %s: no flight record was written: %s%s", crash.load.request, error, more)
+        finally:
+            self._is_idle.set()
 
     def _write(self, crash: Crash) -> Path:
         written_at_s = self._now()
@@ -108,7 +127,7 @@ class Recorder:
         self._num_written += 1
         words = f"{stamp}-{os.getpid()}-{self._num_written:04d}-r{crash.rank}-{crash.failure.kind}-{crash.load.request}"
         path = self._directory / (re.sub(r"[^A-Za-z0-9_-]", "_", words)[: MAX_NAME * 3] + SUFFIX)
-        handle, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._directory)
+        handle, temporary = tempfile.mkstemp(prefix=".", suffix=PART, dir=self._directory)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(message)
@@ -125,11 +144,14 @@ class Recorder:
         for path in sorted(self._directory.glob(f"*{SUFFIX}"))[: -self._max_files]:
             with contextlib.suppress(OSError):
                 path.unlink()
+        for path in self._directory.glob(f".*{PART}"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < self._now() - PART_AGE_S:
+                    path.unlink()
 
 
 def make_flight(crash: Crash, written_at_s: float) -> Flight:
     """The record of a failed load."""
-    copies, copies_error = _copies(crash)
     load, failure = crash.load, crash.failure
     return Flight(
         kvreshard=__version__,
@@ -141,9 +163,8 @@ def make_flight(crash: Crash, written_at_s: float) -> Flight:
         failure=FlightFailure(failure.kind, failure.text, failure.is_quarantined),
         dst=_side(crash.dst),
         src=None if crash.src is None else _side(crash.src),
-        transfer=to_form(load.transfer),
-        copies=copies,
-        copies_error=copies_error,
+        transfer=FlightRequest.of(load.transfer),
+        is_routed=crash.is_routed,
         staging_bytes=crash.staging_bytes,
         allow_mismatch=list(crash.allow_mismatch),
         events=[FlightEvent(event.at_s, event.name, event.text) for event in crash.events.list()],
@@ -151,19 +172,5 @@ def make_flight(crash: Crash, written_at_s: float) -> Flight:
     )
 
 
-def _copies(crash: Crash) -> tuple[FlightCopies | None, str]:
-    if crash.route is None:
-        return None, "the engines were not routed"
-    try:
-        return summarize(bind(crash.route, crash.load.transfer)), ""
-    except KvReshardError as error:
-        return None, str(error)
-
-
 def _side(card: EngineCard) -> FlightSide:
-    """With the layout in the plain form, which any version's `replay` and other programs read; one that is wrong stays as it came."""
-    try:
-        layout = wire.encode(card.decode_layout())
-    except KvReshardError:
-        layout = card.layout
-    return FlightSide(card.engine, card.incarnation, dict(card.facts), layout)
+    return FlightSide(card.engine, card.incarnation, dict(card.facts), card.layout)

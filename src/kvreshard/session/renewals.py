@@ -9,32 +9,25 @@ source with a shorter one run out while it waits or reads.
 3. One that does not say how long its leases last is told as often as this side's own option has it, and one that is not known yet is
    asked for as often.
 
-It only keeps time; who is told what, and how, is the endpoint's affair.
+It only keeps time, in a heap: who is told what, and how, is `holder`'s affair.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from kvreshard.session.card import EngineCard
-from kvreshard.session.orders import Load, RemoteEngine, Watch
+from kvreshard.session.orders import RemoteEngine
 
 # Five of them may be late or lost.
 RENEWALS_PER_LEASE = 6
 # What a card says must not make a reader busy: leases of less than a second are not offered (`vllm.options`).
 MIN_INTERVAL_S = 0.1
-
-
-def by_source(users: Iterable[Watch | Load]) -> dict[RemoteEngine, dict[tuple[str, int], None]]:
-    """The leases that are wanted, each once, however many choices of a request share it: (request, word) per source."""
-    wanted: dict[RemoteEngine, dict[tuple[str, int], None]] = {}
-    for user in users:
-        wanted.setdefault(user.remote, {})[user.lease.request, user.lease.word] = None
-    return wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +44,51 @@ class Renewals:
     def __init__(self, usual_s: float) -> None:
         self._usual_s = usual_s
         self._next: dict[RemoteEngine, _Next] = {}
-        self._is_complete = True
-        self._rests_until_s = math.inf
+        # One entry for each of `_next`, and some of before: an entry whose time is not the source's is passed over.
+        self._heap: list[tuple[float, int, RemoteEngine]] = []
+        self._numbers = itertools.count()
 
-    def expect(self) -> None:
-        """A lease is wanted that was not before."""
-        self._is_complete = False
+    def expect(self, remote: RemoteEngine) -> None:
+        """A lease is wanted. A source whose time is set keeps it: one that gets its next request soon is not told more often for it."""
+        if remote not in self._next:
+            self._set(remote, _Next(-math.inf, False))
+
+    def met(self, remote: RemoteEngine) -> None:
+        """A source is met: it is told now, unless it was told since it is known."""
+        found = self._next.get(remote)
+        if found is not None and not found.is_known:
+            self._set(remote, _Next(-math.inf, False))
+
+    def due(self, now_s: float) -> list[RemoteEngine]:
+        """The sources to be told, or asked for, now. Each must be `told`, or is forgotten."""
+        found: list[RemoteEngine] = []
+        while self._drop_former() <= now_s:
+            remote = heapq.heappop(self._heap)[2]
+            del self._next[remote]
+            found.append(remote)
+        return found
+
+    def told(self, remote: RemoteEngine, card: EngineCard | None, now_s: float) -> None:
+        """A source was told, or asked for where it has no card yet."""
+        self._set(remote, _Next(now_s + self._interval_s(card), card is not None))
 
     def rest_s(self, now_s: float) -> float:
         """How long until a source must be told, or asked for. One that is met sooner must be told then."""
-        return max(0.0, self._rests_until_s - now_s)
+        return max(0.0, self._drop_former() - now_s)
 
-    def is_time(self, now_s: float) -> bool:
-        """Whether `due` may find a source."""
-        return not self._is_complete or now_s >= self._rests_until_s
+    def _set(self, remote: RemoteEngine, at: _Next) -> None:
+        self._next[remote] = at
+        heapq.heappush(self._heap, (at.at_s, next(self._numbers), remote))
 
-    def due(self, wanted: Iterable[tuple[RemoteEngine, EngineCard | None]], now_s: float) -> list[RemoteEngine]:
-        """Of the sources of all leases that are wanted, with their cards once they are met: those to be told, or asked for, now."""
-        kept: dict[RemoteEngine, _Next] = {}
-        due: list[RemoteEngine] = []
-        for remote, card in wanted:
-            was = self._next.get(remote, _Next(-math.inf, False))
-            if now_s >= was.at_s or (card is not None and not was.is_known):
-                due.append(remote)
-                was = _Next(now_s + self._interval_s(card), card is not None)
-            kept[remote] = was
-        self._is_complete = all(one.is_known for one in kept.values())
-        self._rests_until_s = min((one.at_s for one in kept.values()), default=math.inf)
-        # A source that gets its next request soon is not told more often for it.
-        self._next = {remote: one for remote, one in self._next.items() if one.at_s > now_s} | kept
-        return due
+    def _drop_former(self) -> float:
+        """The earliest time that is set; infinite if none is."""
+        while self._heap:
+            at_s, _, remote = self._heap[0]
+            found = self._next.get(remote)
+            if found is not None and found.at_s == at_s:
+                return at_s
+            heapq.heappop(self._heap)
+        return math.inf
 
     def _interval_s(self, card: EngineCard | None) -> float:
         if card is None or isinstance(card.lease_s, msgspec.UnsetType):

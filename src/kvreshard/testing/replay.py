@@ -1,7 +1,7 @@
 """What comes out when a recorded load is done again, without the engines that it failed on?
 
 1. Route both recorded layouts again: facts, then geometry. Bind the recorded request. A refusal is compared with the recorded one.
-2. Compare the copy list with the recorded digest, at the recorded addresses.
+2. List the copies, at the recorded addresses. The version of kvreshard that wrote the record made the same ones; another may not have.
 3. Give the ranks that take part memory at new addresses, as large as their regions but touched only where the request has pages.
    Source pages get random bytes, new destination pages 0xFF.
 4. Move the request over the memory transport, through staging as then, and compare both sides by digests in logical coordinates;
@@ -13,22 +13,24 @@ Refused with ReplayError: more memory than the machine has free. Bad layouts in 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard import __version__
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, packed
 from kvreshard.model.layout import Rank
-from kvreshard.model.request_form import from_form
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
+from kvreshard.plan.copies import CopyList
 from kvreshard.session import card
-from kvreshard.session.flight import Flight, FlightCopies, FlightSide, summarize
+from kvreshard.session.flight import Flight, FlightSide
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
@@ -50,6 +52,20 @@ class ReplayError(KvReshardError):
 
 
 @dataclass(frozen=True, slots=True)
+class CopySummary:
+    """A copy list in short. `by_rank`: source rank -> (copies, bytes). `digest`: of the list, which is the same for the same copies.
+
+    It is over rows of source rank, destination rank, source address, destination address and length, in ascending order, each number as
+    eight little-endian bytes.
+    """
+
+    num_copies: int
+    num_bytes: int
+    digest: str
+    by_rank: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Replayed:
     """What came out. `copies`: the copy list of today; `refusal`: what is refused today, empty if nothing."""
 
@@ -59,14 +75,14 @@ class Replayed:
     src: EngineLayout | None
     request: Request
     refusal: str = ""
-    copies: FlightCopies | None = None
+    copies: CopySummary | None = None
     num_bytes: int = 0
     verdict: Verdict | None = None
 
 
 def replay(flight: Flight, seed: int = 0) -> Replayed:
     """Do a recorded load again. Raises KvReshardError for a record whose layouts or request are none, or ReplayError."""
-    dst, request = packed.decode(flight.dst.layout), from_form(flight.transfer)
+    dst, request = packed.decode(flight.dst.layout), flight.transfer.request()
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
         return Replayed("never met", reason, dst, None, request)
@@ -78,17 +94,33 @@ def replay(flight: Flight, seed: int = 0) -> Replayed:
     except (LayoutMismatch, BindError) as error:
         return _refused(flight, src, dst, request, error)
     known = Replayed("different", "", dst, src, request, "", copies)
-    if flight.copies is None:
-        return _with(known, "different", f"it was refused then and is not now: {flight.copies_error}")
-    if flight.copies.digest != copies.digest:
-        then = f"{flight.copies.num_copies} copies of {flight.copies.num_bytes} bytes"
-        return _with(
-            known,
-            "different",
-            f"the copy list is another: {then} then, {copies.num_copies} of {copies.num_bytes} now; kvreshard "
-            f"{flight.kvreshard} wrote the record",
-        )
+    if not flight.is_routed or flight.failure.kind == "request":
+        return _with(known, "different", f"it was refused then and is not now: {flight.failure.text}")
     return _move(flight, known, route, seed)
+
+
+def summarize(lists: Iterable[CopyList]) -> CopySummary:
+    """A copy list in short."""
+    tables = [
+        np.stack(
+            [
+                np.full(len(part.length), part.src_rank, dtype=np.int64),
+                np.full(len(part.length), part.dst_rank, dtype=np.int64),
+                part.src_address,
+                part.dst_address,
+                part.length,
+            ],
+            axis=1,
+        )
+        for part in lists
+    ]
+    rows = np.concatenate(tables) if tables else np.zeros((0, 5), dtype=np.int64)
+    rows = rows[np.lexsort(rows.T[::-1])]
+    digest = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
+    ranks, first = np.unique(rows[:, 0], return_index=True)
+    parts = np.split(rows[:, 4], first[1:])
+    by_rank = {int(rank): (len(part), int(part.sum())) for rank, part in zip(ranks, parts, strict=False)}
+    return CopySummary(len(rows), int(rows[:, 4].sum()), digest, by_rank)
 
 
 def _refused(flight: Flight, src: EngineLayout, dst: EngineLayout, request: Request, error: KvReshardError) -> Replayed:
@@ -123,7 +155,11 @@ def _move(flight: Flight, known: Replayed, route: Route, seed: int) -> Replayed:
         return _with(
             known, "different", "bytes of new pages that no copy writes are not zero", moved.num_bytes, verdict
         )
-    reason = "the copy list is the same and every byte arrives: look at the transport, the peer, or the time it took"
+    reason = "every byte arrives: look at the transport, the peer, or the time it took"
+    if flight.kvreshard != __version__:
+        reason += (
+            f"; kvreshard {flight.kvreshard} wrote the record and may have planned other copies, this is {__version__}"
+        )
     return _with(known, "not in the plan", reason, moved.num_bytes, verdict)
 
 

@@ -319,6 +319,14 @@ class Notification:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class StuckCall:
+    """A call into a transport's library that does not come back: its name, and what that means in a sentence."""
+
+    call: str
+    text: str
+
+
 @runtime_checkable
 class Transport(Protocol):
     """What every transport offers. All methods may be called from any thread and raise `TransportError` as said."""
@@ -348,7 +356,7 @@ class Transport(Protocol):
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer at once. What has not been posted of its pending transfers is dropped; they fail when the rest
-        has settled.
+        has settled. Does not wait for that.
         """
 
     def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
@@ -371,6 +379,11 @@ class Transport(Protocol):
     def set_attentive(self, attentive: bool) -> None:
         """Say whether peers are expected to read, write or notify soon: an attentive transport answers faster and costs
         more processor time while idle. Each call with True says that one more is on its way, and is answered fastest.
+        """
+
+    def stuck(self) -> StuckCall | None:
+        """The call into the transport's library that has not come back within its bound: until it does, nothing that is pending settles,
+        and what waits for the library raises. None where there is none. Never waits.
         """
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ from kvreshard.transport.base import (
     Direction,
     MemoryRegion,
     Notification,
+    StuckCall,
     Transfer,
     TransportError,
     check_payload,
@@ -254,8 +255,8 @@ class MemoryTransport:
         """See `Transport.add_peers`."""
         fresh = {name: decode_metadata("memory", metadata) for name, metadata in peers.items()}
         with self._open():
-            known = {name: own_name for name, (own_name, _) in self._peers.items()}
-            check_new_peers(self._name, {name: peer.name for name, peer in fresh.items()}, known)
+            aliases = {own_name: name for name, (own_name, _) in self._peers.items()}
+            check_new_peers(self._name, {name: peer.name for name, peer in fresh.items()}, self._peers, aliases)
             for name, peer in fresh.items():
                 if peer.name not in self.fabric.transports:
                     raise TransportError(f"peer {name!r} ({peer.name}) is not on this fabric; use one for both")
@@ -306,6 +307,10 @@ class MemoryTransport:
 
     def set_attentive(self, attentive: bool) -> None:
         """Nothing to do: memory always answers."""
+
+    def stuck(self) -> StuckCall | None:
+        """See `Transport.stuck`: there is no library."""
+        return None
 
     def close(self) -> None:
         """See `Transport.close`. No byte of a pending transfer moves afterwards."""

@@ -44,6 +44,7 @@ from kvreshard.transport.base import (
     Direction,
     MemoryRegion,
     Notification,
+    StuckCall,
     Transfer,
     TransportError,
     check_payload,
@@ -99,7 +100,9 @@ class NixlTransport:
         self._admin = threading.Lock()
         self._closed = False
         self._table = RegionTable()
+        # Changed in place, one entry at a time: other threads look names up meanwhile.
         self._peers: dict[str, tuple[str, RegionTable]] = {}
+        self._aliases: dict[str, str] = {}
         self._frames: Placed[Frame, PlacedFrame] = Placed(place_frame)
         self._wholes: Placed[Copies, PlacedCopies] = Placed(PlacedCopies.of)
 
@@ -154,18 +157,19 @@ class NixlTransport:
         fresh = {name: (peer.name, peer.table()) for name, peer in found.items()}
         with self._admin:
             self._open_table()
-            known = {name: own_name for name, (own_name, _) in self._peers.items()}
-            check_new_peers(self._name, {name: peer.name for name, peer in found.items()}, known)
+            check_new_peers(self._name, {name: peer.name for name, peer in found.items()}, self._peers, self._aliases)
             self._owner.add_peers({peer.name: peer.native for peer in found.values()})
-            self._peers = {**self._peers, **fresh}
+            self._peers |= fresh
+            self._aliases |= {own_name: name for name, (own_name, _) in fresh.items()}
 
     def remove_peer(self, name: str) -> None:
-        """See `Transport.remove_peer`."""
-        with self._admin:
-            own_name, _ = self._peer(name)
-            self._peers = {alias: peer for alias, peer in self._peers.items() if alias != name}
-            error = TransportError(f"peer {name!r} ({own_name}) was removed while this transfer was pending")
-            self._owner.remove_peer(own_name, error)
+        """See `Transport.remove_peer`. Does not block on NIXL, nor on whoever adds peers."""
+        own_name, _ = self._peer(name)
+        if self._peers.pop(name, None) is None:
+            raise unknown_peer(self._name, name, list(self._peers))
+        self._aliases.pop(own_name, None)
+        error = TransportError(f"peer {name!r} ({own_name}) was removed while this transfer was pending")
+        self._owner.remove_peer(own_name, error)
 
     def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`. Does not block on NIXL."""
@@ -207,17 +211,20 @@ class NixlTransport:
     def notifications(self) -> list[Notification]:
         """See `Transport.notifications`."""
         self._open_table()
-        aliases = {own_name: alias for alias, (own_name, _) in self._peers.items()}
         fresh = []
         # One pop at a time: two threads may be reading, and the owner appends meanwhile.
         with contextlib.suppress(IndexError):
             while True:
                 fresh.append(self._inbox.popleft())
-        return [Notification(aliases.get(peer, peer), payload) for peer, payload in fresh]
+        return [Notification(self._aliases.get(peer, peer), payload) for peer, payload in fresh]
 
     def set_attentive(self, attentive: bool) -> None:
         """See `Transport.set_attentive`: `Pace.fast_s` for `Pace.linger_s`, then `attentive_s` instead of `slow_s`."""
         self._owner.attend(attentive)
+
+    def stuck(self) -> StuckCall | None:
+        """See `Transport.stuck`."""
+        return None if self._closed else self._owner.stuck()
 
     def close(self) -> None:
         """See `Transport.close`. Waits up to `Pace.close_s` for slices in flight."""
@@ -234,4 +241,4 @@ class NixlTransport:
         try:
             return self._peers[name]
         except KeyError:
-            raise unknown_peer(self._name, name, self._peers) from None
+            raise unknown_peer(self._name, name, list(self._peers)) from None

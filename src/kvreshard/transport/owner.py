@@ -4,8 +4,8 @@ One thread, from birth to death, because an agent is not safe to share. Everybod
 Each turn of its loop:
 
 1. do what was handed in (register, add a peer, send a notification, a new transfer);
-2. post one slice of one transfer, the transfers in turn, as long as its peer's window is open; a post blocks for some 20 ms at most, so
-   everything else waits no longer;
+2. post one slice of one transfer, the peers in turn and the transfers with each, as long as the peer's window is open; a post blocks for
+   some 20 ms at most, so everything else waits no longer;
 3. ask for the slices in flight; collect the notifications that arrived;
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.
 
@@ -14,6 +14,9 @@ A slice that failed may have pieces that still move: NIXL shares them over sever
 fails. So its peer is disconnected, when the other slices with it have settled, and only then have its transfers settled: a failed transfer moves
 no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its transfer and its peer's window; only `stop` gives it up.
 
+What is handed in, posted or settled costs no more where more transfers wait (`posting`). A call into the library that does not come back is
+noticed by those who look (`watchdog`), since this thread cannot.
+
 The agent is a narrow protocol (`agent`), so that this loop runs in tests without NIXL.
 """
 
@@ -21,25 +24,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvreshard.transport.agent import Agent
-from kvreshard.transport.base import Transfer, TransportError
+from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.pace import Pace
-from kvreshard.transport.refusals import cancelled, closed_transport, closed_while_pending, torn_peer
+from kvreshard.transport.posting import Posting
+from kvreshard.transport.refusals import cancelled, closed_while_pending, failed, torn_peer
 from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
+from kvreshard.transport.watchdog import SLOW_FACTOR, Watchdog, WatchedAgent
 from kvreshard.transport.window import Windows
+from kvreshard.transport.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How long an agent may take to close while somebody waits.
+TEAR_DOWN_S = 0.2
 
 
 class Owner:
@@ -62,42 +69,45 @@ class Owner:
         self._on_notification = on_notification
         self._pace = pace
         self._clock = clock
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._under_way: deque[SlicedTransfer] = deque()
+        self._of_transfer: dict[Transfer, SlicedTransfer] = {}
+        # Of each peer its transfers: those of which something is left or in flight, and failed ones that settle when it is disconnected.
+        self._busy: dict[str, dict[SlicedTransfer, None]] = {}
+        self._held: dict[str, list[SlicedTransfer]] = {}
+        self._in_flight: dict[SlicedTransfer, None] = {}
         self._leaving: set[str] = set()
         self._torn: set[str] = set()
         self._budget = SliceBudget(pace.post_s)
         self._windows = Windows(pace.max_in_flight, pace.max_in_flight_bytes)
+        self._posting = Posting(self._windows)
+        self._watchdog = Watchdog(name, pace.call_s, clock)
+        self._work = WorkQueue(name, self._watchdog)
         self._last_event_s = clock()
         self._stopping_s: float | None = None
-        self._gate = threading.Lock()
-        self._shut = False
         born: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_agent, born), name=name, daemon=True)
         self._thread.start()
+        if not wait([born], pace.call_s * SLOW_FACTOR).done:
+            raise TransportError(
+                f"{name}: no agent was made within {pace.call_s * SLOW_FACTOR:g} s; look for a hung device or driver"
+            )
         born.result()
 
-    def call(self, function: Callable[[Agent], T]) -> T:
-        """Run `function(agent)` on the owner's thread and return its result; its exceptions come back too."""
+    def call(self, function: Callable[[Agent], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Run `function(agent)` on the owner's thread and return its result; its exceptions come back too.
+
+        `undo`: for what succeeds when nobody waits for it any more. Raises TransportError where a call into the library does not come back.
+        """
         if threading.current_thread() is self._thread:
             return function(self._agent)
-        future: Future[T] = Future()
+        return self._work.call(lambda: function(self._agent), undo)
 
-        def run() -> None:
-            try:
-                future.set_result(function(self._agent))
-            except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
-                future.set_exception(error)
-
-        self.submit(run)
-        return future.result()
+    def stuck(self) -> StuckCall | None:
+        """The call into the library that does not come back within its bound. For any thread."""
+        return self._watchdog.stuck()
 
     def submit(self, function: Callable[[], None]) -> None:
         """Run `function` on the owner's thread some time. Raises `TransportError` once stopped."""
-        with self._gate:
-            if self._shut:
-                raise closed_transport(self.name)
-            self._work.put(function)
+        self._work.submit(function)
 
     def attend(self, attentive: bool) -> None:
         """Set the pace between events. To be told that peers will come is an event: it ends a rest, and the pace stays fast for
@@ -116,10 +126,10 @@ class Owner:
         """Post no more of a transfer; does not wait."""
 
         def stop() -> None:
-            for sliced in self._under_way:
-                if sliced.transfer is transfer and not sliced.cursor.exhausted:
-                    sliced.fail(cancelled(transfer))
-            self._settle_quiet()
+            sliced = self._of_transfer.get(transfer)
+            if sliced is not None and not sliced.cursor.exhausted:
+                sliced.fail(cancelled(transfer))
+                self._settle_quiet(sliced)
 
         self.submit(stop)
 
@@ -150,20 +160,24 @@ class Owner:
             # Slices of their former time, which failed after they had been removed, say nothing of these.
             self._torn.difference_update(natives)
 
-        self.call(add)
+        def forget() -> None:
+            for peer in natives:
+                self._forget(peer)
+
+        self.call(add, forget)
 
     def remove_peer(self, peer: str, error: TransportError) -> None:
-        """Fail a peer's transfers; disconnect when their slices have settled."""
+        """Fail a peer's transfers; disconnect when their slices have settled. Does not wait."""
 
-        def remove(agent: Agent) -> None:
+        def remove() -> None:
             if peer in self._torn and peer not in self._leaving:
                 self._torn.discard(peer)  # disconnected already
                 return
             self._torn.discard(peer)
             self._leave(peer, error)
-            self._settle_quiet()
 
-        self.call(remove)
+        with contextlib.suppress(TransportError):  # stopped: the agent forgets its peers
+            self.submit(remove)
 
     def stop(self) -> None:
         """Fail all transfers, give slices in flight `close_s` seconds, close the agent, end the thread."""
@@ -171,17 +185,14 @@ class Owner:
         def begin() -> None:
             if self._stopping_s is None:
                 self._stopping_s = self._clock() + self._pace.close_s
-            for sliced in self._under_way:
+            for sliced in list(self._of_transfer.values()):
                 sliced.fail(closed_while_pending(self.name))
-            self._settle_quiet()
+                self._settle_quiet(sliced)
 
-        with self._gate:
-            if not self._shut:
-                self._shut = True
-                self._work.put(begin)
+        self._work.shut(begin)
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(2 * self._pace.close_s + 1.0)
+        self._thread.join(self._pace.close_s + TEAR_DOWN_S)
         if self._thread.is_alive():
             logger.warning("%s: the agent did not close; its thread is left behind", self.name)
 
@@ -189,21 +200,20 @@ class Owner:
 
     def _run(self, make_agent: Callable[[], Agent], born: Future[None]) -> None:
         try:
-            self._agent = make_agent()
+            self._agent: Agent = WatchedAgent(make_agent(), self._watchdog)
         except BaseException as error:  # noqa: BLE001  it belongs to the caller, whatever it is
-            self._shut = True
+            self._work.shut()
             born.set_exception(error)
             return
         born.set_result(None)
         del born, make_agent
         try:
-            while self._stopping_s is None or (self._under_way and self._clock() < self._stopping_s):
-                self._do_work(0.0 if self._look() else self._rest_s())
+            while self._stopping_s is None or (self._of_transfer and self._clock() < self._stopping_s):
+                self._work.run(0.0 if self._look() else self._rest_s())
         finally:
             # Also after a fault of this loop itself: whoever waits must hear of it.
-            with self._gate:
-                self._shut = True
-            for sliced in self._under_way:
+            self._work.shut()
+            for sliced in self._of_transfer.values():
                 sliced.fail(closed_while_pending(self.name))
             self._tear_down()
 
@@ -229,33 +239,23 @@ class Owner:
             return pace.fast_s
         return pace.attentive_s if self.attentive else pace.slow_s
 
-    def _do_work(self, rest_s: float) -> None:
-        """Run what was handed in, waiting for the first piece of it for up to `rest_s`."""
-        try:
-            work = self._work.get(timeout=rest_s) if rest_s > 0.0 else self._work.get_nowait()
-            while True:
-                work()
-                work = self._work.get_nowait()
-        except queue.Empty:
-            return
-
     def _accept(self, sliced: SlicedTransfer) -> None:
         self._note_event()
         if self._stopping_s is not None:
             sliced.fail(closed_while_pending(self.name))
         if sliced.peer in self._torn:
             sliced.fail(torn_peer(sliced.peer))
-        self._under_way.append(sliced)
-        self._settle_quiet()
+        self._of_transfer[sliced.transfer] = sliced
+        self._busy.setdefault(sliced.peer, {})[sliced] = None
+        self._posting.add(sliced)
+        self._settle_quiet(sliced)
 
     def _post_slice(self) -> bool:
         """Post the next slice of the transfer whose turn it is; whether there was one."""
-        windows = self._windows
-        sliced = next((one for one in self._under_way if not one.cursor.exhausted and windows.is_open(one.peer)), None)
+        sliced = self._posting.next()
         if sliced is None:
             return False
-        self._under_way.remove(sliced)
-        self._under_way.append(sliced)
+        windows = self._windows
         try:
             piece = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
             started_s = self._clock()
@@ -266,23 +266,24 @@ class Owner:
             self._budget.learn(piece.cost_bytes, self._clock() - started_s)
             if handle is not None:
                 sliced.handles.append((handle, piece.cost_bytes))
+                self._in_flight[sliced] = None
                 windows.enter(sliced.peer, piece.cost_bytes)
-        self._settle_quiet()
+        self._settle_quiet(sliced)
         return True
 
     def _check_slices(self) -> bool:
         """Release the slices that settled; whether any did."""
         before = self._windows.num_in_flight
-        if not before:
-            return False
-        for sliced in self._under_way:
-            sliced.handles = [
-                (handle, cost) for handle, cost in sliced.handles if not self._settled(sliced, handle, cost)
-            ]
-        if self._windows.num_in_flight == before:
-            return False
-        self._settle_quiet()
-        return True
+        for sliced in list(self._in_flight):
+            left = [(handle, cost) for handle, cost in sliced.handles if not self._settled(sliced, handle, cost)]
+            if len(left) == len(sliced.handles):
+                continue
+            sliced.handles = left
+            if not left:
+                del self._in_flight[sliced]
+            self._posting.reopen(sliced.peer)
+            self._settle_quiet(sliced)
+        return self._windows.num_in_flight != before
 
     def _settled(self, sliced: SlicedTransfer, handle: object, cost_bytes: int) -> bool:
         try:
@@ -303,41 +304,48 @@ class Owner:
     def _tear(self, sliced: SlicedTransfer, error: Exception) -> None:
         """A slice has failed: nothing more is posted to its peer, which will be disconnected."""
         sliced.is_torn = True
-        sliced.fail(self._transfer_error(sliced, error))
+        sliced.fail(failed(sliced.transfer, sliced.peer, error))
         self._torn.add(sliced.peer)
         self._leave(sliced.peer, torn_peer(sliced.peer))
 
     def _leave(self, peer: str, error: TransportError) -> None:
         self._leaving.add(peer)
-        for sliced in self._under_way:
-            if sliced.peer == peer:
-                sliced.fail(error)
+        for sliced in list(self._busy.get(peer, ())):
+            sliced.fail(error)
+            self._settle_quiet(sliced)
+        self._let_go(peer)
 
-    def _settle_quiet(self) -> None:
-        """Settle the transfers that have nothing left, and let leaving peers go; torn ones after their peers."""
-        quiet = [sliced for sliced in self._under_way if sliced.cursor.exhausted and not sliced.handles]
-        for peer in self._leaving - {sliced.peer for sliced in self._under_way if sliced not in quiet}:
+    def _settle_quiet(self, sliced: SlicedTransfer) -> None:
+        """Settle a transfer that has nothing left. One of which a slice failed waits until its peer is disconnected."""
+        busy = self._busy.get(sliced.peer, {})
+        if sliced not in busy or not sliced.is_quiet:
+            return
+        del busy[sliced]
+        if not busy:
+            del self._busy[sliced.peer]
+        if sliced.is_torn and sliced.peer in self._leaving:
+            self._held.setdefault(sliced.peer, []).append(sliced)
+            self._let_go(sliced.peer)
+            return
+        self._let_go(sliced.peer)
+        self._finish(sliced)
+
+    def _let_go(self, peer: str) -> None:
+        """Disconnect a leaving peer with which nothing is under way, and settle the transfers that waited for that."""
+        if peer in self._leaving and peer not in self._busy:
             self._leaving.discard(peer)
             self._forget(peer)
-        finished = [sliced for sliced in quiet if not (sliced.is_torn and sliced.peer in self._leaving)]
-        for sliced in finished:
-            self._under_way.remove(sliced)
-            if sliced.error is None and sliced.notify is not None:
-                try:
-                    self._agent.send(sliced.peer, sliced.notify)
-                except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
-                    sliced.error = self._transfer_error(sliced, error)
-        for sliced in finished:
-            _guarded(sliced.transfer.settle, sliced.error)
+            for sliced in self._held.pop(peer, ()):
+                self._finish(sliced)
 
-    def _transfer_error(self, sliced: SlicedTransfer, error: Exception) -> TransportError:
-        transfer, reason = sliced.transfer, str(error)
-        if not isinstance(error, TransportError):
-            reason = f"{type(error).__name__} {reason}".strip()
-        return TransportError(
-            f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({sliced.peer}) "
-            f"failed: {reason}; if the peer is gone, remove it and add its successor"
-        )
+    def _finish(self, sliced: SlicedTransfer) -> None:
+        del self._of_transfer[sliced.transfer]
+        if sliced.error is None and sliced.notify is not None:
+            try:
+                self._agent.send(sliced.peer, sliced.notify)
+            except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
+                sliced.error = failed(sliced.transfer, sliced.peer, error)
+        _guarded(sliced.transfer.settle, sliced.error)
 
     def _receive(self) -> bool:
         try:
@@ -364,12 +372,8 @@ class Owner:
 
     def _tear_down(self) -> None:
         """Close the agent first: only then is it sure that slices given up move no more bytes."""
-        while True:
-            try:
-                self._work.get_nowait()()
-            except queue.Empty:
-                break
-        given_up = list(self._under_way)
+        self._work.run(0.0)
+        given_up = list(self._of_transfer.values())
         for sliced in given_up:
             for handle, _ in sliced.handles:
                 self._release(handle)
@@ -378,7 +382,7 @@ class Owner:
         except TransportError as error:
             logger.warning("%s: the agent did not close cleanly: %s", self.name, error)
         del self._agent
-        self._under_way.clear()
+        self._of_transfer.clear()
         for sliced in given_up:
             _guarded(sliced.transfer.settle, sliced.error)
 

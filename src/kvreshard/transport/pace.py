@@ -20,7 +20,8 @@ class Pace:
         attentive_s: rest of an attentive transport (2 ms: 1.0 to 2.4 % of a core; 0.5 ms took 5.6 %).
         slow_s: rest otherwise (10 ms: 0.6 to 1.2 % of a core, 2.2 % on a busy machine; 20 ms half of that). A peer that reads meanwhile waits for this long at most.
         linger_s: how long an event keeps the pace fast.
-        close_s: how long `stop` waits for slices in flight.
+        close_s: how long `stop` waits for slices in flight. What is in flight then takes milliseconds, or its peer does not poll.
+        call_s: after how long a call into the library counts as stuck (`watchdog`).
     """
 
     post_s: float = 0.020
@@ -31,4 +32,5 @@ class Pace:
     attentive_s: float = 0.002
     slow_s: float = 0.020
     linger_s: float = 0.050
-    close_s: float = 5.0
+    close_s: float = 0.2
+    call_s: float = 10.0

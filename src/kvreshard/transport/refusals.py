@@ -37,18 +37,34 @@ def torn_peer(peer_name: str) -> TransportError:
     )
 
 
-def check_new_peers(own_name: str, fresh: Mapping[str, str], known: Mapping[str, str]) -> None:
-    """Raise unless all of the fresh peers are new, by their own names and by ours. Both map the names here to the peers' own."""
-    ours_of = {peer_name: alias for alias, peer_name in known.items()}
+def failed(transfer: Transfer, peer_name: str, error: Exception) -> TransportError:
+    """The end of a transfer of which a slice has failed, or its last word."""
+    reason = str(error)
+    if not isinstance(error, TransportError):
+        reason = f"{type(error).__name__} {reason}".strip()
+    return TransportError(
+        f"{transfer.direction.value} of {transfer.num_bytes} bytes with peer {transfer.peer!r} ({peer_name}) failed: {reason}; if the "
+        "peer is gone, remove it and add its successor"
+    )
+
+
+def check_new_peers(
+    own_name: str, fresh: Mapping[str, str], known: Mapping[str, tuple[str, object]], aliases: Mapping[str, str]
+) -> None:
+    """Raise unless all of the fresh peers are new, by their own names and by ours. `fresh` maps the names here to the peers' own. Of those
+    known, `known` maps the names here to (their own, ...), `aliases` their own to those here.
+    """
+    added: dict[str, str] = {}
     for alias, peer_name in fresh.items():
         if peer_name == own_name:
             raise TransportError(f"peer {alias!r} is transport {own_name!r} itself; copy local memory directly")
-        if peer_name in ours_of:
+        ours = aliases.get(peer_name) or added.get(peer_name)
+        if ours is not None:
             raise TransportError(
-                f"peer {alias!r} ({peer_name}) is known already as {ours_of[peer_name]!r}; remove_peer it first to refresh it"
+                f"peer {alias!r} ({peer_name}) is known already as {ours!r}; remove_peer it first to refresh it"
             )
         if alias in known:
             raise TransportError(
-                f"peer name {alias!r} belongs to {known[alias]}, now offered {peer_name}; remove_peer the old one first"
+                f"peer name {alias!r} belongs to {known[alias][0]}, now offered {peer_name}; remove_peer the old one first"
             )
-        ours_of[peer_name] = alias
+        added[peer_name] = alias

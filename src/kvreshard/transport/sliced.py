@@ -23,6 +23,11 @@ class SlicedTransfer:
     error: TransportError | None = None
     is_torn: bool = False
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing of it is left to post and nothing is in flight."""
+        return self.cursor.exhausted and not self.handles
+
     def fail(self, error: TransportError) -> None:
         """Post no more; the first error is the one that is told."""
         self.cursor.drop()

@@ -21,18 +21,14 @@ _LARGEST_PIECE = MAX_PIECE_BYTES + DESCRIPTOR_COST_BYTES
 class Windows:
     """The windows of all peers. Not thread-safe."""
 
-    __slots__ = ("_bytes", "_max_bytes", "_max_slices", "_slices", "share_bytes")
+    __slots__ = ("_bytes", "_max_bytes", "_max_slices", "_slices", "num_in_flight", "share_bytes")
 
     def __init__(self, max_slices: int, max_bytes: int) -> None:
         self._max_slices, self._max_bytes = max_slices, max_bytes
         self.share_bytes = max(1, max_bytes // max_slices)
         self._slices: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
-
-    @property
-    def num_in_flight(self) -> int:
-        """Slices in flight, of all peers."""
-        return sum(self._slices.values())
+        self.num_in_flight = 0  # slices, of all peers
 
     def bytes_in_flight(self, peer: str) -> int:
         """Cost of what was posted to a peer and has not settled."""
@@ -48,11 +44,13 @@ class Windows:
 
     def enter(self, peer: str, cost_bytes: int) -> None:
         """A slice was posted."""
+        self.num_in_flight += 1
         self._slices[peer] = self._slices.get(peer, 0) + 1
         self._bytes[peer] = self._bytes.get(peer, 0) + cost_bytes
 
     def leave(self, peer: str, cost_bytes: int) -> None:
         """A slice has settled, or was given up."""
+        self.num_in_flight -= 1
         self._slices[peer] -= 1
         self._bytes[peer] -= cost_bytes
         if not self._slices[peer]:

@@ -79,6 +79,9 @@ class Consumer:
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
         self._waiting: dict[str, _Waiting] = {}
+        # Of the same requests: those whose load is under way, and those of each source.
+        self._loading: set[str] = set()
+        self._of_source: dict[Source, set[str]] = {}
         self._stepping_back: set[str] = set()
         self._spent: OrderedDict[Source, None] = OrderedDict()
 
@@ -110,7 +113,9 @@ class Consumer:
                 "request %s: its prefill was read here before, and its source has its blocks back", request.request_id
             )
             return
+        self._forget(request.request_id)
         self._waiting[request.request_id] = _Waiting(prefill)
+        self._of_source.setdefault((prefill.remote, prefill.lease), set()).add(request.request_id)
         yield Watch(request.request_id, prefill.remote, prefill.lease)
 
     def count_loadable(self, request: Request, num_computed: int) -> int:
@@ -132,6 +137,7 @@ class Consumer:
             yield from self._release(request.request_id, waiting)
             return
         waiting.is_loading = True
+        self._loading.add(request.request_id)
         prefill = waiting.prefill
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
         yield Load(request.request_id, prefill.remote, prefill.lease, transfer, gives_back=False)
@@ -147,7 +153,7 @@ class Consumer:
     @property
     def is_loading(self) -> bool:
         """Whether a load is under way."""
-        return any(waiting.is_loading for waiting in self._waiting.values())
+        return bool(self._loading)
 
     @property
     def is_waiting(self) -> bool:
@@ -198,7 +204,7 @@ class Consumer:
 
     def ended(self, request_id: str) -> Iterator[Order]:
         """The load is over on every rank: its source is given back, unless others here still have it."""
-        waiting = self._waiting.pop(request_id, None)
+        waiting = self._forget(request_id)
         if waiting is not None:
             yield from self._give_back(waiting.prefill)
 
@@ -214,15 +220,25 @@ class Consumer:
                 if first * group.page_tokens < first_token:
                     yield group, -(-first_token // group.page_tokens)
 
+    def _forget(self, request_id: str) -> _Waiting | None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._loading.discard(request_id)
+            source = waiting.prefill.remote, waiting.prefill.lease
+            self._of_source[source].discard(request_id)
+            if not self._of_source[source]:
+                del self._of_source[source]
+        return waiting
+
     def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
-        del self._waiting[request_id]
+        self._forget(request_id)
         yield Unwatch(request_id)
         yield from self._give_back(waiting.prefill)
 
     def _give_back(self, prefill: RemotePrefill) -> Iterator[Order]:
         """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later."""
         source = prefill.remote, prefill.lease
-        if all(source != (other.prefill.remote, other.prefill.lease) for other in self._waiting.values()):
+        if source not in self._of_source:
             self._spent[source] = None
             if len(self._spent) > MAX_SPENT:
                 self._spent.popitem(last=False)

@@ -12,6 +12,7 @@ series carry vLLM's labels.
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
+| `kvreshard_stuck_calls_total{call}` | counter | calls into NIXL of ranks that did not come back within `call_timeout_s` |
 | `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
 """
 
@@ -41,6 +42,7 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "fallbacks": ("Requests computed here although a prefill was offered.", "cause"),
     "leases": ("Leases that ended, per rank.", "end"),
     "digest_checks": ("Loads compared with their source, per rank.", "result"),
+    "stuck_calls": ("Calls into NIXL that did not come back in time, per rank.", "call"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
 }
 
@@ -82,6 +84,8 @@ class ReshardStats(KVConnectorStats):
             self.count("leases", cause)
         for result in results.checks.values():
             self.count("digest_checks", result)
+        for call in results.stuck:
+            self.count("stuck_calls", call)
 
     def is_empty(self) -> bool:
         """Whether nothing happened."""
@@ -110,7 +114,7 @@ class ReshardStats(KVConnectorStats):
                 "MB/s": round(float(num_bytes.sum() / max(seconds.sum(), 1e-9)) / 1e6, 1),
                 "Descriptors per load": round(float(np.mean(samples["load_descriptors"])), 1),
             }
-        for name in ("failures", "fallbacks", "leases", "digest_checks"):
+        for name in ("failures", "fallbacks", "leases", "digest_checks", "stuck_calls"):
             line |= {
                 f"{name.capitalize().replace('_', ' ')} ({label})": amount
                 for label, amount in sorted(counts[name].items())

@@ -57,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             engine, and renew in time whatever they are given themselves.
         load_timeout_s: seconds from the start of a load until it has failed.
         settle_timeout_s: seconds that a failed load may take to come to rest before its pages are quarantined.
+        call_timeout_s: seconds that one call into NIXL may take until the loads of the rank fail. Registering memory may take 60 times as long.
         handshake_timeout_s: seconds to wait for a peer's listener.
         retry_s: seconds before a peer that could not be met is asked again.
         engine_ttl: seconds that an engine is known from which nothing is read; 0: for ever. As of NixlConnector.
@@ -81,6 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_lease_duration: float = USUAL_LEASE_S
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
+    call_timeout_s: float = Pace().call_s
     handshake_timeout_s: float = 30.0
     retry_s: float = 5.0
     engine_ttl: float = 3600.0
@@ -107,7 +109,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(
                 f"kv_lease_duration is {self.kv_lease_duration:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds"
             )
-        positive = ("load_timeout_s", "settle_timeout_s", "handshake_timeout_s", "lease_slots")
+        positive = ("load_timeout_s", "settle_timeout_s", "call_timeout_s", "handshake_timeout_s", "lease_slots")
         for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
@@ -146,7 +148,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def nixl(self) -> NixlOptions:
         """What the transport needs of them."""
-        pace = Pace(max_in_flight_bytes=self.max_in_flight_bytes)
+        pace = Pace(max_in_flight_bytes=self.max_in_flight_bytes, call_s=self.call_timeout_s)
         threads = self.num_threads if self.num_threads is not None else usual_threads(os.environ.get("UCX_TLS"))
         return NixlOptions(backend=self.backend, backend_params=self.backend_params, num_threads=threads, pace=pace)
 

@@ -6,6 +6,7 @@ one request at a time; what comes faster than that is dropped and counted, since
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256
+CLOSE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,10 @@ class ShadowWorker:
                 self._told["dropped", ""] += 1
 
     def close(self) -> None:
-        """End the thread."""
-        self._waiting.put(None)
-        self._thread.join(self._options.handshake_timeout_s)
+        """End the thread, which may be asking an engine that does not answer: it is not waited for longer than `CLOSE_S`."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while (ended := self._waiting.get()) is not None:

@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 from tests.unit.cli.conftest import Run
 
+from kvreshard import __version__
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import KvReshardError, wire
-from kvreshard.model.request_form import to_form
 from kvreshard.plan import bind, compile_route
 from kvreshard.session.flight import (
     Flight,
-    FlightCopies,
     FlightEvent,
     FlightFailure,
+    FlightRequest,
     FlightSide,
     encode_flight,
-    summarize,
 )
 from kvreshard.testing import replay as replaying
 from kvreshard.testing.scenario import make_requests
@@ -40,11 +39,6 @@ def side(layout: object, **facts: str) -> FlightSide:
 
 
 def flight(kind: str = "transfer", text: str = "it broke", **changes: object) -> Flight:
-    copies: FlightCopies | None
-    try:
-        copies = summarize(bind(compile_route(SRC, DST, 0), WANTED))
-    except KvReshardError:
-        copies = None
     made = Flight(
         kvreshard="0.1",
         written_at_s=1_700_000_000.0,
@@ -55,8 +49,8 @@ def flight(kind: str = "transfer", text: str = "it broke", **changes: object) ->
         failure=FlightFailure(kind, text),
         dst=side(DST),
         src=side(SRC),
-        transfer=to_form(WANTED),
-        copies=copies,
+        transfer=FlightRequest.of(WANTED),
+        is_routed=True,
         staging_bytes=1 << 16,
         events=[FlightEvent(0.0, "ordered", "request cmpl-1"), FlightEvent(0.25, "failed", "transfer: it broke")],
         num_events_forgotten=3,
@@ -83,10 +77,15 @@ def test_a_good_plan_says_that_it_was_not_the_plan(run: Run, save: Save, kind: s
     result = run("replay", save(flight(kind, staging_bytes=staging_bytes)))
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[-1].startswith("not in the plan: the copy list is the same and every byte arrives")
+    assert lines[-1].startswith("not in the plan: every byte arrives: look at the transport")
     assert f"failed: ({kind}) it broke" in lines
     assert "3 earlier events were forgotten" in lines
     assert any(line.split()[:2] == ["0.250000", "failed"] for line in lines)
+
+
+def test_a_record_of_another_version_says_so(run: Run, save: Save) -> None:
+    assert "kvreshard 0.1 wrote the record and may have planned other copies" in run("replay", save(flight())).stdout
+    assert "wrote the record and may" not in run("replay", save(flight(kvreshard=__version__))).stdout
 
 
 def test_the_document_says_the_same(run: Run, save: Save) -> None:
@@ -100,14 +99,14 @@ def test_a_refused_request_is_refused_again(run: Run, save: Save) -> None:
     wanted = request(SRC, DST, 13, src_pages=[1, 2, 3, 99])
     with pytest.raises(KvReshardError) as told:
         list(bind(compile_route(SRC, DST, 0), wanted))
-    record = flight("request", str(told.value), transfer=to_form(wanted), copies=None, copies_error=str(told.value))
+    record = flight("request", str(told.value), transfer=FlightRequest.of(wanted))
     result = run("replay", save(record))
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "reproduced: the same refusal")
 
 
 def test_facts_and_layouts_that_differ_are_refused_again(run: Run, save: Save) -> None:
-    facts = flight("mismatch", "x", src=side(SRC, model="large"), copies=None)
-    other = flight("mismatch", "x", src=side(engine("prefill", tp=2, page=4, stages=(0, 0, 0))), copies=None)
+    facts = flight("mismatch", "x", src=side(SRC, model="large"), is_routed=False)
+    other = flight("mismatch", "x", src=side(engine("prefill", tp=2, page=4, stages=(0, 0, 0))), is_routed=False)
     for record, told in ((facts, "model is 'large' there and 'small' here"), (other, "layers.2")):
         result = run("replay", save(record))
         assert result.exit_code == 0
@@ -118,7 +117,7 @@ def test_facts_and_layouts_that_differ_are_refused_again(run: Run, save: Save) -
 
 
 def test_a_source_that_was_never_met_leaves_nothing_to_replay(run: Run, save: Save) -> None:
-    result = run("replay", save(flight("handshake", src=None, copies=None)))
+    result = run("replay", save(flight("handshake", src=None, is_routed=False)))
     assert result.exit_code == 0
     assert "never met: the source was never met" in result.stdout
 
@@ -126,10 +125,10 @@ def test_a_source_that_was_never_met_leaves_nothing_to_replay(run: Run, save: Sa
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"copies": FlightCopies(1, 2, "00")}, "the copy list is another: 1 copies of 2 bytes then"),
-        ({"copies": None, "copies_error": "no page"}, "it was refused then and is not now: no page"),
+        ({"kind": "mismatch", "text": "no field", "is_routed": False}, "it was refused then and is not now: no field"),
+        ({"kind": "request", "text": "no page"}, "it was refused then and is not now: no page"),
         (
-            {"transfer": to_form(request(SRC, DST, 13, src_pages=[99] * 4))},
+            {"transfer": FlightRequest.of(request(SRC, DST, 13, src_pages=[99] * 4))},
             "this is refused now, and failed as 'transfer'",
         ),
     ],
@@ -164,8 +163,7 @@ def test_pools_of_any_size_take_memory_for_the_request_only(run: Run, save: Save
     )
     assert sum(region.size_bytes for region in dst.ranks[0].regions) > 50 << 30
     (wanted,) = make_requests(src, dst, 1, 64, 0)
-    copies = summarize(bind(compile_route(src, dst, 0), wanted))
-    record = flight(src=side(src), dst=side(dst), transfer=to_form(wanted), copies=copies)
+    record = flight(src=side(src), dst=side(dst), transfer=FlightRequest.of(wanted))
     result = run("replay", save(record))
     assert result.exit_code == 0, result.output
     assert "not in the plan" in result.stdout
@@ -193,7 +191,7 @@ def test_a_file_that_is_no_record_is_one_line(run: Run, save: Save, tmp_path: Pa
     assert (result.exit_code, "not a layout" in result.stderr) == (2, True)
 
 
-def test_the_record_of_the_first_version_is_still_read(run: Run, tmp_path: Path) -> None:
+def test_the_copies_of_a_record_are_those_that_were_made(run: Run, tmp_path: Path) -> None:
     golden = Path(__file__).parents[2] / "golden" / "flight" / "record-v1.msgpack.hex"
     (tmp_path / "v1").write_bytes(bytes.fromhex(golden.read_text(encoding="ascii")))
     found = json.loads(run("replay", tmp_path / "v1", "--json").stdout)

@@ -206,7 +206,7 @@ def test_a_source_of_an_earlier_version_is_skipped() -> None:
     meet_first = order_load(world)
     world.turn()
     meet(world)
-    route = endpoint._jobs[0].meeting.result().route
+    route = next(iter(endpoint._jobs)).meeting.result().route
     assert meet_first is not None
     told = check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
     assert "rank 0 of engine 'prefill' is of an earlier version" in told

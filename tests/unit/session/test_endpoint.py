@@ -5,6 +5,7 @@ Two engines of several ranks in one process: memory transports, a clock that the
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -24,18 +25,24 @@ from tests.unit.session.world import (
 
 from kvreshard.model import LayoutMismatch
 from kvreshard.model.changed import replace
-from kvreshard.session.handshake import HandshakeError
+from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.orders import (
     Cancel,
+    EndpointOptions,
     Grant,
     Load,
     Offer,
+    RemoteEngine,
     RemoteLease,
+    Watch,
 )
+from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.small import request
 from kvreshard.transport.memory import Fault
+
+PATIENCE_S = 60.0
 
 
 def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World) -> None:
@@ -320,3 +327,19 @@ def test_a_transport_that_was_closed_under_it_fails_the_loads(world: World) -> N
     received, failed, _ = collect(world.dst)
     assert (received, failed["d"].kind, failed["d"].is_quarantined) == (set(), "transfer", False)
     assert "was closed while this transfer was pending" in failed["d"].text
+
+
+def test_an_endpoint_ends_while_a_source_does_not_answer(world: World) -> None:
+    endpoint = world.dst.endpoints[0]
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        remote = RemoteEngine("mute", "life", Address("127.0.0.1", mute.getsockname()[1]))
+        peers = Peers(EndpointOptions(handshake_timeout_s=3600.0), world.clock, endpoint.wake)
+        endpoint._peers = endpoint._holder._peers = peers
+        endpoint.start()
+        endpoint.submit(Watch("d", remote, LEASE))
+        while not peers.num_asking:
+            time.sleep(0.001)
+        ending = threading.Thread(target=endpoint.close)
+        ending.start()
+        ending.join(PATIENCE_S)
+        assert not ending.is_alive()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -14,6 +16,7 @@ from kvreshard.model.changed import replace
 from kvreshard.session import handshake
 from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_card, encode_card, make_card
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener, fetch_card, tell_outcome
+from kvreshard.session.handshake_client import HandshakeClient
 from kvreshard.testing.small import engine
 
 LOCAL = Address("127.0.0.1", 0)
@@ -117,18 +120,53 @@ def test_a_listener_whose_owner_fails_lives(outcomes: list[Hello]) -> None:
         listener.close()
 
 
+@pytest.mark.timeout(60)
 def test_nobody_there_is_said_with_address_and_remedy() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        with pytest.raises(HandshakeError, match=rf"tcp://127\.0\.0\.1:{port} within 0\.1 s; is it running"):
-            fetch_card(Address("127.0.0.1", port), "decode", 0, 0.1)
+        with pytest.raises(
+            HandshakeError, match=rf"nothing takes connections at tcp://127\.0\.0\.1:{port}: .*is the engine running"
+        ):
+            fetch_card(Address("127.0.0.1", port), "decode", 0, 3600.0)
+
+
+@pytest.mark.timeout(60)
+def test_a_name_that_stands_for_nothing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(HandshakeError, match=r"tcp://nowhere:5 cannot be looked up: Name or service not known"):
+        fetch_card(Address("nowhere", 5), "decode", 0, 3600.0)
+
+
+@pytest.mark.timeout(60)
+def test_a_resolver_that_does_not_answer_holds_up_nobody_else(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    looking_up = socket.getaddrinfo
+
+    def look_up(host: str, *rest: object) -> object:
+        if host == "nowhere" and gate.wait(60.0):
+            raise socket.gaierror("Name or service not known")
+        return looking_up(host, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with contextlib.closing(HandshakeClient()) as client:
+        hello = handshake.card_hello("decode", 0)
+        mute = [client.ask(Address("nowhere", port), hello, 3600.0, 1 << 20) for port in range(1, 100)]
+        assert client.ask(listener.address, hello, 3600.0, 1 << 20).result(60.0)
+        port = listener.address.port
+        assert not any(answer.done() for answer in mute)
+        gate.set()
+        assert client.ask(Address("localhost", port), hello, 3600.0, 1 << 20).result(60.0)
 
 
 def test_a_peer_that_speaks_something_else_is_named() -> None:
     with zmq.Context() as context, context.socket(zmq.REP) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
-        import threading
 
         def answer() -> None:
             other.recv_multipart()

@@ -9,7 +9,7 @@ from tests.unit.session.world import LEASE, REMOTE, SLOT, World, make_world, mee
 
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
-from kvreshard.session.holder import LeaseHolder
+from kvreshard.session.holder import RELEASE_PATIENCE_S, LeaseHolder
 from kvreshard.session.notes import Heartbeat, Note, Report, read_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peers import Peer
@@ -87,7 +87,7 @@ def test_a_lease_that_another_wants_is_not_given_back(told: Told, use: Callable[
     told.end(told.load(), peer)
     told.end(told.load(), None)
     told.holder.release(Release(REMOTE, LEASE))
-    told.holder.send_releases(told.me)
+    told.holder.send_releases(told.me, 100.0)
     assert (told.reports(), told.holder.is_releasing) == ([], False)
 
 
@@ -102,28 +102,28 @@ def test_what_is_kept_goes_with_a_word_and_once(told: Told, word: str) -> None:
         else:
             told.holder.cancel("another")
             told.holder.cancel("d")
-    told.holder.send_releases(told.me)
+    told.holder.send_releases(told.me, 100.0)
     assert told.holder.num_kept == 0
     # A release is not looked up: what has been read on another rank is nothing here.
-    assert told.reports() == ([("s", True), ("r", True)] * 2 if word == "release" else [("r", True)])
+    assert told.reports() == ([("s", True), ("r", True)] if word == "release" else [("r", True)])
 
 
 def test_a_release_waits_for_the_engine_and_for_its_source(told: Told) -> None:
     told.end(told.load(), None, is_good=False)
     for me in (None, told.me, told.me):
-        told.holder.send_releases(me)
+        told.holder.send_releases(me, 100.0)
         assert (told.reports(), told.holder.is_releasing) == ([], True)
     meet(told.world)
-    told.holder.send_releases(told.me)
+    told.holder.send_releases(told.me, 100.0)
     assert (told.reports(), told.holder.is_releasing) == ([("r", True)], False)
 
 
 def test_a_release_whose_source_cannot_be_met_is_dropped(told: Told) -> None:
     told.world.meeting_error.append(ConnectionError("nobody is there"))
     told.holder.release(Release(ABSENT, LEASE))
-    told.holder.send_releases(told.me)
+    told.holder.send_releases(told.me, 100.0)
     meet(told.world)
-    told.holder.send_releases(told.me)
+    told.holder.send_releases(told.me, 100.0)
     assert (told.notes, told.holder.is_releasing) == ([], False)
 
 
@@ -168,3 +168,51 @@ def test_a_source_that_cannot_be_told_takes_nothing_with_it(told: Told, monkeypa
     told.end(told.load(), peer)
     told.holder.watch(Watch("waits", REMOTE, LEASE), told.me)
     assert told.holder.renew(told.me, 100.0) == 5.0
+
+
+def asked(told: Told) -> int:
+    """Sources that are being asked, or are known."""
+    return len(told.world.dst.endpoints[0]._peers.known)  # type: ignore[attr-defined]
+
+
+def test_a_source_that_nobody_wants_any_more_is_not_asked_further(told: Told) -> None:
+    for name, remote in (("a", REMOTE), ("b", ABSENT), ("c", ABSENT)):
+        told.holder.watch(Watch(name, remote, LEASE), told.me)
+    told.holder.unwatch("a")
+    told.holder.unwatch("b")
+    told.holder.send_releases(told.me, 100.0)
+    assert asked(told) == 1
+    told.holder.unwatch("c")
+    told.holder.send_releases(told.me, 100.0)
+    assert asked(told) == 0
+
+
+def test_what_is_to_be_given_back_asks_a_source_for_a_while(told: Told) -> None:
+    """As the scheduler aborts: the request is watched no longer, and its source is given back."""
+    told.holder.watch(Watch("a", REMOTE, LEASE), told.me)
+    first = told.world.dst.endpoints[0]._peers.get(told.me, REMOTE)
+    told.holder.unwatch("a")
+    told.holder.release(Release(REMOTE, LEASE))
+    told.holder.send_releases(told.me, 100.0)
+    told.holder.send_releases(told.me, 100.0 + RELEASE_PATIENCE_S - 0.1)
+    assert (told.holder.is_releasing, first.cancelled()) == (True, False)
+    told.holder.watch(Watch("b", REMOTE, OTHER), told.me)
+    told.holder.send_releases(told.me, 100.0 + RELEASE_PATIENCE_S)
+    assert (told.holder.is_releasing, first.cancelled()) == (True, False)
+    told.holder.unwatch("b")
+    told.holder.release(Release(REMOTE, OTHER))
+    told.holder.send_releases(told.me, 101.0 + RELEASE_PATIENCE_S)
+    told.holder.send_releases(told.me, 102.0 + 2 * RELEASE_PATIENCE_S)
+    assert (told.holder.is_releasing, first.cancelled(), asked(told)) == (False, True, 0)
+    meet(told.world)
+    told.holder.send_releases(told.me, 103.0 + 2 * RELEASE_PATIENCE_S)
+    assert told.notes == []
+
+
+def test_a_source_that_is_met_is_given_back_whatever_it_was_waited_for(told: Told) -> None:
+    told.holder.release(Release(REMOTE, LEASE))
+    told.holder.send_releases(told.me, 100.0)
+    meet(told.world)
+    told.holder.release(Release(REMOTE, OTHER))
+    told.holder.send_releases(told.me, 101.0 + RELEASE_PATIENCE_S)
+    assert told.reports() == [("r", True), ("s", True)]

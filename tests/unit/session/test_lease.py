@@ -4,7 +4,7 @@ import pytest
 
 from kvreshard.model import KvReshardError
 from kvreshard.model.parts import MAX_RANKS
-from kvreshard.session.lease import FREE, LeaseBook, LeaseTable
+from kvreshard.session.lease import FREE, MAX_ENDED, LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report
 
 WORD = 0xFEED
@@ -144,3 +144,55 @@ def test_reporters_without_end_are_not_remembered(book: LeaseBook) -> None:
     for reporter in range(2 * MAX_RANKS):
         book.report(report(reporter, (reporter, 10**6)))
     assert len(book._grants["r"].reported["d/1"]) == MAX_RANKS
+
+
+class CountedGrants(dict):  # type: ignore[type-arg]
+    """The leases of a book, which count how often one of them is looked at."""
+
+    num_looks = 0
+
+    def get(self, key: object, default: object = None) -> object:
+        self.num_looks += 1
+        return super().get(key, default)
+
+    def items(self) -> object:
+        self.num_looks += len(self)
+        return super().items()
+
+    def values(self) -> object:
+        self.num_looks += len(self)
+        return super().values()
+
+
+@pytest.mark.parametrize("count", [10, 500])
+def test_a_turn_looks_at_no_lease_whose_time_has_not_come(table: LeaseTable, count: int) -> None:
+    book = LeaseBook(table)
+    book._grants = counted = CountedGrants()
+    for number in range(count):
+        book.grant(f"r{number}", number, WORD + number)
+        book.offer(f"r{number}", 30.0, now_s=float(number) / 100)
+    counted.num_looks = 0
+    for turn in range(100):
+        book.expire(20.0 + turn / 100)
+        assert book.num_offered == count
+    assert counted.num_looks == 0
+    book.renew(Heartbeat(VERSION, "d", (("r0", WORD),)), 25.0)
+    assert counted.num_looks == 1
+    book.expire(30.025)
+    assert set(book.take_finished()) == {"r1", "r2"}
+    assert counted.num_looks <= 5
+    book.expire(1000.0)
+    assert (len(book), book.num_offered, len(book.take_finished())) == (0, 0, count - 2)
+
+
+def test_what_has_ended_is_not_kept_for_its_time(table: LeaseTable) -> None:
+    book = LeaseBook(table)
+    for number in range(10 * MAX_ENDED):
+        book.grant(f"r{number}", 0, WORD)
+        book.offer(f"r{number}", 86_400.0, now_s=0.0)
+        book.report(report(0, (0,), name=f"r{number}"))
+    assert len(book._deadlines) <= MAX_ENDED + 1
+    book.grant("last", 0, WORD)
+    book.offer("last", 10.0, 0.0)
+    book.expire(10.0)
+    assert book.num_offered == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
+from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side, meet_engine
 
 from kvreshard.model import KvReshardError, WireError
 from kvreshard.model.form import Form, Step
@@ -17,7 +17,7 @@ from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_car
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Self, disconnect, meet_engine
+from kvreshard.session.peers import Self, disconnect
 from kvreshard.testing.small import engine
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory
@@ -44,10 +44,10 @@ def sides() -> Iterator[tuple[Side, Side]]:
             transport.close()
 
 
-def meet(dst: Side, listener: Listener, keys: Keys | None) -> object:
+def meet(dst: Side, listener: Listener, keys: Keys | None, heard: list[Hello]) -> object:
     me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
     options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
-    route = meet_engine(me, RemoteEngine("prefill", "life", listener.address), options).route
+    route = meet_engine(me, RemoteEngine("prefill", "life", listener.address), options, lambda: heard).route
     assert all(lane.kept is me.kept for lane in route.lanes), "it has a bound of its own"
     return route.src_ranks
 
@@ -58,7 +58,7 @@ def test_a_rank_meets_an_engine_and_says_how_it_went(sides: tuple[Side, Side], k
     used = keys if has_keys else None
     listener = Listener(LOCAL, sides[0].card(), heard.append, keys=used)
     try:
-        assert meet(sides[1], listener, used) == (0, 1)
+        assert meet(sides[1], listener, used, heard) == (0, 1)
     finally:
         listener.close()
     assert [(hello.engine, hello.rank, hello.is_good) for hello in heard] == [("decode", 0, True)]
@@ -127,7 +127,7 @@ def test_a_card_that_lies_is_refused_and_told(
     listener = Listener(LOCAL, change(sides[0].card()), heard.append)
     try:
         with pytest.raises(KvReshardError, match=told) as caught:
-            meet(sides[1], listener, None)
+            meet(sides[1], listener, None, heard)
     finally:
         listener.close()
     assert str(caught.value).isprintable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -10,10 +11,11 @@ import msgspec
 import pytest
 from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
-from kvreshard.session import peers
-from kvreshard.session.handshake import Address, HandshakeError, Listener
+from kvreshard.session.card import EngineCard
+from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
+from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Peer, Peers, Self, meet_engine
+from kvreshard.session.peers import Peer, Peers, Self, connect_engine
 from kvreshard.testing.small import engine
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
@@ -22,7 +24,7 @@ PATIENCE_S = 60.0
 
 
 class Room:
-    """A source with a listener, a reader's peers, and a gate before each meeting."""
+    """A source with a listener, a reader's peers, and a gate before each connection."""
 
     def __init__(self) -> None:
         self.fabric = Fabric()
@@ -33,7 +35,7 @@ class Room:
         self.me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
         self.gate, self.num_meetings = threading.Event(), 0
         self.clock, self.woken = Clock(), threading.Event()
-        self.peers = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), self.clock, self.woken.set, self._meet)
+        self.peers = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), self.clock, self.woken.set, self._connect)
 
     def start(self, name: str, tp: int) -> Side:
         """An engine, or the next life of one."""
@@ -41,10 +43,10 @@ class Room:
         self.sides.append(make_side(Clock(), self.fabric, layout, lambda rank: None, no_fault, OPTIONS))
         return self.sides[-1]
 
-    def _meet(self, me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
+    def _connect(self, me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
         assert self.gate.wait(PATIENCE_S)
         self.num_meetings += 1
-        return meet_engine(me, remote, options)
+        return connect_engine(me, remote, card, options)
 
     def restart(self) -> RemoteEngine:
         """The source ends, and its next life listens at the same address."""
@@ -55,8 +57,10 @@ class Room:
 
     def hear(self) -> None:
         """What has been found out of a peer that is doubted."""
-        assert self.woken.wait(PATIENCE_S)
-        self.peers.sweep(())
+        while self.peers._doubted:
+            assert self.woken.wait(PATIENCE_S)
+            self.woken.clear()
+            self.peers.sweep(tuple)
 
     def close(self) -> None:
         self.gate.set()
@@ -176,35 +180,87 @@ def test_a_wrong_address_does_not_stand_in_the_way_of_the_right_one(room: Room) 
         assert room.peers.get(room.me, wrong).result(PATIENCE_S) is right.result()
 
 
-def test_a_fleet_that_is_not_there_does_not_keep_others_waiting(room: Room) -> None:
-    absent = [RemoteEngine(f"absent-{number}", "life", Address("127.0.0.1", 1)) for number in range(48)]
+class Mute:
+    """Hosts that take connections and say nothing, as those that are stopped do. Each has an address of its own."""
 
-    def meet(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
-        if remote in absent:
-            assert room.gate.wait(PATIENCE_S)
-            raise HandshakeError("nobody is there")
-        return meet_engine(me, remote, options)
+    def __init__(self, count: int) -> None:
+        self._kept = contextlib.ExitStack()
+        port, self.remotes = 0, list[RemoteEngine]()
+        for number in range(count):
+            host = f"127.0.{1 + number // 250}.{1 + number % 250}"
+            server = self._kept.enter_context(socket.create_server((host, port)))
+            port = server.getsockname()[1]
+            self.remotes.append(RemoteEngine(f"mute-{number}", "life", Address(host, port)))
 
-    several = Peers(OPTIONS, room.clock, room.woken.set, meet)
-    for remote in absent:
-        several.get(room.me, remote)
-    assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote
-    assert several.met(absent[0]) is None
+    def __enter__(self) -> Mute:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.close()
+
+
+def patient(room: Room) -> Peers:
+    """Peers that wait for an hour for whoever does not answer."""
+    return Peers(EndpointOptions(handshake_timeout_s=3600.0), room.clock, room.woken.set)
+
+
+def test_hosts_that_never_answer_do_not_hold_up_one_that_does(room: Room) -> None:
+    with Mute(2 * MAX_AT_ONCE + 10) as mute, contextlib.closing(patient(room)) as several:
+        for remote in mute.remotes:
+            several.get(room.me, remote)
+        assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote
+        assert several.num_asking <= MAX_AT_ONCE
+        assert several.met(mute.remotes[0]) is None
+
+
+def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) -> None:
+    with Mute(1) as mute, contextlib.closing(patient(room)) as several:
+        first = several.get(room.me, mute.remotes[0])
+        several.cancel(mute.remotes[0])
+        assert first.cancelled()
+        assert (several.num_known, several.met(mute.remotes[0])) == (0, None)
+        assert several.get(room.me, mute.remotes[0]) is not first
+        several.get(room.me, room.remote).result(PATIENCE_S)
+        several.cancel(room.remote)
+        assert several.met(room.remote) is not None
+
+
+def test_what_is_being_connected_is_not_cancelled(room: Room) -> None:
+    peer = room.peers.get(room.me, room.remote)
+    while room.peers._asked:
+        assert room.woken.wait(0.01) or not peer.done()
+    room.peers.cancel(room.remote)
     room.gate.set()
-    several.close()
+    assert peer.result(PATIENCE_S) is room.peers.met(room.remote)
 
 
-def test_a_source_that_cannot_be_told_the_outcome_is_known_all_the_same(
-    room: Room, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tell(*_: object) -> None:
-        raise OSError("too many open files")
+def test_peers_end_while_hosts_do_not_answer(room: Room) -> None:
+    with Mute(3) as mute:
+        several = patient(room)
+        meetings = [several.get(room.me, remote) for remote in mute.remotes]
+        ending = threading.Thread(target=several.close)
+        ending.start()
+        ending.join(PATIENCE_S)
+        assert not ending.is_alive()
+        assert all(
+            isinstance(meeting.exception(PATIENCE_S), BaseException) for meeting in meetings if not meeting.cancelled()
+        )
+        assert several.get(room.me, room.remote).cancelled()
 
-    monkeypatch.setattr(peers, "tell_outcome", tell)
-    room.gate.set()
-    first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    room.peers.forget(room.remote)
-    assert room.peers.get(room.me, room.remote).result(PATIENCE_S) is not first
+
+def test_a_source_that_does_not_take_the_outcome_is_read_from_all_the_same(room: Room) -> None:
+    told, gate = threading.Event(), threading.Event()
+
+    def hear(hello: Hello) -> None:
+        told.set()
+        assert gate.wait(PATIENCE_S)
+
+    listener = Listener(Address("127.0.0.1", 0), room.sides[0].card(), hear)
+    remote = RemoteEngine("prefill", "life", listener.address)
+    with contextlib.closing(listener), contextlib.closing(patient(room)) as several:
+        assert several.get(room.me, remote).result(PATIENCE_S) is several.met(remote)
+        assert told.wait(PATIENCE_S)
+        gate.set()
 
 
 def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
@@ -215,5 +271,5 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
     ttl_s = EndpointOptions().peer_ttl_s
     for seconds, in_use, expected in ((61.0, (), 1), (ttl_s, (peer,), 1), (61.0, (), 0)):
         room.clock.now_s += seconds
-        room.peers.sweep(in_use)
+        room.peers.sweep(lambda in_use=in_use: in_use)
         assert room.peers.num_known == expected

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, WORD, Clock, World, collect, make_world, meet, order_load
+from tests.unit.session.world import (
+    LEASE,
+    OPTIONS,
+    REMOTE,
+    WORD,
+    Clock,
+    World,
+    collect,
+    make_world,
+    meet,
+    meet_engine,
+    order_load,
+)
+from tests.work import count_bytecodes
 
-from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
-from kvreshard.model.request_form import from_form
+from kvreshard.model import KvReshardError, LayoutMismatch, WireError, packed
+from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
 from kvreshard.session import flight as form
 from kvreshard.session.events import MAX_EVENTS, MAX_TEXT, Events
-from kvreshard.session.flight import decode_flight, encode_flight, summarize
+from kvreshard.session.flight import FlightRequest, decode_flight, encode_flight
 from kvreshard.session.handshake import Address, Listener
-from kvreshard.session.orders import Cancel, Load, RemoteEngine
-from kvreshard.session.peers import Self, meet_engine
-from kvreshard.session.recorder import MIN_INTERVAL_S, SUFFIX, Recorder
-from kvreshard.testing.replay import replay
+from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
+from kvreshard.session.peers import Self
+from kvreshard.session.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, Crash, Recorder
+from kvreshard.testing.replay import replay, summarize
 from kvreshard.testing.small import request
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
@@ -35,7 +52,16 @@ def clock() -> Clock:
 
 @pytest.fixture
 def recorder(tmp_path: Path, clock: Clock) -> Recorder:
-    return Recorder(tmp_path / "flights", 3, clock, lambda: 1_700_000_000.0 + clock.now_s)
+    return Recorder(tmp_path / "flights", 3, clock, lambda: NOW_S + clock.now_s, at_once)
+
+
+NOW_S = 1_700_000_000.0
+
+
+def at_once(work: Callable[[], None]) -> bool:
+    """On the test's own thread."""
+    work()
+    return True
 
 
 @pytest.fixture
@@ -56,7 +82,7 @@ def fail(world: World, name: str = "d") -> None:
     world.turn()
 
 
-def test_a_failed_load_leaves_a_record_that_rebuilds_its_copy_list(world: World, tmp_path: Path) -> None:
+def test_a_failed_load_leaves_a_record_from_which_its_copies_follow(world: World, tmp_path: Path) -> None:
     fail(world)
     (path,) = records(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -64,10 +90,13 @@ def test_a_failed_load_leaves_a_record_that_rebuilds_its_copy_list(world: World,
     assert (flight.request, flight.source_request, flight.rank, flight.failure.kind) == ("d", "r", 0, "transfer")
     assert {"ordered", "met", "bound", "posted", "transfer failed", "failed"} <= {event.name for event in flight.events}
     assert flight.src is not None
-    route = compile_route(wire.decode(flight.src.layout), wire.decode(flight.dst.layout), flight.rank)
-    assert summarize(bind(route, from_form(flight.transfer))) == flight.copies
-    assert flight.copies is not None
-    assert flight.copies.rows is not None
+    route = compile_route(packed.decode(flight.src.layout), packed.decode(flight.dst.layout), flight.rank)
+    (endpoint,) = world.dst.endpoints.values()
+    assert endpoint._me is not None
+    then = compile_route(world.src.layout, world.dst.layout, 0)
+    wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
+    assert summarize(bind(route, flight.transfer.request())) == summarize(bind(then, wanted))
+    assert flight.is_routed
 
 
 def test_a_record_holds_no_word_and_no_cached_byte(world: World, tmp_path: Path) -> None:
@@ -100,9 +129,7 @@ def test_a_refused_pair_is_recorded_with_both_layouts(world: World, tmp_path: Pa
     fail(world)
     flight = decode_flight(records(tmp_path)[0].read_bytes())
     assert flight.src is not None
-    assert (flight.failure.kind, flight.copies, flight.copies_error) == (
-        "mismatch", None, "the engines were not routed",
-    )  # fmt: skip
+    assert (flight.failure.kind, flight.is_routed) == ("mismatch", False)
 
 
 def test_a_source_whose_layout_is_none_is_recorded_as_it_came(world: World, tmp_path: Path) -> None:
@@ -115,12 +142,12 @@ def test_a_source_whose_layout_is_none_is_recorded_as_it_came(world: World, tmp_
     flight = decode_flight(records(tmp_path)[0].read_bytes())
     assert flight.src is not None
     assert (flight.src.engine, flight.src.layout) == (card.engine, b"no layout")
-    assert wire.decode(flight.dst.layout) == world.dst.layout
+    assert packed.decode(flight.dst.layout) == world.dst.layout
     with pytest.raises(WireError, match=r"not a layout \(packed, 9 bytes\)"):
         replay(flight)
 
 
-def test_a_request_that_cannot_be_bound_says_why_there_is_no_list(world: World, tmp_path: Path) -> None:
+def test_a_request_that_cannot_be_bound_is_recorded_with_the_reason(world: World, tmp_path: Path) -> None:
     world.grant_and_offer()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
@@ -129,8 +156,9 @@ def test_a_request_that_cannot_be_bound_says_why_there_is_no_list(world: World, 
     meet(world)
     world.turn()
     flight = decode_flight(records(tmp_path)[0].read_bytes())
-    assert flight.copies is None
-    assert flight.copies_error == flight.failure.text
+    assert (flight.failure.kind, flight.is_routed) == ("request", True)
+    replayed = replay(flight)
+    assert (replayed.outcome, replayed.refusal) == ("reproduced", flight.failure.text)
 
 
 def test_an_aborted_request_is_no_crash(world: World, tmp_path: Path) -> None:
@@ -226,16 +254,94 @@ def test_noise_is_refused(noise: bytes) -> None:
         decode_flight(noise)
 
 
-def test_a_long_copy_list_is_left_out_and_its_digest_stays(good: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_too_long_is_not_written(good: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     flight = decode_flight(good)
+    assert encode_flight(flight) == good
     monkeypatch.setattr(form, "MAX_FLIGHT_BYTES", len(good) - 1)
-    shorter = decode_flight(encode_flight(flight))
-    assert shorter.copies is not None
-    assert flight.copies is not None
-    assert (shorter.copies.rows, shorter.copies.digest) == (None, flight.copies.digest)
-    monkeypatch.setattr(form, "MAX_FLIGHT_BYTES", 100)
-    with pytest.raises(WireError, match="more than 100 are not written"):
+    with pytest.raises(WireError, match=f"more than {len(good) - 1} are not written"):
         encode_flight(flight)
+
+
+def test_page_ids_that_are_none_are_refused(good: bytes) -> None:
+    flight = decode_flight(good)
+    table = next(iter(flight.transfer.src_tables.values()))
+    cut = msgspec.structs.replace(table, pages=table.pages[:-1])
+    with pytest.raises(WireError, match="bytes of page ids; each has 4"):
+        msgspec.structs.replace(flight.transfer, src_tables={"g": cut}).request()
+    for page in (-1, 2**32):
+        with pytest.raises(WireError, match="a record holds 0 to 4294967295"):
+            FlightRequest.of(Request({"g": PageTable([1, page], 2)}, {}, {}, {}))
+
+
+def test_nothing_is_written_on_the_sessions_thread_and_what_comes_meanwhile_is_counted(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[Callable[[], None]] = []
+    recorder = Recorder(tmp_path / "flights", 3, clock, lambda: NOW_S, lambda work: kept.append(work) is None)
+    world = make_world(2, 1, recorder=recorder)
+    for number in range(3):
+        clock.now_s += MIN_INTERVAL_S
+        fail(world, f"d{number}")
+    assert (len(kept), records(tmp_path)) == (1, [])
+    kept.pop()()
+    assert len(records(tmp_path)) == 1
+    clock.now_s += MIN_INTERVAL_S
+    fail(world, "later")
+    kept.pop()()
+    assert "(2 failures since the last record left none)" in caplog.text
+
+
+def test_a_recorder_writes_on_a_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    writing = Recorder._write
+    monkeypatch.setattr(
+        Recorder, "_write", lambda *args: (threads.append(threading.current_thread().name), writing(*args))[1]
+    )
+    recorder = Recorder(tmp_path / "flights", 3)
+    fail(make_world(2, 1, recorder=recorder))
+    assert recorder._is_idle.wait(60.0)
+    recorder.close()
+    assert (threads, len(records(tmp_path))) == (["kvreshard-recorder"], 1)
+
+
+def test_what_was_left_half_written_goes_in_time(world: World, clock: Clock, tmp_path: Path) -> None:
+    clock.now_s += MIN_INTERVAL_S
+    left = {age_s: tmp_path / "flights" / f".{age_s}{PART}" for age_s in (PART_AGE_S - 1.0, PART_AGE_S + 1.0)}
+    for age_s, path in left.items():
+        path.write_bytes(b"x")
+        os.utime(path, (NOW_S + clock.now_s - age_s,) * 2)
+    fail(world)
+    assert [path.exists() for path in left.values()] == [True, False]
+
+
+def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock) -> None:
+    """8,192 pages of 16 tokens whose heads are split are millions of copies; what is recorded of them is 8,192 numbers a side."""
+    sizes, costs = [], []
+    for num_pages in (1, 8192):
+        recorder = Recorder(tmp_path / str(num_pages) / "flights", 3, clock, lambda: NOW_S, at_once)
+        world = make_world(2, 1)
+        num_tokens = 16 * num_pages
+        table = PageTable(np.arange(1, num_pages + 1), num_tokens)
+        wanted = Request({"g": table}, {"g": table}, {"g": [(0, num_tokens)]}, {"g": table.pages})
+        load = Load("d", REMOTE, LEASE, wanted, gives_back=True)
+        failure, card = Failure("transfer", "x"), world.src.card()
+        crash = Crash(
+            load,
+            0,
+            failure,
+            world.dst.card(),
+            card,
+            is_routed=True,
+            events=Events(clock),
+            staging_bytes=0,
+            allow_mismatch=(),
+        )
+        costs.append(count_bytecodes(lambda recorder=recorder, crash=crash: recorder.record(crash)))
+        (path,) = records(tmp_path / str(num_pages))
+        sizes.append(path.stat().st_size)
+        assert np.array_equal(decode_flight(path.read_bytes()).transfer.request().src_tables["g"].pages, table.pages)
+    assert sizes[1] - sizes[0] < 3 * 4 * 8192 + 100
+    assert costs[1] < 1.2 * costs[0] + 50
 
 
 def test_events_are_a_ring() -> None:

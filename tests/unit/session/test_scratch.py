@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.scratch import Scratch
 
@@ -26,3 +28,27 @@ def test_a_load_without_sources_has_no_place_and_gives_none_back() -> None:
     assert nothing != first
     scratch.give(nothing)
     assert (len(scratch), scratch.take(2)) == (1, first + 2 * WORD_BYTES)
+
+
+def test_gaps_grow_together_again() -> None:
+    scratch, rng = Scratch(256), random.Random(7)
+    taken: dict[int, int] = {}
+    for _ in range(3000):
+        if taken and rng.random() < 0.5:
+            address = rng.choice(list(taken))
+            del taken[address]
+            scratch.give(address)
+            continue
+        count = rng.randint(1, 9)
+        address = scratch.take(count)
+        if address is not None:
+            assert all(
+                address + count * WORD_BYTES <= other or other + others * WORD_BYTES <= address
+                for other, others in taken.items()
+            )
+            assert scratch.region.address <= address
+            assert address + count * WORD_BYTES <= scratch.region.address + scratch.region.size_bytes
+            taken[address] = count
+    for address in taken:
+        scratch.give(address)
+    assert scratch.take(256) == scratch.region.address

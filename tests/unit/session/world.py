@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -165,12 +166,12 @@ class ScriptedPeers(Peers):
     def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
         if remote not in self.known:
             self.known[remote] = future = Future()
-            self.queue.append(lambda: self._meet(me, remote, future))
+            self.queue.append(lambda: None if future.cancelled() else self._meet(me, remote, future))
         return self.known[remote]
 
     def met(self, remote: RemoteEngine) -> Peer | None:
         future = self.known.get(remote)
-        return future.result() if future is not None and future.done() and not future.exception() else None
+        return future.result() if future and future.done() and not future.exception() else None
 
     def forget(self, remote: RemoteEngine, peer: Peer | None = None) -> None:
         met = self.met(remote)
@@ -181,7 +182,12 @@ class ScriptedPeers(Peers):
     def doubt(self, me: Self, peer: Peer) -> None:
         self.queue.append(lambda: self._ask(peer))
 
-    def sweep(self, in_use: Collection[Peer]) -> None:
+    def cancel(self, remote: RemoteEngine) -> None:
+        future = self.known.get(remote)
+        if future is not None and future.cancel():
+            del self.known[remote]
+
+    def sweep(self, in_use: Callable[[], Collection[Peer]]) -> None:
         """Nothing is forgotten here for its age."""
 
     def close(self) -> None:
@@ -247,6 +253,19 @@ def make_world(
         for endpoint in side.endpoints.values():
             endpoint.introduce(side.card(), side.layout)
     return made
+
+
+def meet_engine(
+    me: Self, remote: RemoteEngine, options: EndpointOptions, is_told: Callable[[], object] = lambda: True
+) -> Peer:
+    """Meet one engine through its listener, and wait for that, and for what it is told of it."""
+    peers = Peers(options, Clock(), lambda: None)
+    try:
+        return peers.get(me, remote).result(60.0)
+    finally:
+        while not is_told():
+            time.sleep(0.001)
+        peers.close()
 
 
 def meet(world: World) -> None:

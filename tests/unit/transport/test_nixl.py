@@ -1,5 +1,6 @@
 """What does the contract not show of the NIXL transport: leaks, silence, size, and life without NIXL?"""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.unit.transport.fake_agent import FakeAgent
 
 from kvreshard.transport import nixl
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions
+from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable, encode_metadata
 
 
@@ -52,6 +55,61 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_importing_the_module_does_not_import_nixl() -> None:
     found = run_script("import sys, kvreshard.transport.nixl; print([m for m in sys.modules if m.startswith('nixl')])")
     assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr
+
+
+class Stuck(FakeAgent):
+    """Its notifications do not go out until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_inside = threading.Event(), threading.Event()
+
+    def send(self, peer: str, payload: bytes) -> None:
+        self.is_inside.set()
+        assert self.gate.wait(60.0)
+        super().send(peer, payload)
+
+
+@pytest.mark.timeout(60)
+def test_a_library_that_does_not_come_back_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Stuck()
+    monkeypatch.setattr(nixl, "NixlAgent", lambda name, options: agent)
+    transport = NixlTransport(options=NixlOptions(pace=Pace(call_s=0.2)))
+    memory = np.zeros(4096, np.uint8)
+    transport.register([region(memory)])
+    near, far = (encode_metadata("nixl", name, RegionTable([region(memory)])) for name in ("near", "far"))
+    transport.add_peer("near", near)
+    assert transport.stuck() is None
+    transport.notify("near", b"word")
+    assert agent.is_inside.wait(60.0)
+
+    def add() -> None:
+        with contextlib.suppress(TransportError):
+            transport.add_peer("far", far)
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    transfer = transport.post("near", Direction.READ, strided(memory, memory, 1, 16))
+    transport.cancel(transfer)
+    transport.notifications()
+    transport.set_attentive(True)
+    transport.remove_peer("near")  # while another waits to add one
+    with pytest.raises(TransportError, match="near"):
+        transport.post("near", Direction.READ, strided(memory, memory, 1, 16))
+    adding.join(60.0)
+    assert not adding.is_alive()
+    with pytest.raises(TransportError, match=r"has not come back from 'send' within 0.2 s"):
+        transport.add_peer("far", far)
+    stuck = transport.stuck()
+    assert stuck is not None
+    assert stuck.call == "send"
+    agent.gate.set()
+    until(lambda: transport.stuck() is None)
+    transport.add_peer("far", far)
+    assert [entry for entry in agent.log if entry[0] in ("add", "remove")] == [
+        ("add", "near"), ("remove", "near"), ("add", "far")
+    ]  # fmt: skip
+    transport.close()
 
 
 @pytest.mark.nixl

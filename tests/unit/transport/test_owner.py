@@ -3,12 +3,15 @@
 The agent is a fake whose slices settle when the test says so.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from tests.unit.transport.fake_agent import FakeAgent
+from tests.work import count_bytecodes
 
+from kvreshard.transport import work_queue
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.owner import Owner
@@ -16,6 +19,7 @@ from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, SliceCursor
+from kvreshard.transport.watchdog import MAX_GAP_S, Watchdog
 
 SPACE = RegionTable([MemoryRegion(0, 2**40)])
 PACE = Pace(slow_s=0.001, close_s=0.05, max_in_flight=3)
@@ -118,6 +122,7 @@ def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, 
     with pytest.raises(TransportError, match="remove it and add it again"):
         late.transfer.wait(10.0)
     owner.remove_peer("bob", TransportError("removed"))
+    turns(owner)
     assert len(agent.called("remove")) == 1
     owner.add_peers({"bob": b""})
     again = make_sliced(1)
@@ -141,6 +146,7 @@ def test_a_peer_that_was_removed_before_its_slice_failed_can_be_added_again(owne
     agent.settle(1)
     again.transfer.wait(10.0)
     owner.remove_peer("bob", TransportError("removed again"))
+    turns(owner)
     assert len(agent.called("remove")) == 2
 
 
@@ -256,6 +262,7 @@ def test_a_removed_peer_stays_connected_until_its_slices_settle(owner: Owner, ag
     owner.post(sliced)
     until(lambda: agent.num_posted == PACE.max_in_flight)
     owner.remove_peer("bob", TransportError("removed"))
+    turns(owner)
     assert agent.called("remove") == []
     with pytest.raises(TransportError, match="in flight"):
         owner.add_peers({"bob": b""})
@@ -349,3 +356,161 @@ def test_peers_that_come_and_go_do_not_keep_the_pace_fast(owner: Owner, agent: F
     owner.send("bob", b"word")
     until(lambda: bool(agent.called("send")))
     assert owner._rest_s() == PACE.fast_s
+
+
+FEW, MANY = 10, 1000
+
+
+def costs_on_its_thread(agent: FakeAgent, count: int) -> list[int]:
+    """Bytecodes of a look, of one more transfer, of a cancel and of a slice that settles, while `count` transfers wait with two peers."""
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, lambda: agent.now_s)
+    waiting = [make_sliced(1, peer) for peer in ("bob", "carol") for _ in range(count)]
+    for sliced in waiting:
+        owner.post(sliced)
+    until(lambda: agent.num_posted == 2 * PACE.max_in_flight)
+    late = make_sliced(1, "bob")
+
+    def measure(_: Agent) -> list[int]:
+        found = [count_bytecodes(owner._look)]
+        owner.post(late)
+        found.append(count_bytecodes(lambda: owner._work.run(0.0)))
+        owner.cancel(waiting[-1].transfer)
+        found.append(count_bytecodes(lambda: owner._work.run(0.0)))
+        agent.settle(0)
+        found.append(count_bytecodes(owner._look))
+        return found
+
+    found = owner.call(measure)
+    owner.stop()
+    return found
+
+
+def test_nothing_costs_more_where_more_transfers_wait() -> None:
+    few, many = (costs_on_its_thread(FakeAgent(), count) for count in (FEW, MANY))
+    assert all(there <= 1.2 * here + 20 for here, there in zip(few, many, strict=True)), (few, many)
+
+
+def test_peers_take_turns_however_much_waits_for_one(owner: Owner, agent: FakeAgent) -> None:
+    for _ in range(50):
+        owner.post(make_sliced(1, "bob"))
+    until(lambda: agent.num_posted == PACE.max_in_flight)
+    alone = make_sliced(1, "carol")
+    owner.post(alone)
+    until(lambda: agent.num_posted == PACE.max_in_flight + 1)
+    agent.settle(PACE.max_in_flight)
+    alone.transfer.wait(10.0)
+
+
+class Stuck(FakeAgent):
+    """One call of it does not come back until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_inside = threading.Event(), threading.Event()
+
+    def send(self, peer: str, payload: bytes) -> None:
+        self.is_inside.set()
+        assert self.gate.wait(60.0)
+        super().send(peer, payload)
+
+
+def test_a_call_that_does_not_come_back_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
+    agent, now_s = Stuck(), [0.0]
+
+    def clock() -> float:
+        now_s[0] += 0.001
+        return now_s[0]
+
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, clock)
+    assert owner.stuck() is None
+    owner.send("bob", b"word")
+    assert agent.is_inside.wait(60.0)
+    assert owner.stuck() is None
+    for _ in range(int(PACE.call_s / MAX_GAP_S) + 1):
+        now_s[0] += 100.0  # a process that was stopped has not waited
+        owner.stuck()
+    stuck = owner.stuck()
+    assert stuck is not None
+    assert (stuck.call, "'send' within 10 s" in stuck.text) == ("send", True)
+    with pytest.raises(TransportError, match=r"'send' within 10 s.*restart this engine"):
+        owner.call(lambda agent: agent.metadata())
+    owner.remove_peer("bob", TransportError("removed"))  # these wait for nothing
+    transfer = make_sliced(1)
+    owner.post(transfer)
+    owner.cancel(transfer.transfer)
+    lines = [record.getMessage() for record in caplog.records if "has not come back" in record.getMessage()]
+    assert len(lines) == 1
+    agent.gate.set()
+    until(lambda: owner.stuck() is None and bool(agent.called("remove")))
+    assert owner.call(lambda agent: agent.metadata()) == b"fake"
+    assert "'send' has come back after all" in caplog.text
+    owner.stop()
+
+
+def test_a_peer_that_nobody_waits_for_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was being loaded when whoever wanted it gave up: it could not be added again."""
+    monkeypatch.setattr(work_queue, "LOOK_S", 0.01)
+    agent, now_s = Stuck(), [0.0]
+
+    def clock() -> float:
+        now_s[0] += 0.6
+        return now_s[0]
+
+    def add_peer(name: str, native: bytes) -> None:
+        agent.send(name, b"")
+        FakeAgent.add_peer(agent, name, native)
+
+    agent.add_peer = add_peer  # type: ignore[method-assign]
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, clock)
+    with pytest.raises(TransportError, match="'add_peer' within 10 s"):
+        owner.add_peers({"ann": b""})
+    agent.gate.set()
+    until(lambda: bool(agent.called("remove")))
+    owner.add_peers({"ann": b""})
+    owner.stop()
+    assert [entry for entry in agent.log if entry[0] in ("add", "remove")] == [
+        ("add", "ann"), ("remove", "ann"), ("add", "ann")
+    ]  # fmt: skip
+
+
+def test_an_agent_that_is_never_made_is_an_error() -> None:
+    gate = threading.Event()
+
+    def make() -> Agent:
+        assert gate.wait(60.0)
+        raise TransportError("late")
+
+    with pytest.raises(TransportError, match=r"no agent was made within 0.06 s"):
+        Owner("fake", make, lambda _peer, _payload: None, Pace(call_s=0.001))
+    gate.set()
+
+
+def test_an_owner_that_is_stuck_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    agent = Stuck()
+    owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, PACE, lambda: agent.now_s)
+    owner.send("bob", b"word")
+    assert agent.is_inside.wait(60.0)
+    owner.stop()
+    assert "its thread is left behind" in caplog.text
+    agent.gate.set()
+    owner._thread.join(60.0)
+
+
+def test_a_process_that_was_stopped_is_not_stuck() -> None:
+    now_s = [0.0]
+    watchdog = Watchdog("fake", 10.0, lambda: now_s[0])
+    watchdog.begin("start")
+    assert watchdog.stuck() is None
+    now_s[0] += 3600.0
+    assert watchdog.stuck() is None
+    watchdog.end()
+    watchdog.begin("start")
+    for _ in range(9):
+        now_s[0] += 1.0
+        assert watchdog.stuck() is None
+    watchdog.end()
+    for call, seconds in (("start", 10), ("register", 600)):
+        watchdog.begin(call)
+        waited = [watchdog.stuck() for _ in range(2 * seconds) if (now_s.append(now_s.pop() + 1.0)) is None]
+        assert waited.index(next(filter(None, waited))) == seconds
+        watchdog.end()

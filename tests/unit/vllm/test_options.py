@@ -24,6 +24,7 @@ def test_nothing_given_is_the_defaults() -> None:
     assert options.endpoint().heartbeat_s == 5.0
     assert options.nixl.pace == Pace()
     assert read_options({"max_in_flight_bytes": 7}).nixl.pace.max_in_flight_bytes == 7
+    assert read_options({"call_timeout_s": 7}).nixl.pace.call_s == 7.0
     assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint()))
 
 

@@ -1,0 +1,144 @@
+"""What does one event of a session cost where `n` others wait? Processor seconds, by the kind of event.
+
+Each function sets `n` of something up and returns the cost of one event among them. Without NIXL and without sockets: what is measured is
+our own part.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
+
+from bench.compare import median_s
+from kvreshard.session.handshake import Address
+from kvreshard.session.holder import LeaseHolder
+from kvreshard.session.lease import LeaseTable
+from kvreshard.session.orders import Grant, Offer, Release, RemoteEngine, RemoteLease, Watch
+from kvreshard.session.peers import Peer, Peers
+from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer
+from kvreshard.transport.owner import Owner
+from kvreshard.transport.pace import Pace
+from kvreshard.transport.regions import RegionTable
+from kvreshard.transport.sliced import SlicedTransfer
+from kvreshard.transport.slices import PartCursor, PlacedCopies
+
+REPEATS = 25
+NUM_PEERS = 64
+
+
+def offered_leases(count: int) -> float:
+    """One turn of a source that offers so many leases."""
+    world = make_world(1, 1)
+    endpoint = world.src.endpoints[0]
+    endpoint._book._table = LeaseTable(count)
+    for number in range(count):
+        endpoint.submit(Grant(f"cmpl-{number:032x}", number, number + 1))
+        endpoint.submit(Offer(f"cmpl-{number:032x}", 30.0))
+    endpoint.turn()
+    spent = median_s(endpoint.turn, REPEATS)
+    world.close()
+    return spent
+
+
+def watched_requests(count: int) -> float:
+    """One lease that a reader gives back while so many other requests wait."""
+    world = make_world(1, 1)
+    endpoint = world.dst.endpoints[0]
+    holder, me = endpoint._holder, endpoint._me
+    endpoint._peers.get(me, REMOTE)  # type: ignore[arg-type]
+    meet(world)
+    for number in range(count):
+        holder.watch(Watch(f"w{number}", REMOTE, RemoteLease(f"cmpl-{number:032x}", number, number + 1)), me)
+    gone = Release(REMOTE, RemoteLease("gone", 1, 1))
+    spent = median_s(lambda: (holder.release(gone), holder.send_releases(me, 0.0)), REPEATS)
+    world.close()
+    return spent
+
+
+def known_sources(count: int) -> float:
+    """One renewal at one of so many sources, each of which has a lease that is wanted."""
+    world = make_world(1, 1)
+    endpoint = world.dst.endpoints[0]
+    me = endpoint._me
+    if me is None:
+        raise RuntimeError("a world's engines know themselves")
+    endpoint._peers.get(me, REMOTE)
+    meet(world)
+    base = endpoint._peers.met(REMOTE)
+    clock, silent = Clock(), SimpleNamespace(notify=lambda peer, payload: None)
+    peers = Peers(OPTIONS, clock, lambda: None)
+    holder = LeaseHolder(silent, peers, 5.0)  # type: ignore[arg-type]
+    for number in range(count):
+        remote = RemoteEngine(f"engine-{number}", f"{number:032x}", Address("10.0.0.1", number))
+        known: Future[Peer] = Future()
+        card = msgspec.structs.replace(base.card, lease_s=30.0)  # type: ignore[union-attr]
+        known.set_result(Peer(remote, card, base.layout, base.route, base.mover))  # type: ignore[union-attr]
+        peers._known[remote] = known
+        peers._note_met(remote)
+        holder.watch(Watch(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)
+    holder.send_releases(me, clock.now_s)
+    holder.renew(me, clock.now_s)
+    started_s, rounds = time.process_time(), 5
+    for _ in range(rounds):
+        clock.now_s += 5.0
+        holder.renew(me, clock.now_s)
+    spent = (time.process_time() - started_s) / (rounds * count)
+    world.close()
+    return spent
+
+
+class _Instant:
+    """An agent whose slices have settled when they are asked for."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return {"is_done": lambda handle: True, "receive": list}.get(name, lambda *arguments: 1)
+
+
+def queued_transfers(count: int) -> float:
+    """One of so many transfers that are posted at once to `NUM_PEERS` peers, from its post until it has settled."""
+    table = RegionTable([MemoryRegion(1 << 20, 1 << 30)])
+    addresses = np.arange(16) * 4096 + (1 << 20)
+    copies = Copies.of(addresses, addresses, 4096)
+    owner = Owner("bench", _Instant, lambda peer, payload: None, Pace())  # type: ignore[arg-type, return-value]
+    started_s, transfers = time.process_time(), []
+    for number in range(count):
+        peer = f"p{number % NUM_PEERS}"
+        transfers.append(Transfer(peer, Direction.READ, copies, time.monotonic))
+        cursor = PartCursor(PlacedCopies.of(copies, table, table, peer), 0, len(copies))
+        owner.post(SlicedTransfer(transfers[-1], peer, cursor, None))
+    for transfer in transfers:
+        transfer.wait(600.0)
+    spent = (time.process_time() - started_s) / count
+    owner.stop()
+    return spent
+
+
+def waiting_requests(count: int) -> float:
+    """One request that ends in the decode engine's scheduler while so many others are being loaded. Needs vLLM."""
+    from tests.vllm.schedulers import TOKENS, Decode, full, groups, prefill, request
+
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    decode = Decode(full(64))
+    for number in range(count):
+        asked = request(f"d{number}", TOKENS, kv_transfer_params=params)
+        list(decode.side.arrive(asked, params))
+    names = iter(range(count))
+    return median_s(lambda: (list(decode.side.ended(f"d{next(names)}")), decode.side.is_waiting), REPEATS)
+
+
+EVENTS: dict[str, tuple[Callable[[int], float], tuple[int, ...]]] = {
+    "turn of a source, by offered leases": (offered_leases, (1024, 8192, 65_536)),
+    "lease given back, by watched requests": (watched_requests, (100, 1000, 10_000)),
+    "renewal, by known sources": (known_sources, (100, 400, 1600)),
+    "transfer, by queued transfers": (queued_transfers, (500, 2000, 8000)),
+}
+if importlib.util.find_spec("vllm") is not None:
+    EVENTS["request that ends in the scheduler, by waiting requests"] = (waiting_requests, (100, 1000, 10_000))

@@ -1,0 +1,55 @@
+"""Threads for work that nobody may wait for when an engine ends.
+
+A `ThreadPoolExecutor` waits for its threads when the interpreter ends. These are daemon threads: what they have not begun is dropped
+by `close`, and what they have begun may end with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Workers:
+    """At most `max_threads` of them, started when there is work. Safe for use from any thread."""
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self._name, self._max_threads = name, max_threads
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = self._num_open = 0
+        self._is_closed = False
+
+    def submit(self, work: Callable[[], None]) -> bool:
+        """Do it some time; False once closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            self._num_open += 1
+            is_more = self._num_open > self._num_threads
+            if is_more and self._num_threads < self._max_threads:
+                self._num_threads += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._work.put(work)
+        return True
+
+    def close(self) -> None:
+        """Begin nothing more. Does not wait."""
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._num_threads):
+                self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                if not self._is_closed:
+                    work()
+            except Exception:  # the thread must live
+                logger.exception("%s", self._name)
+            with self._lock:
+                self._num_open -= 1

@@ -1,0 +1,105 @@
+"""Does a call into the transport's library come back?
+
+A hung device or driver keeps the one thread that may talk to the library, and nothing that was posted would ever end.
+
+1. The thread says which call it makes, and when it is back (`WatchedAgent`).
+2. Anybody may ask (`stuck`). A call that was seen under way for `bound_s` together is stuck: the log says so once, and again when it is back.
+3. What passes between two looks counts for `MAX_GAP_S` at most: a process that was stopped for a minute has not waited for a minute.
+
+A call that keeps Python's own lock stops the whole process, and nobody is left to look.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvreshard.transport.agent import Agent
+from kvreshard.transport.base import StuckCall
+
+logger = logging.getLogger(__name__)
+
+MAX_GAP_S = 1.0
+# Memory is pinned page by page, which takes minutes for a terabyte.
+SLOW_CALLS = ("register", "deregister", "close")
+SLOW_FACTOR = 60.0
+
+
+class Watchdog:
+    """Of one thread. `bound_s`: seconds of `clock`. `begin` and `end` are that thread's, the rest anybody's."""
+
+    def __init__(self, name: str, bound_s: float, clock: Callable[[], float]) -> None:
+        self._name, self._bound_s, self._clock = name, bound_s, clock
+        self._numbers = itertools.count()
+        self._call: tuple[str, int] | None = None
+        self._seen: tuple[str, int] | None = None
+        self._waited_s = self._looked_s = 0.0
+        self._told: tuple[str, int] | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, call: str) -> None:
+        """A call is made."""
+        self._call = call, next(self._numbers)
+
+    def end(self) -> None:
+        """It is back."""
+        self._call = None
+
+    def stuck(self) -> StuckCall | None:
+        """The call that does not come back, if there is one."""
+        call, now_s = self._call, self._clock()
+        if call is None and self._told is None:
+            return None
+        with self._lock:
+            self._waited_s += min(now_s - self._looked_s, MAX_GAP_S)
+            if call != self._seen:
+                self._seen, self._waited_s = call, 0.0
+            self._looked_s = now_s
+            if self._told is not None and call != self._told:
+                logger.warning("%s: '%s' has come back after all", self._name, self._told[0])
+                self._told = None
+            bound_s = self._bound_s * (SLOW_FACTOR if call is not None and call[0] in SLOW_CALLS else 1.0)
+            if call is None or self._waited_s < bound_s:
+                return None
+            found = StuckCall(
+                call[0],
+                f"NIXL has not come back from '{call[0]}' within {bound_s:g} s: nothing is loaded or read here until it does; look for a hung "
+                "device or driver, and restart this engine",
+            )
+            if self._told is None:
+                self._told = call
+                logger.error("%s: %s", self._name, found.text)
+            return found
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    def call(self: WatchedAgent, *arguments: object) -> object:
+        self.begin(name)
+        try:
+            return getattr(self.agent, name)(*arguments)
+        finally:
+            self.end()
+
+    return call
+
+
+class WatchedAgent:
+    """An `agent.Agent` whose calls are watched."""
+
+    def __init__(self, agent: Agent, watchdog: Watchdog) -> None:
+        self.agent, self.begin, self.end = agent, watchdog.begin, watchdog.end
+
+    register = _watched("register")
+    deregister = _watched("deregister")
+    metadata = _watched("metadata")
+    add_peer = _watched("add_peer")
+    remove_peer = _watched("remove_peer")
+    start = _watched("start")
+    is_done = _watched("is_done")
+    release = _watched("release")
+    send = _watched("send")
+    receive = _watched("receive")
+    close = _watched("close")

@@ -1,0 +1,97 @@
+"""Are many listeners asked at once, each once at a time, and does a question end when it is cancelled or the client is closed?"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.unit.session.test_handshake import card
+
+from kvreshard.session import handshake_client
+from kvreshard.session.handshake import Address, Listener, card_hello, read_card
+from kvreshard.session.handshake_client import HandshakeClient
+from kvreshard.session.knock import HandshakeError
+
+HELLO = card_hello("decode", 0)
+PATIENCE_S = 60.0
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with contextlib.closing(Listener(Address("127.0.0.1", 0), card())) as made:
+        yield made
+
+
+@pytest.fixture
+def client() -> Iterator[HandshakeClient]:
+    with contextlib.closing(HandshakeClient(max_at_once=2)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def mute() -> Iterator[Address]:
+    """A host that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield Address("127.0.0.1", server.getsockname()[1])
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+
+
+def test_an_address_is_asked_one_question_at_a_time(listener: Listener, client: HandshakeClient) -> None:
+    with mute() as address:
+        first, second = (client.ask(address, HELLO, HOUR_S, 1 << 20) for _ in range(2))
+        answers = [client.ask(listener.address, HELLO, HOUR_S, 1 << 20) for _ in range(5)]
+        assert all(read_card(listener.address, one.result(PATIENCE_S)) == card() for one in answers)
+        assert client.num_asking == 1
+        second.cancel()
+        third = client.ask(address, HELLO, HOUR_S, 1 << 20)
+        assert not first.done()
+        first.cancel()
+        until(lambda: [one.answer for one in client._asking.values()] == [third])
+        third.cancel()
+        until(lambda: not client.num_asking and not client._waiting and not client._next)
+
+
+def test_what_gave_way_is_asked_anew(
+    listener: Listener, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two places, and three hosts that say nothing: the listener behind one of them starts to answer later."""
+    monkeypatch.setattr(handshake_client, "AGAIN_S", 0.05)
+    with mute() as first, mute() as second, socket.create_server(("127.0.0.1", 0)) as late:
+        address = Address("127.0.0.1", late.getsockname()[1])
+        waits = client.ask(address, HELLO, HOUR_S, 1 << 20)
+        others = [client.ask(one, HELLO, HOUR_S, 1 << 20) for one in (first, second)]
+        assert client.ask(listener.address, HELLO, HOUR_S, 1 << 20).result(PATIENCE_S)
+        until(lambda: address not in client._asking)
+        until(lambda: address in client._asking)
+        late.close()
+        assert isinstance(waits.exception(PATIENCE_S), HandshakeError)
+        assert not any(one.done() for one in others)
+
+
+def test_a_question_that_has_waited_for_all_of_its_time_fails(client: HandshakeClient) -> None:
+    with mute() as address:
+        answers = [client.ask(address, HELLO, 0.05, 1 << 20) for _ in range(3)]
+        assert all(isinstance(one.exception(PATIENCE_S), HandshakeError) for one in answers)
+
+
+def test_closing_ends_every_question_and_takes_no_more(client: HandshakeClient) -> None:
+    with mute() as first, mute() as second, mute() as third:
+        answers = [client.ask(one, HELLO, HOUR_S, 1 << 20) for one in (first, second, third, third)]
+        until(lambda: client.num_asking == 2)
+        client.close()
+        thread = client._thread
+        assert thread is not None
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+        assert all(one.cancelled() for one in answers)
+        assert client.ask(first, HELLO, HOUR_S, 1 << 20).cancelled()
+        client.close()
