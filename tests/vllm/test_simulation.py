@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.base import LONGEST, base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.text import VOCABULARY
 from tests.vllm.simulation.world import Weather, World
 
 from kvreshard.vllm import worker
@@ -49,7 +50,7 @@ def test_every_kernel_finds_what_it_looks_for(batch: int, run_seed: int) -> None
     ("weather", "seed"), [(Weather(delays=2, jumps=0.02), 1), (Weather(delays=4, failures=0.3), 4)]
 )
 def test_a_request_whose_load_failed_does_not_hold_up_those_that_hold_blocks(weather: Weather, seed: int) -> None:
-    """vLLM computes it, left first among them: where it needs their blocks, nobody would go on (`Consumer.steps_back`)."""
+    """vLLM computes it, left first among them: where it needs their blocks, nobody would go on (`kvreshard.vllm.admission`)."""
     layers = next(model for model in MODELS if model.kind == "windows").layers(16, 20)
     shapes = {
         "p": Shape(layers, blocks=400, role="kv_producer"),
@@ -58,6 +59,38 @@ def test_a_request_whose_load_failed_does_not_hold_up_those_that_hold_blocks(wea
     world = World(shapes, base_config(), seed, weather)
     try:
         world.run(30, ticks_between=5)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("seed", [1004, 1006, 1010, 1016, 1029, 1033])
+def test_a_request_whose_load_failed_is_reached_behind_more_important_ones(seed: int) -> None:
+    """vLLM keeps its blocks reserved, beside which they do not fit, and looks no further (`kvreshard.vllm.admission`)."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {
+        "p": Shape(layers, blocks=300, role="kv_producer"),
+        "d": Shape(layers, blocks=12, max_requests=8, role="kv_consumer", order_policy="priority"),
+    }
+    world = World(shapes, base_config(), seed, Weather(delays=3, failures=0.3))
+    try:
+        world.run(20, ticks_between=3)
+        assert world.by_name["d"].failed
+    finally:
+        world.close()
+
+
+def test_a_load_that_never_fits_into_a_free_pool_is_computed() -> None:
+    """vLLM wants blocks for a step of drafts beside a load, which a pool of the largest request does not have."""
+    layers = next(model for model in MODELS if model.kind == "ring").layers(16, 20, 1, 1)
+    shapes = {
+        "p": Shape(layers, order="BLHNC", blocks=100, num_drafts=1, role="kv_producer"),
+        "d": Shape(layers, order="BLHNC", blocks=13, num_drafts=1, role="kv_consumer"),
+    }
+    world = World(shapes, base_config(), 1)
+    world.make_prompt = lambda: [world.rng.randrange(VOCABULARY) for _ in range(LONGEST)]
+    try:
+        world.run(6)
+        assert len(world.by_name["d"].given_up) == world.num_loaded > 0  # all that wanted to be
     finally:
         world.close()
 

@@ -46,21 +46,17 @@ def test_a_reset_lets_go_of_what_waits_and_waits_for_what_is_loaded() -> None:
     assert (list(loads.side.reset()), loads.fallbacks, loads.side.is_loading) == ([], [], True)
 
 
-def test_a_request_whose_load_failed_steps_back_once_unless_it_has_ended() -> None:
+def test_only_a_load_that_has_not_ended_is_wanted() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    computed, ended = Decode(full(64)), Decode(full(64))
-    for decode in (computed, ended):
+    loads, aborted = Decode(full(64)), Decode(full(64))
+    for decode in (loads, aborted):
         asked = decode.arrive(params, TOKENS)
         decode.side.count_loadable(asked, 0)
         decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
-    list(ended.side.abort("d-1"))
-    for decode in (computed, ended):
-        decode.side.failed("d-1")
-        assert [type(order) for order in decode.side.ended("d-1")] == [Release]
-    assert [computed.side.steps_back("d-1"), computed.side.steps_back("d-1")] == [True, False]
-    assert not ended.side.steps_back("d-1")
-    computed.side.failed("d-1")  # not its load's any more
-    assert not computed.side.steps_back("d-1")
+    list(aborted.side.abort("d-1"))
+    assert [loads.side.wants("d-1"), aborted.side.wants("d-1")] == [True, False]
+    assert [type(order) for order in loads.side.ended("d-1")] == [Release]
+    assert not loads.side.wants("d-1")
 
 
 def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:

@@ -5,7 +5,6 @@
    text, that the source still has whole, and that this engine may resume from: the last token is always computed here.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
-5. Its load has failed and vLLM shall compute it: it steps back once behind the requests that hold blocks (`steps_back`).
 
 What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
 position that the source stands at, or nothing is. Nothing is loaded from this very engine: its pages are given back, and what its
@@ -57,7 +56,7 @@ class _Waiting:
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset' or 'standstill'.
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'standstill' or 'pool'.
     `may_load`: whether the engine's role is one that loads.
     """
 
@@ -79,7 +78,6 @@ class Consumer:
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
         self._waiting: dict[str, _Waiting] = {}
-        self._stepping_back: set[str] = set()
         self._spent: OrderedDict[Source, None] = OrderedDict()
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
@@ -166,9 +164,20 @@ class Consumer:
         )
         yield from self._release(request_id, waiting)
 
+    def give_up(self, request_id: str) -> Iterator[Order]:
+        """A load that this engine's pool never has room for is computed here (see `admission`)."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and not waiting.is_loading:
+            self._note_fallback("pool")
+            logger.warning(
+                "request %s will be computed here: the whole pool is free, and vLLM does not find the blocks to load it, which are more "
+                "than to compute it where an engine has drafts; give this engine more blocks",
+                request_id,
+            )
+            yield from self._release(request_id, waiting)
+
     def abort(self, request_id: str) -> Iterator[Order]:
         """The request has ended, in whatever way."""
-        self._stepping_back.discard(request_id)
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -178,23 +187,10 @@ class Consumer:
         else:
             yield from self._release(request_id, waiting)
 
-    def failed(self, request_id: str) -> None:
-        """The load has failed on some rank; vLLM ends the request, or has it computed here."""
+    def wants(self, request_id: str) -> bool:
+        """Whether the request waits for its load, or for the end of it, and has not been aborted."""
         waiting = self._waiting.get(request_id)
-        if waiting is not None and not waiting.is_aborted:
-            self._stepping_back.add(request_id)
-
-    def steps_back(self, request_id: str) -> bool:
-        """Whether vLLM should go on to the next request; once after a failed load.
-
-        vLLM frees the blocks of such a request and leaves it first among those that hold some (0.32.0, `kv_holding_waiting`). Where
-        it then needs the blocks of the others, which wait behind it, nobody goes on any more. Asked to come back, it is put
-        among those that hold none.
-        """
-        if request_id not in self._stepping_back:
-            return False
-        self._stepping_back.remove(request_id)
-        return True
+        return waiting is not None and not waiting.is_aborted
 
     def ended(self, request_id: str) -> Iterator[Order]:
         """The load is over on every rank: its source is given back, unless others here still have it."""

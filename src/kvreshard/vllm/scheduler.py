@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvreshard.session.card import encode_card
 from kvreshard.session.orders import Order
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.admission import Admission
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.draft import has_draft
 from kvreshard.vllm.groups import read_groups
@@ -99,6 +100,7 @@ class SchedulerSide:
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
+        self._admission = Admission()
         self._manager: KVCacheManager | None = None
         self._idleness = Idleness(parallel.data_parallel_size)
         self._standstill = Standstill(options.kv_lease_duration)
@@ -121,13 +123,13 @@ class SchedulerSide:
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that the ranks can load beyond what is computed; None: it cannot be said yet, go on with the next request."""
-        if self._consumer.steps_back(request.request_id):
-            return None
         params = request.kv_transfer_params or {}
-        return self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        return None if self._admission.puts_behind(request.request_id, count) else count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks have been allocated."""
+        self._admission.got_blocks(request.request_id)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._order(self._producer.schedule(request))
@@ -138,6 +140,7 @@ class SchedulerSide:
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: (whether its blocks stay, parameters for the router)."""
+        self._admission.end(request.request_id)
         self._order(self._consumer.abort(request.request_id))
         params, order = self._producer.finish(request, block_ids)
         if order is not None:
@@ -146,6 +149,7 @@ class SchedulerSide:
 
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
+        self._give_up_what_never_fits()
         scheduled = tuple(num_scheduled)
         is_still = not scheduled and self._producer.is_offering and self._consumer.is_waiting
         if self._standstill.step(is_still):
@@ -166,7 +170,8 @@ class SchedulerSide:
                 self.stats.count("quarantined", amount=kept)
             self._quarantine.give_back(meta.settled)
         for request_id in output.failed_recving or ():
-            self._consumer.failed(request_id)
+            if self._consumer.wants(request_id):
+                self._admission.fail(request_id)
         for request_id in output.finished_recving or ():
             self._order(self._consumer.ended(request_id))
         for request_id in output.finished_sending or ():
@@ -189,6 +194,13 @@ class SchedulerSide:
 
     def _order(self, orders: Iterable[Order]) -> None:
         self._metadata.orders.extend(orders)
+
+    def _give_up_what_never_fits(self) -> None:
+        pool = None if self._manager is None else self._manager.block_pool
+        num_held = 0 if pool is None else pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
+        never = self._admission.step(is_pool_free=num_held <= self._quarantine.num_blocks)
+        if never is not None:
+            self._order(self._consumer.give_up(never))
 
     def _keep_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Blocks that a window leaves incomplete must not serve prefix hits: vLLM would take them for whole.

@@ -6,6 +6,7 @@ the scheduler hears of it. With asynchronous scheduling the next step's orders g
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import Counter, deque
@@ -163,6 +164,7 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         self.connector._scheduler._reception.listen = lambda card: self.address
         self.connector._scheduler._standstill._clock = self.clock
+        self.connector._scheduler._admission._clock = self.clock
         self.runner = Runner(self.side, self.texts, self.count_accepted)
         self.pending: deque[_Step] = deque()
         self._said: dict[str, list[int]] = {}
@@ -222,13 +224,17 @@ class Engine:
 
         self.connector.get_num_new_matched_tokens = asked
         consumer = self.connector._scheduler._consumer
-        give_up = consumer.give_up_one
+        give_up_one, give_up = consumer.give_up_one, consumer.give_up
 
-        def given_up() -> Any:
+        def given_up(request_id: str) -> Any:
+            self.given_up.add(request_id)
+            return give_up(request_id)
+
+        def longest_given_up() -> Any:
             self.given_up.add(next(iter(consumer._waiting)))
-            return give_up()
+            return give_up_one()
 
-        consumer.give_up_one = given_up
+        consumer.give_up, consumer.give_up_one = given_up, longest_given_up
         preempt = self.scheduler._preempt_request
 
         def preempted(*args: Any, **kwargs: Any) -> None:
@@ -287,6 +293,13 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, is_running_reset: bool) -> None:
+        """As for new weights, with no step under way. vLLM raises where blocks are held by loads or for readers, and resets neither cache."""
+        if self.pending:
+            return
+        with contextlib.suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(reset_running_requests=is_running_reset, reset_connector=True)
 
     def advance(self) -> bool:
         """Schedule a step, or go on with one; False if there was nothing to do."""

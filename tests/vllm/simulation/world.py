@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.unit.session.world import Clock, ScriptedPeers
+from tests.vllm.simulation.base import LONGEST, MOST_SAID
 from tests.vllm.simulation.engine import Engine, Shape
 from tests.vllm.simulation.text import VOCABULARY, Text
+from vllm.v1.core.sched.interface import PauseState
 
 from kvreshard.plan import compile_route
 from kvreshard.session.handshake import Address, HandshakeError
@@ -32,14 +34,13 @@ from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
 ENDS = ("length", "stop")
 # Drafts may be right beyond the end.
 BEYOND = 10
-LONGEST = 150
-MOST_SAID = 24
 
 
 @dataclass(frozen=True)
 class Weather:
     """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `stops`: longer
-    prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills.
+    prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills; `connector_resets`: caches
+    reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on.
     """
 
     delays: int = 0
@@ -55,11 +56,15 @@ class Weather:
     stops: float = 0.0
     misrouted: float = 0.0
     cache_resets: float = 0.0
+    connector_resets: float = 0.0
+    pauses: float = 0.0
 
     @property
     def is_calm(self) -> bool:
         """Nothing that keeps a load from ending well."""
-        return not (self.failures or self.unmet or self.aborts or self.other_prompts or self.jumps)
+        return not (
+            self.failures or self.unmet or self.aborts or self.other_prompts or self.jumps or self.connector_resets
+        )
 
 
 @dataclass
@@ -263,6 +268,10 @@ class World:
             asked.engine.abort(asked.name)
         if rng.random() < weather.cache_resets:
             engine.scheduler.reset_prefix_cache()
+        if rng.random() < weather.connector_resets:
+            engine.reset(is_running_reset=rng.random() < 0.5)
+        if rng.random() < weather.pauses:
+            engine.scheduler.set_pause_state(rng.choice(list(PauseState)))
         self._hear()
 
     def _hear(self) -> None:
@@ -309,6 +318,8 @@ class World:
 
     def drain(self, max_rounds: int = 4000) -> None:
         """Everybody goes on until nothing is left; then what nobody wanted runs out."""
+        for engine in self.by_name.values():
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         for patience in range(max_rounds):
             self.clock.now_s += 0.02
             self.route_and_meet()
@@ -338,7 +349,7 @@ class World:
         assert not scheduling._producer.last_pages._expected, engine.name
         assert not scheduling._producer._slots._granted, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
-        assert not scheduling._consumer._stepping_back, engine.name
+        assert not scheduling._admission.num_failed, engine.name
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
             assert endpoint.num_scratch_places == 0, engine.name
