@@ -13,6 +13,7 @@ series carry vLLM's labels.
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
 | `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
+| `kvreshard_quarantined_blocks_total{event}` | counter | blocks that were `kept` back and `freed` again; the difference is out of the pool |
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "leases": ("Leases that ended, per rank.", "end"),
     "digest_checks": ("Loads compared with their source, per rank.", "result"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
+    "quarantined_blocks": ("Blocks kept back, and blocks freed again; the difference is out of the pool.", "event"),
 }
 
 

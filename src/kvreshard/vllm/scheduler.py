@@ -164,11 +164,7 @@ class SchedulerSide:
         """What the ranks have done."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
-            # Counted here, where ranks come together: the same request may be quarantined on each of them.
-            kept = self._quarantine.keep(meta.quarantined)
-            if kept:
-                self.stats.count("quarantined", amount=kept)
-            self._quarantine.give_back(meta.settled)
+            self._hear_quarantine(meta)
         for request_id in output.failed_recving or ():
             if self._consumer.wants(request_id):
                 self._admission.fail(request_id)
@@ -186,7 +182,8 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's cache manager."""
         self._manager = manager
-        self._quarantine.manager = self._producer.last_pages.manager = manager
+        self._producer.last_pages.manager = manager
+        self._quarantine.bind(manager)
 
     def close(self) -> None:
         """Stop listening."""
@@ -194,6 +191,18 @@ class SchedulerSide:
 
     def _order(self, orders: Iterable[Order]) -> None:
         self._metadata.orders.extend(orders)
+
+    def _hear_quarantine(self, meta: ReshardWorkerMetadata) -> None:
+        """Counted here, where ranks come together: the same request may be quarantined on each of them."""
+        num_requests, num_kept = self._quarantine.keep(meta.quarantined)
+        num_freed = self._quarantine.give_back(meta.settled)
+        for counter, label, amount in (
+            ("quarantined", "", num_requests),
+            ("quarantined_blocks", "kept", num_kept),
+            ("quarantined_blocks", "freed", num_freed),
+        ):
+            if amount:
+                self.stats.count(counter, label, amount)
 
     def _give_up_what_never_fits(self) -> None:
         pool = None if self._manager is None else self._manager.block_pool
