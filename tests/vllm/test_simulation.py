@@ -16,6 +16,7 @@ from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.text import VOCABULARY
 from tests.vllm.simulation.world import Weather, World
+from vllm.v1.core.sched.interface import PauseState
 
 from kvreshard.vllm import worker
 
@@ -166,4 +167,29 @@ def test_requests_that_wait_keep_their_source_whatever_its_lease_time_is(kept_s:
     world.drain()
     assert world.num_loaded > 10
     assert world.clock.now_s - world.began_s > 2 * kept_s
+    world.close()
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_requests_that_arrive_in_a_pause_keep_their_source(state: PauseState) -> None:
+    """`pause_generation` makes no step for them, and lasts for longer than a lease."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {"p": Shape(layers, blocks=400, role="kv_producer"), "d": Shape(layers, tp=2, role="kv_consumer")}
+    world = World(shapes, base_config(), 5)
+    decode = world.by_name["d"]
+    decode.scheduler.set_pause_state(state)
+    for number in range(300):
+        if number < 12:
+            world.submit()
+        world.clock.now_s += 0.4
+        world.route_and_meet()
+        for engine in world.by_name.values():
+            engine.advance()
+            engine.turn()
+        world._hear()
+    num_waiting = sum(asked.wants_load for asked in world.asked.values())
+    assert num_waiting > 3
+    assert not decode.advance()
+    world.drain()
+    assert (world.num_loaded, decode.failed) == (num_waiting, set())
     world.close()

@@ -147,6 +147,14 @@ class SchedulerSide:
             self._metadata.orders.append(order)
         return params is not None, params
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether the ranks have not been told something yet, so that vLLM makes a step, though nothing can be computed.
+
+        A paused engine makes none for requests that arrive: their leases would run out, since no rank knows that it shall renew them.
+        """
+        return bool(self._metadata.orders)
+
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
         self._give_up_what_never_fits()

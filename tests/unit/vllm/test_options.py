@@ -22,6 +22,7 @@ def test_nothing_given_is_the_defaults() -> None:
     assert options.endpoint.heartbeat_s == 5.0
     assert options.nixl.pace == Pace()
     assert read_options({"max_in_flight_bytes": 7}).nixl.pace.max_in_flight_bytes == 7
+    assert read_options({"paused_renewal_s": 900}).endpoint.paused_renewal_s == 900
     assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint))
 
 
@@ -47,6 +48,7 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"kv_lease_duration": 0.5}, "kv_lease_duration is 0.5; it must be from 1 to 86400 seconds"),
         ({"kv_lease_duration": 1e6}, r"kv_lease_duration is 1e\+06; it must be from 1 to 86400 seconds"),
         ({"kv_lease_duration": float("nan")}, "kv_lease_duration is nan; it must be a finite number"),
+        ({"paused_renewal_s": 0}, "paused_renewal_s is 0; it must be from 1 to 86400 seconds"),
         ({"load_timeout_s": float("inf")}, "load_timeout_s is inf; it must be a finite number"),
         ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),

@@ -23,6 +23,7 @@ from tests.vllm.simulation.text import VOCABULARY, Text
 from vllm.v1.core.sched.interface import PauseState
 
 from kvreshard.plan import compile_route
+from kvreshard.session.endpoint import REST_IDLE_S
 from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
@@ -38,7 +39,8 @@ BEYOND = 10
 
 @dataclass(frozen=True)
 class Weather:
-    """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `stops`: longer
+    """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `jumps`: one engine
+    stands still for seconds; `stops`: longer
     prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills; `connector_resets`: caches
     reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on.
     """
@@ -261,7 +263,7 @@ class World:
         elif self._later:
             self._later.pop(rng.randrange(len(self._later)))()
         if rng.random() < weather.jumps:
-            self.clock.now_s += rng.choice([6.0, 40.0])
+            self._stand_still(engine, rng.choice([6.0, 40.0]))
         if self.asked and rng.random() < weather.aborts:
             asked = rng.choice(list(self.asked.values()))
             asked.is_aborted = True
@@ -273,6 +275,15 @@ class World:
         if rng.random() < weather.pauses:
             engine.scheduler.set_pause_state(rng.choice(list(PauseState)))
         self._hear()
+
+    def _stand_still(self, stopped: Engine, seconds: float) -> None:
+        """One engine does nothing for so long, and of the others only the sessions."""
+        until_s = self.clock.now_s + seconds
+        while self.clock.now_s < until_s:
+            self.clock.now_s += REST_IDLE_S
+            for engine in self.by_name.values():
+                if engine is not stopped:
+                    engine.turn()
 
     def _hear(self) -> None:
         for name, asked in list(self.asked.items()):
