@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from tests.vllm.simulation.base import LONGEST, base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
-from tests.vllm.simulation.text import VOCABULARY
+from tests.vllm.simulation.text import VOCABULARY, Text
 from tests.vllm.simulation.world import Weather, World
 from vllm.v1.core.sched.interface import PauseState
 
@@ -192,4 +192,69 @@ def test_requests_that_arrive_in_a_pause_keep_their_source(state: PauseState) ->
     assert not decode.advance()
     world.drain()
     assert (world.num_loaded, decode.failed) == (num_waiting, set())
+    world.close()
+
+
+def prefilled(world: World, weather_end: int = 4000) -> None:
+    """All that was asked of engine `p` has been computed, and its router has not sent it on."""
+    for _ in range(weather_end):
+        world.by_name["p"].advance()
+        world.by_name["p"].turn()
+        world._hear()
+        if not world.asked:
+            return
+    raise AssertionError(list(world.asked))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\nb", "\ud800"])
+def test_a_request_is_loaded_whatever_its_id_is(name: str) -> None:
+    layers = MODELS[0].layers(16, 0)
+    shapes = {"p": Shape(layers, tp=2, role="kv_producer"), "d": Shape(layers, role="kv_consumer")}
+    world = World(shapes, base_config(), 1)
+    asking = world._ask
+    world._ask = lambda engine, *rest: asking(engine, *rest, *[None] * (7 - len(rest)), f"{engine.name}{name}")
+    text = Text(list(range(40)), 20)
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    world._ask(
+        world.by_name["p"], text, 40, 1, params, False,
+        lambda answer: world._prefilled(world.by_name["p"], list(range(40)), 5, answer, True),
+    )  # fmt: skip
+    world.drain()
+    assert world.num_loaded == 1
+    world.close()
+
+
+def test_choices_of_a_prefill_share_one_lease() -> None:
+    """The router gets the parameters of one of them, and nobody ever reads the others."""
+    layers = MODELS[0].layers(16, 0)
+    for has_prefix_caching in (True, False):
+        shapes = {
+            "p": Shape(layers, blocks=100, role="kv_producer", has_prefix_caching=has_prefix_caching),
+            "d": Shape(layers, role="kv_consumer"),
+        }
+        world = World(shapes, base_config(), 1, Weather(prefill_choices=1.0))
+        prompt = [world.rng.randrange(VOCABULARY) for _ in range(96)]
+        world.make_prompt = lambda prompt=prompt: list(prompt)
+        while not world.asked:
+            world.submit()
+        source = world.by_name["p"]
+        prefilled(world)
+        assert len(source.connector._scheduler._producer._offered) == 1
+        assert source.num_blocks_at_rest - source.num_free_blocks == 6
+        world.drain()
+        assert world.num_loaded == 1
+        world.close()
+
+
+def test_a_request_that_failed_is_not_counted_again_when_its_server_cleans_up() -> None:
+    layers = MODELS[0].layers(16, 0)
+    shapes = {
+        "p": Shape(layers, role="kv_producer"),
+        "d": Shape(layers, role="kv_consumer", failure_policy="fail"),
+    }
+    world = World(shapes, base_config(), 2, Weather(failures=0.8))
+    world.run(15, 10)
+    decode = world.by_name["d"]
+    assert len(decode.failed) > 3
+    assert not decode.fallbacks
     world.close()

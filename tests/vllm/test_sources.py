@@ -89,3 +89,20 @@ def test_choices_of_one_prompt_share_its_source_and_the_last_one_gives_it_back()
     assert [type(order) for order in decode.side.ended("d-2")] == [Release]
     assert list(decode.side.arrive(asked[3], params)) == []
     assert (decode.side.count_loadable(asked[3], 256), decode.fallbacks) == (0, ["spent"])
+
+
+def test_a_request_that_was_turned_away_gives_back_what_nobody_else_has() -> None:
+    """vLLM's server names it once more after an error: it may never have got here, or have failed and given back already."""
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    never, waits, failed = Decode(full(64)), Decode(full(64)), Decode(full(64))
+    assert [type(order) for order in never.side.clean_up(params)] == [Release]
+    assert list(never.side.clean_up(params)) == []
+    waits.arrive(params, TOKENS)
+    assert list(waits.side.clean_up(params)) == []
+    asked = failed.arrive(params, TOKENS)
+    failed.side.count_loadable(asked, 0)
+    failed.load(asked, blocks([1, 2, 3, 4, 5]), 299)
+    assert [type(order) for order in failed.side.ended("d-1")] == [Release]
+    assert list(failed.side.clean_up(params)) == []
+    assert list(failed.side.clean_up({**params, "remote_port": 0})) == []
+    assert never.fallbacks + waits.fallbacks + failed.fallbacks == []

@@ -4,7 +4,8 @@
    give the source back by itself (`end`).
 2. The sources of what waits, or is kept, hear of it in time (`renew`).
 3. With the last request that wanted it a lease is given back: a report goes to the source ranks that the election appoints to hear
-   from this one, at once if the source is met, else as soon as it is (`send_releases`).
+   from this one, at once if the source is met, else as soon as it is (`send_releases`). One that was met and cannot be read from hears of it
+   too (`refusals`).
 
 Nothing here waits, and a source that cannot be told is a line in the log: its lease runs out.
 """
@@ -17,6 +18,7 @@ from collections import Counter
 from kvreshard.session.notes import Report, heartbeats, write_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.refusals import Refusals
 from kvreshard.session.renewals import Renewals, by_source
 from kvreshard.transport.base import Transport, TransportError
 
@@ -36,6 +38,7 @@ class LeaseHolder:
         self._kept: dict[str, Load] = {}
         self._waiting_releases: list[Release] = []
         self._renewals = Renewals(usual_s)
+        self._refusals = Refusals(transport)
 
     @property
     def num_kept(self) -> int:
@@ -100,6 +103,8 @@ class LeaseHolder:
                 still.append(release)
             elif meeting.exception() is None:
                 self._report(me, meeting.result(), release.lease, is_good=True)
+            elif not isinstance(meeting.exception(), TransportError) and (card := me.refused.get(release.remote)):
+                self._refusals.give_back("/".join(me.name), me.rank, card, release.lease)
         self._waiting_releases = still
 
     def renew(self, me: Self, now_s: float) -> float:

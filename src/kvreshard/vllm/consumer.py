@@ -105,11 +105,23 @@ class Consumer:
         if (prefill.remote, prefill.lease) in self._spent:
             self._note_fallback("spent")
             logger.info(
-                "request %s: its prefill was read here before, and its source has its blocks back", request.request_id
+                "request %s will be computed here: this engine has given its prefill back before, after it had been loaded, had failed to "
+                "load or was not needed",
+                request.request_id,
             )
             return
         self._waiting[request.request_id] = _Waiting(prefill)
         yield Watch(request.request_id, prefill.remote, prefill.lease)
+
+    def clean_up(self, params: Mapping[str, Any]) -> Iterator[Order]:
+        """Give back the source of a request that never got here, or has ended with an error: vLLM names it once more, to abort it at once."""
+        try:
+            prefill = read_params(params)
+        except ParamsError as error:
+            logger.debug("nothing is given back for a request that was turned away: %s", error)
+            return
+        if (prefill.remote, prefill.lease) not in self._spent:
+            yield from self._give_back(prefill)
 
     def count_loadable(self, request: Request, num_computed: int) -> int:
         """Tokens that can be loaded beyond the `num_computed` that this engine has."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvreshard.session.card import encode_card
-from kvreshard.session.orders import Order
+from kvreshard.session.orders import Offer, Order
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.admission import Admission
 from kvreshard.vllm.consumer import Consumer
@@ -118,6 +118,8 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
+        elif params.get("do_remote_prefill") and request.abort_immediately:
+            self._order(self._consumer.clean_up(params))
         elif params.get("do_remote_prefill"):
             self._order(self._consumer.arrive(request, params))
 
@@ -145,7 +147,7 @@ class SchedulerSide:
         params, order = self._producer.finish(request, block_ids)
         if order is not None:
             self._metadata.orders.append(order)
-        return params is not None, params
+        return isinstance(order, Offer), params
 
     @property
     def has_orders(self) -> bool:
@@ -178,8 +180,11 @@ class SchedulerSide:
                 self._admission.fail(request_id)
         for request_id in output.finished_recving or ():
             self._order(self._consumer.ended(request_id))
-        for request_id in output.finished_sending or ():
-            self._producer.freed(request_id)
+        if output.finished_sending:
+            # Ranks know leases by their names; vLLM goes on with what is in the output now.
+            output.finished_sending = {self._producer.find_request(lease) for lease in output.finished_sending}
+            for request_id in output.finished_sending:
+                self._producer.freed(request_id)
 
     def reset(self) -> bool:
         """vLLM's cache was reset; False while loads are under way that may bring back what was there before."""

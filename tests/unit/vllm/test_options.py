@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvreshard.model import KvReshardError
+from kvreshard.model.text import is_name
 from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
 from kvreshard.transport.nixl_agent import NixlOptions
@@ -129,3 +130,16 @@ def test_slots_are_given_once_and_again_after_they_were_given_back() -> None:
     again = slots.take("c")
     assert again is not None
     assert (again.slot, slots.take("d")) == (first.slot, None)
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "x" * 100_000, "a\nb", "\x1b[31m", "\ud800"])
+def test_the_lease_of_any_request_has_a_name_that_peers_take(request_id: str) -> None:
+    slots = Slots(2)
+    grant, other = slots.take(request_id), slots.take(request_id + "y")
+    assert grant is not None
+    assert other is not None
+    assert is_name(grant.request)
+    assert grant.request != other.request
+    assert (slots.find(request_id), slots.find_request(grant.request)) == (grant, request_id)
+    slots.give(request_id)
+    assert slots.find_request(grant.request) == grant.request

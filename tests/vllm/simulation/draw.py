@@ -92,7 +92,8 @@ CALM = (
     Weather(),
     Weather(delays=3, unwanted=0.1, retried=0.1),
     Weather(delays=2, choices=0.4),
-    Weather(delays=2, longer_prefills=0.3, cache_resets=0.01),
+    Weather(delays=2, longer_prefills=0.3, cache_resets=0.01, odd_names=0.3),
+    Weather(delays=1, prefill_choices=0.4, longer_prefills=0.2),
     Weather(delays=1, longer_prefills=0.8, stops=0.7),
 )
 STORMS = (
@@ -108,7 +109,7 @@ STORMS = (
     Weather(aborts=0.02, longer_prefills=0.5, stops=0.5),
     Weather(delays=1, other_prompts=0.5),
     Weather(delays=2, jumps=0.01, unwanted=0.2),
-    Weather(delays=3, failures=0.2, retried=0.3, choices=0.2),
+    Weather(delays=3, failures=0.2, retried=0.3, choices=0.2, prefill_choices=0.2, odd_names=0.1),
 )  # fmt: skip
 
 

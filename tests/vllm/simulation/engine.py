@@ -135,6 +135,7 @@ class Engine:
     finished: dict[str, Finished] = field(default_factory=dict)
     loadable: dict[str, int] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
+    fallbacks: Counter[str] = field(default_factory=Counter)
     num_preempted: int = 0
     failed: set[str] = field(default_factory=set)
 
@@ -235,6 +236,13 @@ class Engine:
             return give_up_one()
 
         consumer.give_up, consumer.give_up_one = given_up, longest_given_up
+        note_fallback = consumer._note_fallback
+
+        def noted(cause: str) -> None:
+            self.fallbacks[cause] += 1
+            note_fallback(cause)
+
+        consumer._note_fallback = noted
         preempt = self.scheduler._preempt_request
 
         def preempted(*args: Any, **kwargs: Any) -> None:
@@ -290,6 +298,12 @@ class Engine:
         self.scheduler.add_request(
             Request(name, text.tokens[:num_prompt], sampling, None, priority=priority, block_hasher=self.hasher)
         )
+
+    def turn_away(self, params: dict[str, Any]) -> None:
+        """As vLLM's server does after every answer that is an error: a request that is only there to be aborted."""
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": json.loads(json.dumps(params))})
+        self.scheduler.add_request(Request("turned away", [0], sampling, None, abort_immediately=True))
+        self.abort("turned away")
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)

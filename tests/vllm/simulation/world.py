@@ -42,7 +42,8 @@ class Weather:
     """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `jumps`: one engine
     stands still for seconds; `stops`: longer
     prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills; `connector_resets`: caches
-    reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on.
+    reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on;
+    `odd_names`: requests with ids that no peer takes; `prefill_choices`: prefills that are asked for several choices.
     """
 
     delays: int = 0
@@ -60,6 +61,8 @@ class Weather:
     cache_resets: float = 0.0
     connector_resets: float = 0.0
     pauses: float = 0.0
+    odd_names: float = 0.0
+    prefill_choices: float = 0.0
 
     @property
     def is_calm(self) -> bool:
@@ -81,6 +84,7 @@ class Asked:
     wants_load: bool
     then: Callable[[dict[str, Any] | None], None] | None = None
     stop: int | None = None
+    params: dict[str, Any] | None = None
     is_aborted: bool = False
 
     @property
@@ -197,10 +201,35 @@ class World:
         }  # fmt: skip
         prefill_text = Text(prompt, longer + BEYOND)
         stop = rng.choice(prefill_text.tokens[len(prompt) :][:longer]) if rng.random() < self.weather.stops else None
-        self._ask(
-            src, prefill_text, len(prompt), longer, params, False,
-            lambda answer: self._prefilled(src, prompt, num_tokens, answer, longer == 1), stop,
-        )  # fmt: skip
+        then: Callable[[dict[str, Any] | None], None] = lambda answer: self._prefilled(  # noqa: E731
+            src, prompt, num_tokens, answer, longer == 1
+        )
+        if rng.random() < self.weather.prefill_choices:
+            self._ask_choices(src, prefill_text, len(prompt), longer, params, then, rng.randint(2, 3))
+            return
+        self._ask(src, prefill_text, len(prompt), longer, params, False, then, stop)
+
+    def _ask_choices(
+        self,
+        src: Engine,
+        text: Text,
+        num_prompt: int,
+        num_tokens: int,
+        params: dict[str, Any],
+        then: Callable[[dict[str, Any] | None], None],
+        count: int,
+    ) -> None:
+        """vLLM makes a request of each, and the router gets what the last one says."""
+        left = [count]
+        parent = f"{src.name}-of-{self._count}"
+
+        def one_is_over(answer: dict[str, Any] | None) -> None:
+            left[0] -= 1
+            if not left[0]:
+                then(answer)
+
+        for number in range(count):
+            self._ask(src, text, num_prompt, num_tokens, dict(params), False, one_is_over, None, f"{number}_{parent}")
 
     def _prefilled(
         self, src: Engine, prompt: list[int], num_tokens: int, answer: dict[str, Any] | None, is_usual: bool
@@ -240,10 +269,13 @@ class World:
         wants_load: bool,
         then: Callable[[dict[str, Any] | None], None] | None,
         stop: int | None = None,
+        name: str | None = None,
     ) -> None:
         self._count += 1
-        name = f"{engine.name}-{self._count}"
-        self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop)
+        name = name or f"{engine.name}-{self._count}"
+        if self.rng.random() < self.weather.odd_names:
+            name += self.rng.choice(["\n", "x" * 300])
+        self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop, params)
         engine.add(name, text, num_prompt, num_tokens, params, stop, self.rng.randrange(3))
 
     def tick(self) -> None:
@@ -299,6 +331,8 @@ class World:
                 assert answer.reason in ENDS, (name, answer)
             if answer.reason in ENDS:
                 self._check_answer(asked, answer.tokens)
+            if is_failed and asked.params is not None:
+                asked.engine.turn_away(asked.params)
             if asked.then is not None:
                 asked.then(answer.params)
             if asked.wants_load:
