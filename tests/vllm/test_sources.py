@@ -46,7 +46,7 @@ def test_a_reset_lets_go_of_what_waits_and_waits_for_what_is_loaded() -> None:
     assert (list(loads.side.reset()), loads.fallbacks, loads.side.is_loading) == ([], [], True)
 
 
-def test_only_a_load_that_has_not_ended_is_wanted() -> None:
+def test_a_failed_load_is_wanted_unless_its_request_has_ended() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
     loads, aborted = Decode(full(64)), Decode(full(64))
     for decode in (loads, aborted):
@@ -54,9 +54,9 @@ def test_only_a_load_that_has_not_ended_is_wanted() -> None:
         decode.side.count_loadable(asked, 0)
         decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
     list(aborted.side.abort("d-1"))
-    assert [loads.side.wants("d-1"), aborted.side.wants("d-1")] == [True, False]
+    assert [loads.side.fail("d-1"), aborted.side.fail("d-1")] == [True, False]
     assert [type(order) for order in loads.side.ended("d-1")] == [Release]
-    assert not loads.side.wants("d-1")
+    assert not loads.side.fail("d-1")
 
 
 def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:

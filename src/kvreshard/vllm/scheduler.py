@@ -24,6 +24,7 @@ from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.idleness import Idleness
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
+from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import RankPart, Reception
@@ -97,6 +98,7 @@ class SchedulerSide:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            partial_loads=PartialLoads(self._count_partial),
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
@@ -176,7 +178,7 @@ class SchedulerSide:
         if isinstance(meta, ReshardWorkerMetadata):
             self._hear_quarantine(meta)
         for request_id in output.failed_recving or ():
-            if self._consumer.wants(request_id):
+            if self._consumer.fail(request_id):
                 self._admission.fail(request_id)
         for request_id in output.finished_recving or ():
             self._order(self._consumer.ended(request_id))
@@ -204,6 +206,10 @@ class SchedulerSide:
 
     def _order(self, orders: Iterable[Order]) -> None:
         self._metadata.orders.extend(orders)
+
+    def _count_partial(self, cause: str, num_tokens: int) -> None:
+        self.stats.count("partial_loads", cause)
+        self.stats.count("tokens_not_loaded", cause, num_tokens)
 
     def _hear_quarantine(self, meta: ReshardWorkerMetadata) -> None:
         """Counted here, where ranks come together: the same request may be quarantined on each of them."""

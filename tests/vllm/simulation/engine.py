@@ -136,6 +136,7 @@ class Engine:
     loadable: dict[str, int] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
     fallbacks: Counter[str] = field(default_factory=Counter)
+    partial: dict[str, str] = field(default_factory=dict)
     num_preempted: int = 0
     failed: set[str] = field(default_factory=set)
 
@@ -243,6 +244,13 @@ class Engine:
             note_fallback(cause)
 
         consumer._note_fallback = noted
+        note_partial = consumer._partial_loads.note
+
+        def partial(name: str, cause: str, *numbers: Any) -> None:
+            self.partial[name] = cause
+            note_partial(name, cause, *numbers)
+
+        consumer._partial_loads.note = partial
         preempt = self.scheduler._preempt_request
 
         def preempted(*args: Any, **kwargs: Any) -> None:
