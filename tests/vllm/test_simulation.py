@@ -258,3 +258,38 @@ def test_a_request_that_failed_is_not_counted_again_when_its_server_cleans_up() 
     assert len(decode.failed) > 3
     assert not decode.fallbacks
     world.close()
+
+
+def test_engines_that_are_paused_are_not_taken_for_a_circle() -> None:
+    """Each holds what the other waits for, and neither computes anything: for new weights, say."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {name: Shape(layers, blocks=300, max_requests=4) for name in ("p", "d")}
+    world = World(shapes, base_config(), 7)
+    for _ in range(12):
+        world.submit()
+    for engine in world.by_name.values():
+        while not any(asked.engine is engine and asked.wants_load for asked in world.asked.values()):
+            world.submit()
+            for (
+                one
+            ) in world.by_name.values():  # what has been prefilled goes to a decode engine, which is paused by then
+                one.advance()
+                one.turn()
+            world._hear()
+            for later in world._later:
+                later()
+            world._later.clear()
+    for engine in world.by_name.values():
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    waiting = {name for name, asked in world.asked.items() if asked.wants_load}
+    for _ in range(300):
+        world.clock.now_s += 0.4
+        world.route_and_meet()
+        for engine in world.by_name.values():
+            engine.advance()
+            engine.turn()
+        world._hear()
+    assert waiting <= set(world.asked)
+    world.drain()
+    assert all(not engine.given_up and not engine.failed for engine in world.by_name.values())
+    world.close()

@@ -34,7 +34,7 @@ class Admission:
         self._holding: set[str] = set()
         self._behind: set[str] = set()
         self._asked: str | None = None
-        self._loads_wait = False
+        self._loads_wait = self._is_looking = False
         self._alone: tuple[str, float] | None = None
 
     @property
@@ -42,12 +42,18 @@ class Admission:
         """Requests whose load has failed and that have no blocks yet."""
         return len(self._holding) + len(self._behind)
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether vLLM has looked for a request to begin with in this step. It does not while it is paused."""
+        return self._is_looking
+
     def fail(self, request_id: str) -> None:
         """The load of a request that has not ended has failed."""
         self._holding.add(request_id)
 
     def puts_behind(self, request_id: str, num_external: int) -> bool:
         """Whether vLLM shall go on to the next request, where it asks for this one and `num_external` tokens of it can be loaded."""
+        self._is_looking = True
         if request_id in self._holding:
             self._holding.remove(request_id)
             self._behind.add(request_id)
@@ -71,6 +77,7 @@ class Admission:
         """The end of an engine step: the load that will never get blocks, if there is one. `is_pool_free`: nobody holds any."""
         asked, self._asked, now_s = self._asked, None, self._clock()
         self._loads_wait = asked is not None and bool(self._behind)
+        self._is_looking = False
         if asked is None or not is_pool_free:
             self._alone = None
         elif self._alone is None or self._alone[0] != asked:

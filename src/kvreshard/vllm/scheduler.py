@@ -161,11 +161,11 @@ class SchedulerSide:
 
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
-        self._give_up_what_never_fits()
-        scheduled = tuple(num_scheduled)
-        is_still = not scheduled and self._producer.is_offering and self._consumer.is_waiting
+        scheduled, is_looking = tuple(num_scheduled), self._admission.is_looking
+        is_still = not scheduled and is_looking and self._producer.is_offering and self._consumer.is_waiting
         if self._standstill.step(is_still):
             self._order(self._consumer.give_up_one())
+        self._give_up_what_never_fits()
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.is_idle = self._idleness.step(scheduled, finished)
         metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)

@@ -80,3 +80,13 @@ def test_a_load_is_named_that_gets_no_blocks_although_all_are_free(
         named.append(admission.step(is_pool_free=is_pool_free))
         now_s += 0.5
     assert named == expected
+
+
+def test_an_engine_that_looks_at_nobody_is_paused() -> None:
+    admission = Admission()
+    assert not admission.is_looking
+    for num_external in (0, 10):
+        admission.puts_behind("a", num_external)
+        assert admission.is_looking
+        admission.step(is_pool_free=False)
+        assert not admission.is_looking
