@@ -259,8 +259,7 @@ class Sessions(RuleBasedStateMachine):
     @rule()
     def leases_run_out(self) -> None:
         """In the middle of a load; the source finds out before the destination does anything."""
-        self.world.clock.now_s += LEASE_S + 1.0
-        self.world.src.turn(1)
+        self.world.wait(LEASE_S + 1.0, self.world.src)
         self._collect()
 
     # What must hold
@@ -277,12 +276,13 @@ class Sessions(RuleBasedStateMachine):
             return
         TRIED["machines"] += 1
         self.world.faults[-1] = Fault()
+        sides = (self.world.src, self.world.dst) if self.is_source_there else (self.world.dst,)
         for seconds in (0.0, 61.0, 11.0, 0.0, 31.0, 31.0):
-            self.world.clock.now_s += seconds
+            self.world.wait(seconds, *sides)
             for _ in range(QUIET_TURNS):
                 self.meet()
                 self.world.fabric.step(20)
-                for side in (self.world.src, self.world.dst) if self.is_source_there else (self.world.dst,):
+                for side in sides:
                     side.turn(1)
                 self._collect()
                 self.pages_given_back_are_left_alone()

@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.base import LONGEST, base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.text import VOCABULARY, Text
 from tests.vllm.simulation.world import Weather, World
+from vllm.v1.core.sched.interface import PauseState
 
 from kvreshard.vllm import worker
 
@@ -49,7 +51,7 @@ def test_every_kernel_finds_what_it_looks_for(batch: int, run_seed: int) -> None
     ("weather", "seed"), [(Weather(delays=2, jumps=0.02), 1), (Weather(delays=4, failures=0.3), 4)]
 )
 def test_a_request_whose_load_failed_does_not_hold_up_those_that_hold_blocks(weather: Weather, seed: int) -> None:
-    """vLLM computes it, left first among them: where it needs their blocks, nobody would go on (`Consumer.steps_back`)."""
+    """vLLM computes it, left first among them: where it needs their blocks, nobody would go on (`kvreshard.vllm.admission`)."""
     layers = next(model for model in MODELS if model.kind == "windows").layers(16, 20)
     shapes = {
         "p": Shape(layers, blocks=400, role="kv_producer"),
@@ -58,6 +60,38 @@ def test_a_request_whose_load_failed_does_not_hold_up_those_that_hold_blocks(wea
     world = World(shapes, base_config(), seed, weather)
     try:
         world.run(30, ticks_between=5)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("seed", [1004, 1006, 1010, 1016, 1029, 1033])
+def test_a_request_whose_load_failed_is_reached_behind_more_important_ones(seed: int) -> None:
+    """vLLM keeps its blocks reserved, beside which they do not fit, and looks no further (`kvreshard.vllm.admission`)."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {
+        "p": Shape(layers, blocks=300, role="kv_producer"),
+        "d": Shape(layers, blocks=12, max_requests=8, role="kv_consumer", order_policy="priority"),
+    }
+    world = World(shapes, base_config(), seed, Weather(delays=3, failures=0.3))
+    try:
+        world.run(20, ticks_between=3)
+        assert world.by_name["d"].failed
+    finally:
+        world.close()
+
+
+def test_a_load_that_never_fits_into_a_free_pool_is_computed() -> None:
+    """vLLM wants blocks for a step of drafts beside a load, which a pool of the largest request does not have."""
+    layers = next(model for model in MODELS if model.kind == "ring").layers(16, 20, 1, 1)
+    shapes = {
+        "p": Shape(layers, order="BLHNC", blocks=100, num_drafts=1, role="kv_producer"),
+        "d": Shape(layers, order="BLHNC", blocks=13, num_drafts=1, role="kv_consumer"),
+    }
+    world = World(shapes, base_config(), 1)
+    world.make_prompt = lambda: [world.rng.randrange(VOCABULARY) for _ in range(LONGEST)]
+    try:
+        world.run(6)
+        assert len(world.by_name["d"].given_up) == world.num_loaded > 0  # all that wanted to be
     finally:
         world.close()
 
@@ -133,4 +167,129 @@ def test_requests_that_wait_keep_their_source_whatever_its_lease_time_is(kept_s:
     world.drain()
     assert world.num_loaded > 10
     assert world.clock.now_s - world.began_s > 2 * kept_s
+    world.close()
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_ALL, PauseState.PAUSED_NEW])
+def test_requests_that_arrive_in_a_pause_keep_their_source(state: PauseState) -> None:
+    """`pause_generation` makes no step for them, and lasts for longer than a lease."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {"p": Shape(layers, blocks=400, role="kv_producer"), "d": Shape(layers, tp=2, role="kv_consumer")}
+    world = World(shapes, base_config(), 5)
+    decode = world.by_name["d"]
+    decode.scheduler.set_pause_state(state)
+    for number in range(300):
+        if number < 12:
+            world.submit()
+        world.clock.now_s += 0.4
+        world.route_and_meet()
+        for engine in world.by_name.values():
+            engine.advance()
+            engine.turn()
+        world._hear()
+    num_waiting = sum(asked.wants_load for asked in world.asked.values())
+    assert num_waiting > 3
+    assert not decode.advance()
+    world.drain()
+    assert (world.num_loaded, decode.failed) == (num_waiting, set())
+    world.close()
+
+
+def prefilled(world: World, weather_end: int = 4000) -> None:
+    """All that was asked of engine `p` has been computed, and its router has not sent it on."""
+    for _ in range(weather_end):
+        world.by_name["p"].advance()
+        world.by_name["p"].turn()
+        world._hear()
+        if not world.asked:
+            return
+    raise AssertionError(list(world.asked))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\nb", "\ud800"])
+def test_a_request_is_loaded_whatever_its_id_is(name: str) -> None:
+    layers = MODELS[0].layers(16, 0)
+    shapes = {"p": Shape(layers, tp=2, role="kv_producer"), "d": Shape(layers, role="kv_consumer")}
+    world = World(shapes, base_config(), 1)
+    asking = world._ask
+    world._ask = lambda engine, *rest: asking(engine, *rest, *[None] * (7 - len(rest)), f"{engine.name}{name}")
+    text = Text(list(range(40)), 20)
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    world._ask(
+        world.by_name["p"], text, 40, 1, params, False,
+        lambda answer: world._prefilled(world.by_name["p"], list(range(40)), 5, answer, True),
+    )  # fmt: skip
+    world.drain()
+    assert world.num_loaded == 1
+    world.close()
+
+
+def test_choices_of_a_prefill_share_one_lease() -> None:
+    """The router gets the parameters of one of them, and nobody ever reads the others."""
+    layers = MODELS[0].layers(16, 0)
+    for has_prefix_caching in (True, False):
+        shapes = {
+            "p": Shape(layers, blocks=100, role="kv_producer", has_prefix_caching=has_prefix_caching),
+            "d": Shape(layers, role="kv_consumer"),
+        }
+        world = World(shapes, base_config(), 1, Weather(prefill_choices=1.0))
+        prompt = [world.rng.randrange(VOCABULARY) for _ in range(96)]
+        world.make_prompt = lambda prompt=prompt: list(prompt)
+        while not world.asked:
+            world.submit()
+        source = world.by_name["p"]
+        prefilled(world)
+        assert len(source.connector._scheduler._producer._offered) == 1
+        assert source.num_blocks_at_rest - source.num_free_blocks == 6
+        world.drain()
+        assert world.num_loaded == 1
+        world.close()
+
+
+def test_a_request_that_failed_is_not_counted_again_when_its_server_cleans_up() -> None:
+    layers = MODELS[0].layers(16, 0)
+    shapes = {
+        "p": Shape(layers, role="kv_producer"),
+        "d": Shape(layers, role="kv_consumer", failure_policy="fail"),
+    }
+    world = World(shapes, base_config(), 2, Weather(failures=0.8))
+    world.run(15, 10)
+    decode = world.by_name["d"]
+    assert len(decode.failed) > 3
+    assert not decode.fallbacks
+    world.close()
+
+
+def test_engines_that_are_paused_are_not_taken_for_a_circle() -> None:
+    """Each holds what the other waits for, and neither computes anything: for new weights, say."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {name: Shape(layers, blocks=300, max_requests=4) for name in ("p", "d")}
+    world = World(shapes, base_config(), 7)
+    for _ in range(12):
+        world.submit()
+    for engine in world.by_name.values():
+        while not any(asked.engine is engine and asked.wants_load for asked in world.asked.values()):
+            world.submit()
+            for (
+                one
+            ) in world.by_name.values():  # what has been prefilled goes to a decode engine, which is paused by then
+                one.advance()
+                one.turn()
+            world._hear()
+            for later in world._later:
+                later()
+            world._later.clear()
+    for engine in world.by_name.values():
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    waiting = {name for name, asked in world.asked.items() if asked.wants_load}
+    for _ in range(300):
+        world.clock.now_s += 0.4
+        world.route_and_meet()
+        for engine in world.by_name.values():
+            engine.advance()
+            engine.turn()
+        world._hear()
+    assert waiting <= set(world.asked)
+    world.drain()
+    assert all(not engine.given_up and not engine.failed for engine in world.by_name.values())
     world.close()

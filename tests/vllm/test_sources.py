@@ -49,21 +49,17 @@ def test_a_reset_lets_go_of_what_waits_and_waits_for_what_is_loaded() -> None:
     assert (list(loads.side.reset()), loads.fallbacks, loads.side.is_loading) == ([], [], True)
 
 
-def test_a_request_whose_load_failed_steps_back_once_unless_it_has_ended() -> None:
+def test_a_failed_load_is_wanted_unless_its_request_has_ended() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    computed, ended = Decode(full(64)), Decode(full(64))
-    for decode in (computed, ended):
+    loads, aborted = Decode(full(64)), Decode(full(64))
+    for decode in (loads, aborted):
         asked = decode.arrive(params, TOKENS)
         decode.side.count_loadable(asked, 0)
         decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
-    list(ended.side.abort("d-1"))
-    for decode in (computed, ended):
-        decode.side.failed("d-1")
-        assert [type(order) for order in decode.side.ended("d-1")] == [Release]
-    assert [computed.side.steps_back("d-1"), computed.side.steps_back("d-1")] == [True, False]
-    assert not ended.side.steps_back("d-1")
-    computed.side.failed("d-1")  # not its load's any more
-    assert not computed.side.steps_back("d-1")
+    list(aborted.side.abort("d-1"))
+    assert [loads.side.fail("d-1"), aborted.side.fail("d-1")] == [True, False]
+    assert [type(order) for order in loads.side.ended("d-1")] == [Release]
+    assert not loads.side.fail("d-1")
 
 
 def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:
@@ -119,3 +115,20 @@ def costs(count: int) -> list[int]:
 def test_what_happens_to_one_request_costs_the_same_whatever_others_wait() -> None:
     few, many = costs(10), costs(1000)
     assert all(there <= 1.2 * here + 20 for here, there in zip(few, many, strict=True)), (few, many)
+
+
+def test_a_request_that_was_turned_away_gives_back_what_nobody_else_has() -> None:
+    """vLLM's server names it once more after an error: it may never have got here, or have failed and given back already."""
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    never, waits, failed = Decode(full(64)), Decode(full(64)), Decode(full(64))
+    assert [type(order) for order in never.side.clean_up(params)] == [Release]
+    assert list(never.side.clean_up(params)) == []
+    waits.arrive(params, TOKENS)
+    assert list(waits.side.clean_up(params)) == []
+    asked = failed.arrive(params, TOKENS)
+    failed.side.count_loadable(asked, 0)
+    failed.load(asked, blocks([1, 2, 3, 4, 5]), 299)
+    assert [type(order) for order in failed.side.ended("d-1")] == [Release]
+    assert list(failed.side.clean_up(params)) == []
+    assert list(failed.side.clean_up({**params, "remote_port": 0})) == []
+    assert never.fallbacks + waits.fallbacks + failed.fallbacks == []

@@ -3,12 +3,13 @@
 One thread per rank, which never waits for a peer. Each turn:
 
 1. take the orders that were handed in;
-2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out;
+2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out, but after standing still
+   (a stopped process, a suspended machine) only when what had been sent meanwhile has been heard;
 3. see whether a call into the transport's library does not come back: then all loads come to their end, those of which something may
    still be written with their pages quarantined;
 4. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
    well or badly, and leave a record of those that failed; answer some of the questions of readers;
-5. renew the leases that are wanted here, each source's as often as its own time asks for, as long as the engine steps;
+5. renew the leases that are wanted here, each source's as often as its own time asks for, also for some time while the engine is paused;
 6. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
 The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
@@ -61,6 +62,10 @@ logger = logging.getLogger(__name__)
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
+# Longer than any rest: this rank, or all of its machine, stood still.
+STOOD_STILL_S = REST_IDLE_S + 0.1
+# How long it takes until all notifications have arrived that were sent meanwhile. Another thread fetches them.
+HEARING_S = 5.0
 MAX_OBSTACLES_LOGGED = 64
 CLOSE_S = 0.2
 
@@ -98,7 +103,8 @@ class Endpoint:
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._jobs = Jobs(self.wake)
-        self._collected_s = clock()
+        self._collected_s = self._turned_s = clock()
+        self._hears_until_s: float | None = None
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = self._is_deaf = False
         self._stuck: StuckCall | None = None
@@ -178,7 +184,7 @@ class Endpoint:
         self._event.clear()
         self._take_orders(now_s)
         self._read_notes(now_s)
-        self._book.expire(now_s)
+        self._expire(now_s)
         self._outbox.free(self._book.take_finished())
         self._look_at_transport(now_s)
         over, at_rest = self._jobs.advance(now_s)
@@ -302,6 +308,18 @@ class Endpoint:
             elif isinstance(note, Question):
                 self._answerer.take(note)
 
+    def _expire(self, now_s: float) -> None:
+        """End the leases whose time has run out. A rank that stood still first hears its readers, who may have renewed them.
+
+        Short gaps do not add up: where each turn comes late, leases still end.
+        """
+        gap_s, self._turned_s = now_s - self._turned_s, now_s
+        if gap_s > HEARING_S or (gap_s > STOOD_STILL_S and self._hears_until_s is None):
+            self._hears_until_s = now_s + HEARING_S
+        if self._hears_until_s is None or now_s >= self._hears_until_s:
+            self._hears_until_s = None
+            self._book.expire(now_s)
+
     def _finish(self, job: Job) -> None:
         """A load is over."""
         request, outcome = job.load.request, job.outcome
@@ -362,6 +380,6 @@ class Endpoint:
 
     def _renew(self, now_s: float) -> float:
         """Renew the leases that are wanted; how long nobody need be told."""
-        if self._me is None or now_s > self._collected_s + self._options.silence_s:
-            return REST_IDLE_S  # a paused engine must not keep its sources from resting
+        if self._me is None or now_s > self._collected_s + self._options.paused_renewal_s:
+            return REST_IDLE_S  # an engine that never goes on must not hold its sources' blocks for ever
         return self._holder.renew(self._me, now_s)

@@ -5,7 +5,7 @@
 2. The sources of what waits, or is kept, hear of it in time (`renew`).
 3. With the last request that wanted it a lease is given back: a report goes to the source ranks that the election appoints to hear
    from this one, at once if the source is met, else as soon as it is (`send_releases`), or not at all if that takes longer than
-   `RELEASE_PATIENCE_S`.
+   `RELEASE_PATIENCE_S`. A source that was met and cannot be read from hears of it too (`refusals`).
 4. A source of which nothing is wanted any more, and that has not answered yet, is not asked further.
 
 What is wanted is kept by source and lease: no event costs more where more is wanted. Nothing here waits, and a source that cannot be
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from kvreshard.session.notes import Report, heartbeats, write_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.refusals import Refusals
 from kvreshard.session.renewals import Renewals
 from kvreshard.transport.base import Transport, TransportError
 
@@ -71,6 +72,7 @@ class LeaseHolder:
         self._answered: queue.SimpleQueue[RemoteEngine] = queue.SimpleQueue()
         self._patience: deque[tuple[float, RemoteEngine]] = deque()
         self._renewals = Renewals(usual_s)
+        self._refusals = Refusals(transport)
 
     @property
     def num_kept(self) -> int:
@@ -199,9 +201,13 @@ class LeaseHolder:
                 self._patience.append((now_s + RELEASE_PATIENCE_S, remote))
             elif source.releases:
                 releases, source.releases = source.releases, {}
-                if not handshake.cancelled() and handshake.exception() is None:
-                    for lease in releases:
+                error = None if handshake.cancelled() else handshake.exception()
+                card = me.refused.get(remote)
+                for lease in () if handshake.cancelled() else releases:
+                    if error is None:
                         self._report(me, handshake.result(), lease, is_good=True)
+                    elif card is not None and not isinstance(error, TransportError):
+                        self._refusals.give_back("/".join(me.name), me.rank, card, lease)
         if not (source.is_wanted or source.releases):
             del self._sources[remote]
             self._peers.cancel(remote)

@@ -154,7 +154,7 @@ class EndpointOptions:
         load_timeout_s: from the order to load until the last byte; then the load is stopped and has failed.
         settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
         heartbeat_s: between renewals of leases whose source does not say how long they last (`session.renewals`).
-        silence_s: how long they are renewed for an engine that does not ask what has ended: one that is paused.
+        paused_renewal_s: how long they are renewed for an engine that does not step, since it is paused.
         retry_s: how long a peer that could not be met is not asked again.
         peer_ttl_s: how long a peer is known from which nothing is read.
         allow_mismatch: facts of the engine cards that may differ.
@@ -168,7 +168,7 @@ class EndpointOptions:
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
     heartbeat_s: float = 5.0
-    silence_s: float = 60.0
+    paused_renewal_s: float = 300.0
     retry_s: float = 5.0
     peer_ttl_s: float = 3600.0
     allow_mismatch: tuple[str, ...] = ()

@@ -124,6 +124,10 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduling.bind(kv_cache_manager)
 
+    def has_pending_push_work(self) -> bool:
+        """See `SchedulerSide.has_orders`."""
+        return self._scheduling.has_orders
+
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
         return self._scheduling.reset()

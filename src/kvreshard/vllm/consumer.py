@@ -5,7 +5,6 @@
    text, that the source still has whole, and that this engine may resume from: the last token is always computed here.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
-5. Its load has failed and vLLM shall compute it: it steps back once behind the requests that hold blocks (`steps_back`).
 
 What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
 position that the source stands at, or nothing is. Nothing is loaded from this very engine: its pages are given back, and what its
@@ -29,6 +28,7 @@ from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine,
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
+from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.prompt import count_matching
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
 
@@ -57,8 +57,8 @@ class _Waiting:
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset' or 'standstill'.
-    `may_load`: whether the engine's role is one that loads.
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'standstill' or 'pool'.
+    `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
     """
 
     def __init__(
@@ -71,18 +71,19 @@ class Consumer:
         whole_prompts: bool = False,
         may_load: bool = True,
         adapters: Adapters | None = None,
+        partial_loads: PartialLoads | None = None,
     ) -> None:
         self._me, self._may_load = me, may_load
         self._groups = tuple(groups)
         self._adapters = adapters or Adapters()
-        self._note_fallback = note_fallback
+        self._note_fallback, self._partial_loads = note_fallback, partial_loads
+        self._largest_page = max((group.page_tokens or 1 for group in groups), default=1)
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
         self._waiting: dict[str, _Waiting] = {}
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
         self._of_source: dict[Source, set[str]] = {}
-        self._stepping_back: set[str] = set()
         self._spent: OrderedDict[Source, None] = OrderedDict()
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
@@ -94,12 +95,12 @@ class Consumer:
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
         if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
-            self._note_fallback("itself")
+            self._fall_back(request.request_id, "itself", prefill)
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
             yield Release(prefill.remote, prefill.lease)
             return
         if not self._may_load:
-            self._note_fallback("role")
+            self._fall_back(request.request_id, "role", prefill)
             logger.warning(
                 "request %s will be computed here: a router sent the prefill of engine %s to an engine whose kv_role is kv_producer, which "
                 "does not load; send it to a kv_consumer, or make this engine kv_both",
@@ -108,15 +109,27 @@ class Consumer:
             yield Release(prefill.remote, prefill.lease)
             return
         if (prefill.remote, prefill.lease) in self._spent:
-            self._note_fallback("spent")
+            self._fall_back(request.request_id, "spent", prefill)
             logger.info(
-                "request %s: its prefill was read here before, and its source has its blocks back", request.request_id
+                "request %s will be computed here: this engine has given its prefill back before, after it had been loaded, had failed to "
+                "load or was not needed",
+                request.request_id,
             )
             return
         self._forget(request.request_id)
         self._waiting[request.request_id] = _Waiting(prefill)
         self._of_source.setdefault((prefill.remote, prefill.lease), set()).add(request.request_id)
         yield Watch(request.request_id, prefill.remote, prefill.lease)
+
+    def clean_up(self, params: Mapping[str, Any]) -> Iterator[Order]:
+        """Give back the source of a request that never got here, or has ended with an error: vLLM names it once more, to abort it at once."""
+        try:
+            prefill = read_params(params)
+        except ParamsError as error:
+            logger.debug("nothing is given back for a request that was turned away: %s", error)
+            return
+        if (prefill.remote, prefill.lease) not in self._spent:
+            yield from self._give_back(prefill)
 
     def count_loadable(self, request: Request, num_computed: int) -> int:
         """Tokens that can be loaded beyond the `num_computed` that this engine has."""
@@ -133,6 +146,7 @@ class Consumer:
         waiting = self._waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
             return
+        self._note_what_vllm_takes(request, waiting, num_external)
         if num_external <= 0:
             yield from self._release(request.request_id, waiting)
             return
@@ -146,7 +160,7 @@ class Consumer:
         """Whatever waits to be loaded is computed here: other weights may have come."""
         for request_id, waiting in list(self._waiting.items()):
             if not waiting.is_loading:
-                self._note_fallback("reset")
+                self._fall_back(request_id, "reset", waiting.prefill)
                 logger.warning("request %s will be computed here: the cache was reset since it came", request_id)
                 yield from self._release(request_id, waiting)
 
@@ -163,7 +177,7 @@ class Consumer:
     def give_up_one(self) -> Iterator[Order]:
         """The request that waits longest is computed here (see `standstill`)."""
         request_id, waiting = next(iter(self._waiting.items()))
-        self._note_fallback("standstill")
+        self._fall_back(request_id, "standstill", waiting.prefill)
         logger.warning(
             "request %s will be computed here: nothing is computed or loaded while blocks are held for other engines, which may wait "
             "for one another in a circle; its source %s gets its blocks back. Give these engines more blocks or less to prefill",
@@ -172,9 +186,20 @@ class Consumer:
         )
         yield from self._release(request_id, waiting)
 
+    def give_up(self, request_id: str) -> Iterator[Order]:
+        """A load that this engine's pool never has room for is computed here (see `admission`)."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None and not waiting.is_loading:
+            self._fall_back(request_id, "pool", waiting.prefill)
+            logger.warning(
+                "request %s will be computed here: the whole pool is free, and vLLM does not find the blocks to load it, which are more "
+                "than to compute it where an engine has drafts; give this engine more blocks",
+                request_id,
+            )
+            yield from self._release(request_id, waiting)
+
     def abort(self, request_id: str) -> Iterator[Order]:
         """The request has ended, in whatever way."""
-        self._stepping_back.discard(request_id)
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -184,22 +209,12 @@ class Consumer:
         else:
             yield from self._release(request_id, waiting)
 
-    def failed(self, request_id: str) -> None:
-        """The load has failed on some rank; vLLM ends the request, or has it computed here."""
+    def fail(self, request_id: str) -> bool:
+        """A load has failed. Whether its request still wants it: it has not been aborted."""
         waiting = self._waiting.get(request_id)
-        if waiting is not None and not waiting.is_aborted:
-            self._stepping_back.add(request_id)
-
-    def steps_back(self, request_id: str) -> bool:
-        """Whether vLLM should go on to the next request; once after a failed load.
-
-        vLLM frees the blocks of such a request and leaves it first among those that hold some (0.32.0, `kv_holding_waiting`). Where
-        it then needs the blocks of the others, which wait behind it, nobody goes on any more. Asked to come back, it is put
-        among those that hold none.
-        """
-        if request_id not in self._stepping_back:
+        if waiting is None or waiting.is_aborted:
             return False
-        self._stepping_back.remove(request_id)
+        self._note_partial(request_id, "failure", 0, waiting.prefill)
         return True
 
     def ended(self, request_id: str) -> Iterator[Order]:
@@ -230,6 +245,29 @@ class Consumer:
                 del self._of_source[source]
         return waiting
 
+    def _fall_back(self, request_id: str, cause: str, prefill: RemotePrefill) -> None:
+        self._note_fallback(cause)
+        self._note_partial(request_id, cause, 0, prefill)
+
+    def _note_partial(
+        self, request_id: str, cause: str, num_loaded: int, prefill: RemotePrefill, why: str = ""
+    ) -> None:
+        if self._partial_loads is not None:
+            self._partial_loads.note(request_id, cause, max(0, num_loaded), prefill.num_tokens, why)
+
+    def _note_what_vllm_takes(self, request: Request, waiting: _Waiting, num_external: int) -> None:
+        """vLLM loads nothing where logprobs of the prompt are asked for, and whole blocks only of a window that it replays.
+
+        Where it loads nothing because of a prefix hit that ends inside of a block, it has said where that block begins only.
+        """
+        num_loaded, num_loadable = waiting.num_computed + num_external, waiting.num_loadable or 0
+        if num_loaded >= num_loadable:
+            return
+        if request.get_skip_reading_prefix_cache():
+            self._note_partial(request.request_id, "logprobs", num_loaded, waiting.prefill)
+        elif num_external > 0 or num_loadable - num_loaded > self._largest_page:
+            self._note_partial(request.request_id, "vllm", num_loaded, waiting.prefill)
+
     def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
         self._forget(request_id)
         yield Unwatch(request_id)
@@ -257,28 +295,32 @@ class Consumer:
                     f"its source stands at token {prefill.num_tokens}, the prompts agree on {same} tokens, and this engine "
                     f"must resume at token {limit} or before: a state cannot be taken back"
                 )
-                self._note_fallback("state")
+                self._fall_back(name, "state", prefill)
                 logger.warning("request %s will be computed here: %s", name, reason)
                 return 0
             return prefill.num_tokens
         if self._whole_prompts and not same == prefill.num_tokens == num_prompt:
-            self._note_fallback("prompt")
+            self._fall_back(name, "prompt", prefill)
             logger.warning(
                 "request %s will be computed here: its prompt of %d tokens is not the source's of %d, and this model's tokens look at "
                 "those behind them too",
                 name, num_prompt, prefill.num_tokens,
             )  # fmt: skip
             return 0
-        if same < min(prefill.num_tokens, num_prompt):
-            if not same:
-                self._note_fallback("prompt")
-            adapter = f" with adapter {mine.adapter}" if mine.adapter else ""
-            logger.info("request %s%s: the prompts agree on %d of %d tokens", name, adapter, same, num_prompt)
         missing = self._find_missing(prefill, count)
         if missing:
-            self._note_fallback("window")
+            self._fall_back(name, "window", prefill)
             logger.warning("request %s will be computed here: of its first %d tokens %s", name, count, missing)
             return 0
+        if not same:
+            self._note_fallback("prompt")
+        adapter = f" with adapter {mine.adapter}" if mine.adapter else ""
+        if num_prompt < prefill.num_tokens and num_prompt - same < prefill.prompt.step:  # as far as digests tell
+            why = f"the prompt here has {num_prompt} tokens; ask a prefill engine for one token only"
+            self._note_partial(name, "length", count, prefill, why)
+        elif count < min(prefill.num_tokens, limit):
+            why = f"the prompts{adapter} agree on {same} of {num_prompt} tokens"
+            self._note_partial(name, "prompt", count, prefill, why)
         return max(0, count)
 
     def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:

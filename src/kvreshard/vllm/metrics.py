@@ -10,10 +10,13 @@ series carry vLLM's labels.
 | `kvreshard_bytes_total{way}` | counter | cache that arrived, `direct` or `staged` |
 | `kvreshard_failures_total{cause}` | counter | loads of ranks that failed |
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
+| `kvreshard_partial_loads_total{cause}` | counter | requests of which fewer tokens were loaded than had been prefilled, or none |
+| `kvreshard_tokens_not_loaded_total{cause}` | counter | tokens that had been prefilled for them and were not loaded |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
 | `kvreshard_stuck_calls_total{call}` | counter | calls into NIXL of ranks that did not come back within `call_timeout_s` |
 | `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
+| `kvreshard_quarantined_blocks_total{event}` | counter | blocks that were `kept` back and `freed` again; the difference is out of the pool |
 """
 
 from __future__ import annotations
@@ -40,10 +43,13 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "bytes": ("Bytes of cache that arrived, read directly or through staging.", "way"),
     "failures": ("Loads that failed, per rank.", "cause"),
     "fallbacks": ("Requests computed here although a prefill was offered.", "cause"),
+    "partial_loads": ("Requests of which fewer tokens were loaded than had been prefilled.", "cause"),
+    "tokens_not_loaded": ("Tokens that had been prefilled and were not loaded.", "cause"),
     "leases": ("Leases that ended, per rank.", "end"),
     "digest_checks": ("Loads compared with their source, per rank.", "result"),
     "stuck_calls": ("Calls into NIXL that did not come back in time, per rank.", "call"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
+    "quarantined_blocks": ("Blocks kept back, and blocks freed again; the difference is out of the pool.", "event"),
 }
 
 
@@ -114,7 +120,7 @@ class ReshardStats(KVConnectorStats):
                 "MB/s": round(float(num_bytes.sum() / max(seconds.sum(), 1e-9)) / 1e6, 1),
                 "Descriptors per load": round(float(np.mean(samples["load_descriptors"])), 1),
             }
-        for name in ("failures", "fallbacks", "leases", "digest_checks", "stuck_calls"):
+        for name in ("failures", "fallbacks", "partial_loads", "leases", "digest_checks", "stuck_calls"):
             line |= {
                 f"{name.capitalize().replace('_', ' ')} ({label})": amount
                 for label, amount in sorted(counts[name].items())

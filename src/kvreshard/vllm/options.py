@@ -55,6 +55,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             whose keys are trusted are let in. curve_public_keys_dir: the public keys to trust beside its own.
         kv_lease_duration: seconds that a finished prefill is kept after the last sign of a reader. Readers learn it when they meet this
             engine, and renew in time whatever they are given themselves.
+        paused_renewal_s: seconds for which an engine that is paused goes on renewing the leases of what waits in it.
         load_timeout_s: seconds from the start of a load until it has failed.
         settle_timeout_s: seconds that a failed load may take to come to rest before its pages are quarantined.
         call_timeout_s: seconds that one call into NIXL may take until the loads of the rank fail. Registering memory may take 60 times as long.
@@ -80,6 +81,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     curve_secret_key_file: str | None = None
     curve_public_keys_dir: str | None = None
     kv_lease_duration: float = USUAL_LEASE_S
+    paused_renewal_s: float = 300.0
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
     call_timeout_s: float = Pace().call_s
@@ -109,6 +111,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(
                 f"kv_lease_duration is {self.kv_lease_duration:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds"
             )
+        if not MIN_LEASE_S <= self.paused_renewal_s <= MAX_LEASE_S:
+            raise ValueError(
+                f"paused_renewal_s is {self.paused_renewal_s:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds"
+            )
         positive = ("load_timeout_s", "settle_timeout_s", "call_timeout_s", "handshake_timeout_s", "lease_slots")
         for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
             if getattr(self, name) <= 0:
@@ -136,6 +142,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             settle_timeout_s=self.settle_timeout_s,
             # Of sources that do not say how long their leases last: they have the default, or what this engine was given too.
             heartbeat_s=min(self.kv_lease_duration, USUAL_LEASE_S) / RENEWALS_PER_LEASE,
+            paused_renewal_s=self.paused_renewal_s,
             retry_s=self.retry_s,
             peer_ttl_s=self.engine_ttl if self.engine_ttl > 0 else math.inf,
             allow_mismatch=self.allow_mismatch,

@@ -2,7 +2,7 @@
 
 1. A request with `do_remote_decode` arrives: its last tokens are dropped that the decode side must compute itself.
 2. It is scheduled for the first time: it gets a lease slot, and every rank writes its word.
-3. It finishes: its blocks stay, with those that the decode side's first token looks at (`last_pages`), every rank keeps the lease, and
+3. It finishes: its blocks stay, unless another choice of the same request has left its own (`choices`), with those that the decode side's first token looks at (`last_pages`), every rank keeps the lease, and
    the router gets `kv_transfer_params`.
 4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
 5. vLLM's caches are reset, connector included: the leases are revoked, since what they hold is of before (`reset`).
@@ -23,6 +23,7 @@ from vllm.v1.request import RequestStatus
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.choices import Choices
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
@@ -58,6 +59,7 @@ class Producer:
         self._adapters = adapters or Adapters()
         self._computing: dict[str, Request] = {}
         self._offered: set[str] = set()
+        self._choices = Choices()
         self.last_pages = LastPages(groups)
         self.address: Address | None = None
 
@@ -109,7 +111,7 @@ class Producer:
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any] | None, Order | None]:
-        """(parameters for the router, order), or (None, ...) if the blocks can be freed at once."""
+        """(parameters for the router, order for the ranks). The blocks stay if it is an offer, else they can be freed at once."""
         self._computing.pop(request.request_id, None)
         grant = self._slots.find(request.request_id)
         if grant is None:
@@ -118,13 +120,18 @@ class Producer:
         num_tokens = count_settled(request)
         if not good or self.address is None or num_tokens < 1 or self._has_moved_on(request, num_tokens):
             self.freed(request.request_id)
-            return None, Revoke(request.request_id)
+            return None, Revoke(grant.request)
+        prompt = read_prompt(request, self._adapters)
+        params = self._choices.find(request.request_id, prompt, num_tokens)
+        if params is not None:
+            self.freed(request.request_id)
+            return params, Revoke(grant.request)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
-        prefill = self.describe(
-            request, block_ids, RemoteLease(request.request_id, grant.slot, grant.word), self.address
-        )
+        prefill = self.describe(request, block_ids, RemoteLease(grant.request, grant.slot, grant.word), self.address)
+        params = write_params(prefill, self._sizes)
         self._offered.add(request.request_id)
-        return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
+        self._choices.add(request.request_id, prompt, num_tokens, params)
+        return params, Offer(grant.request, self._lease_s)
 
     def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
         """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it, or a ring has none of the first of them.
@@ -168,11 +175,19 @@ class Producer:
         if self._offered:
             logger.warning("kvreshard: the cache was reset; %d prefills are no longer offered", len(self._offered))
         for request_id in sorted(self._offered):
-            yield Revoke(request_id)
+            self._choices.remove(request_id)
+            grant = self._slots.find(request_id)
+            if grant is not None:
+                yield Revoke(grant.request)
         self._offered.clear()
+
+    def find_request(self, lease: str) -> str:
+        """The request that has the lease of this name."""
+        return self._slots.find_request(lease)
 
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
         self._offered.discard(request_id)
+        self._choices.remove(request_id)
         self.last_pages.release(request_id)
         self._slots.give(request_id)

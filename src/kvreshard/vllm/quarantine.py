@@ -1,8 +1,12 @@
-"""Which blocks are kept from being used again, since a read that was given up may still write them?
+"""Blocks that are not used again yet, since a read that was given up may still write them.
 
-vLLM frees the blocks of a failed load at once. Here they get one more reference, before it does, and lose it when every rank
-that had reads under way has seen them come to rest. What never comes to rest is kept until the engine ends. A request id may be used again
-meanwhile (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION): the blocks of both are kept until both are at rest.
+1. `keep`: vLLM frees the blocks of a failed load at once. Before it does, each of them gets one more reference.
+2. `give_back`: every rank that had reads under way has seen them come to rest; the blocks lose that reference. What never comes to
+   rest is kept until the engine ends.
+3. `bind`: vLLM resets its prefix cache only if no block is held. Blocks that nobody but the quarantine holds do not count there: a
+   reset forgets what they held, as of all others, and they stay out of the pool (docs/design/0038).
+
+A request id may be used again meanwhile (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION): the blocks of both are kept until both are at rest.
 """
 
 from __future__ import annotations
@@ -18,47 +22,98 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Place = tuple[int, int]
+"""A group, and a block's id in the pool of that group."""
+
 
 class Quarantine:
-    """Of one engine. `manager`: vLLM's, once there is one. Pairs are (request, rank)."""
+    """Of one engine. Pairs are (request, rank)."""
 
     def __init__(self) -> None:
-        self.manager: KVCacheManager | None = None
-        self._blocks: dict[str, list[KVCacheBlock]] = {}
+        self._manager: KVCacheManager | None = None
+        self._blocks: dict[str, dict[Place, KVCacheBlock]] = {}
         self._ranks: dict[str, Counter[int]] = {}
+        self._references: Counter[Place] = Counter()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are kept."""
-        return sum(map(len, self._blocks.values()))
+        return len(self._references)
 
-    def keep(self, pairs: Iterable[tuple[str, int]]) -> int:
-        """Keep the blocks of these requests; of how many some were not kept before."""
-        fresh: set[str] = set()
+    def bind(self, manager: KVCacheManager) -> None:
+        """Keep blocks of vLLM's manager, and let it reset its prefix cache in spite of them."""
+        self._manager = manager
+        pool = manager.block_pool
+        reset = pool.reset_prefix_cache
+
+        def reset_beside_quarantine() -> bool:
+            num_blocks = self._count_held_alone()
+            pool.num_gpu_blocks -= num_blocks
+            try:
+                is_reset = bool(reset())
+            finally:
+                pool.num_gpu_blocks += num_blocks
+            if is_reset and num_blocks:
+                logger.warning(
+                    "kvreshard: the prefix cache was reset; %d blocks of %d failed loads stay out of the pool, since a read may still write "
+                    "them",
+                    *(num_blocks, len(self._blocks)),
+                )
+            return is_reset
+
+        pool.reset_prefix_cache = reset_beside_quarantine
+
+    def keep(self, pairs: Iterable[tuple[str, int]]) -> tuple[int, int]:
+        """Keep the blocks of these requests; (requests, blocks) that were not kept before."""
+        ranks: dict[str, Counter[int]] = {}
         for request, rank in pairs:
-            if self.manager is not None:
-                is_new = request not in self._blocks
-                kept = self._blocks.setdefault(request, [])
-                groups = self.manager.get_blocks(request).blocks
-                blocks = [block for group in groups for block in group if not block.is_null and block not in kept]
-                if blocks or is_new:
-                    fresh.add(request)
-                    self.manager.block_pool.touch(blocks)
-                    kept += blocks
-                    logger.error(
-                        "kvreshard: %d blocks of request %s are kept back: a read may still write them",
-                        *(len(blocks), request),
-                    )
-            self._ranks.setdefault(request, Counter())[rank] += 1
-        return len(fresh)
+            ranks.setdefault(request, Counter())[rank] += 1
+        num_requests = num_blocks = 0
+        for request, of_request in ranks.items():
+            is_new = request not in self._blocks
+            num_fresh = self._touch(request)
+            num_requests += is_new or num_fresh > 0
+            num_blocks += num_fresh
+            self._ranks.setdefault(request, Counter()).update(of_request)
+        return num_requests, num_blocks
 
-    def give_back(self, pairs: Iterable[tuple[str, int]]) -> None:
-        """Reads of these have come to rest; a request's blocks are free again when that is so on all ranks."""
+    def give_back(self, pairs: Iterable[tuple[str, int]]) -> int:
+        """Reads of these have come to rest; a request's blocks are free again when that is so on all ranks. How many blocks are."""
+        num_blocks = 0
         for request, rank in pairs:
             ranks = self._ranks.get(request, Counter())
             ranks[rank] -= 1
-            if not +ranks and request in self._blocks and self.manager is not None:
+            if not +ranks and request in self._blocks and self._manager is not None:
                 blocks = self._blocks.pop(request)
                 self._ranks.pop(request)
-                self.manager.block_pool.free_blocks(blocks)
+                self._references -= Counter(blocks.keys())
+                self._manager.block_pool.free_blocks(blocks.values())
+                num_blocks += len(blocks)
                 logger.warning("kvreshard: %d blocks of request %s are free again", len(blocks), request)
+        return num_blocks
+
+    def _count_held_alone(self) -> int:
+        """Blocks that nobody else holds: neither the request whose load failed, nor another with the same beginning."""
+        blocks = {place: block for kept in self._blocks.values() for place, block in kept.items()}
+        return sum(blocks[place].ref_cnt == count for place, count in self._references.items())
+
+    def _touch(self, request: str) -> int:
+        """One more reference to each block of the request that has none from here yet; how many those are."""
+        if self._manager is None:
+            return 0
+        kept = self._blocks.setdefault(request, {})
+        groups = self._manager.get_blocks(request).blocks
+        fresh = {
+            (number, block.block_id): block
+            for number, group in enumerate(groups)
+            for block in group
+            if not block.is_null and (number, block.block_id) not in kept
+        }
+        if fresh:
+            self._manager.block_pool.touch(list(fresh.values()))
+            kept |= fresh
+            self._references.update(fresh.keys())
+            logger.error(
+                "kvreshard: %d blocks of request %s are kept back: a read may still write them", len(fresh), request
+            )
+        return len(fresh)

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvreshard.session.card import encode_card
-from kvreshard.session.orders import Order
+from kvreshard.session.orders import Offer, Order
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.admission import Admission
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.draft import has_draft
 from kvreshard.vllm.groups import read_groups
 from kvreshard.vllm.idleness import Idleness
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
+from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import RankPart, Reception
@@ -96,9 +98,11 @@ class SchedulerSide:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            partial_loads=PartialLoads(self._count_partial),
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
+        self._admission = Admission()
         self._manager: KVCacheManager | None = None
         self._idleness = Idleness(parallel.data_parallel_size)
         self._standstill = Standstill(options.kv_lease_duration)
@@ -116,18 +120,20 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
+        elif params.get("do_remote_prefill") and request.abort_immediately:
+            self._order(self._consumer.clean_up(params))
         elif params.get("do_remote_prefill"):
             self._order(self._consumer.arrive(request, params))
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that the ranks can load beyond what is computed; None: it cannot be said yet, go on with the next request."""
-        if self._consumer.steps_back(request.request_id):
-            return None
         params = request.kv_transfer_params or {}
-        return self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        return None if self._admission.puts_behind(request.request_id, count) else count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks have been allocated."""
+        self._admission.got_blocks(request.request_id)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._order(self._producer.schedule(request))
@@ -138,18 +144,28 @@ class SchedulerSide:
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: (whether its blocks stay, parameters for the router)."""
+        self._admission.end(request.request_id)
         self._order(self._consumer.abort(request.request_id))
         params, order = self._producer.finish(request, block_ids)
         if order is not None:
             self._metadata.orders.append(order)
-        return params is not None, params
+        return isinstance(order, Offer), params
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the ranks have not been told something yet, so that vLLM makes a step, though nothing can be computed.
+
+        A paused engine makes none for requests that arrive: their leases would run out, since no rank knows that it shall renew them.
+        """
+        return bool(self._metadata.orders)
 
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
-        scheduled = tuple(num_scheduled)
-        is_still = not scheduled and self._producer.is_offering and self._consumer.is_waiting
+        scheduled, is_looking = tuple(num_scheduled), self._admission.is_looking
+        is_still = not scheduled and is_looking and self._producer.is_offering and self._consumer.is_waiting
         if self._standstill.step(is_still):
             self._order(self._consumer.give_up_one())
+        self._give_up_what_never_fits()
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.is_idle = self._idleness.step(scheduled, finished)
         metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)
@@ -160,17 +176,17 @@ class SchedulerSide:
         """What the ranks have done."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
-            # Counted here, where ranks come together: the same request may be quarantined on each of them.
-            kept = self._quarantine.keep(meta.quarantined)
-            if kept:
-                self.stats.count("quarantined", amount=kept)
-            self._quarantine.give_back(meta.settled)
+            self._hear_quarantine(meta)
         for request_id in output.failed_recving or ():
-            self._consumer.failed(request_id)
+            if self._consumer.fail(request_id):
+                self._admission.fail(request_id)
         for request_id in output.finished_recving or ():
             self._order(self._consumer.ended(request_id))
-        for request_id in output.finished_sending or ():
-            self._producer.freed(request_id)
+        if output.finished_sending:
+            # Ranks know leases by their names; vLLM goes on with what is in the output now.
+            output.finished_sending = {self._producer.find_request(lease) for lease in output.finished_sending}
+            for request_id in output.finished_sending:
+                self._producer.freed(request_id)
 
     def reset(self) -> bool:
         """vLLM's cache was reset; False while loads are under way that may bring back what was there before."""
@@ -181,7 +197,8 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """The engine's cache manager."""
         self._manager = manager
-        self._quarantine.manager = self._producer.last_pages.manager = manager
+        self._producer.last_pages.manager = manager
+        self._quarantine.bind(manager)
 
     def close(self) -> None:
         """Stop listening."""
@@ -189,6 +206,29 @@ class SchedulerSide:
 
     def _order(self, orders: Iterable[Order]) -> None:
         self._metadata.orders.extend(orders)
+
+    def _count_partial(self, cause: str, num_tokens: int) -> None:
+        self.stats.count("partial_loads", cause)
+        self.stats.count("tokens_not_loaded", cause, num_tokens)
+
+    def _hear_quarantine(self, meta: ReshardWorkerMetadata) -> None:
+        """Counted here, where ranks come together: the same request may be quarantined on each of them."""
+        num_requests, num_kept = self._quarantine.keep(meta.quarantined)
+        num_freed = self._quarantine.give_back(meta.settled)
+        for counter, label, amount in (
+            ("quarantined", "", num_requests),
+            ("quarantined_blocks", "kept", num_kept),
+            ("quarantined_blocks", "freed", num_freed),
+        ):
+            if amount:
+                self.stats.count(counter, label, amount)
+
+    def _give_up_what_never_fits(self) -> None:
+        pool = None if self._manager is None else self._manager.block_pool
+        num_held = 0 if pool is None else pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
+        never = self._admission.step(is_pool_free=num_held <= self._quarantine.num_blocks)
+        if never is not None:
+            self._order(self._consumer.give_up(never))
 
     def _keep_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Blocks that a window leaves incomplete must not serve prefix hits: vLLM would take them for whole.

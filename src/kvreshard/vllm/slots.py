@@ -1,11 +1,19 @@
-"""Which lease slot and which word does a prefill get? Decided once per engine, for all of its ranks."""
+"""Which lease slot, which word and which name does a prefill's lease get? Decided once per engine, for all of its ranks.
+
+A lease has the name of its request. That of a request whose id no peer would take, since it is too long or has characters that
+cannot be seen, is what can be shown of the id, and a digest of all of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections import deque
 
+from kvreshard.model.text import MAX_NAME, is_name, plain
 from kvreshard.session.orders import Grant
+
+DIGEST_BYTES = 16
 
 
 class Slots:
@@ -14,6 +22,7 @@ class Slots:
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
         self._granted: dict[str, Grant] = {}
+        self._requests: dict[str, str] = {}
 
     def __len__(self) -> int:
         """Slots that are granted."""
@@ -24,15 +33,33 @@ class Slots:
         if request not in self._granted:
             if not self._free:
                 return None
-            self._granted[request] = Grant(request, self._free.popleft(), secrets.randbits(63) | 1)
+            grant = Grant(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
+            self._granted[request], self._requests[grant.request] = grant, request
         return self._granted[request]
 
     def find(self, request: str) -> Grant | None:
         """The grant that the request has."""
         return self._granted.get(request)
 
+    def find_request(self, lease: str) -> str:
+        """The request that has the lease of this name; the name itself if none has it any more."""
+        return self._requests.get(lease, lease)
+
     def give(self, request: str) -> None:
         """The request's lease is over on every rank."""
         grant = self._granted.pop(request, None)
         if grant is not None:
+            del self._requests[grant.request]
             self._free.append(grant.slot)
+
+
+def lease_name(request: str) -> str:
+    """The name of a request's lease.
+
+    >>> lease_name("cmpl-7"), len(lease_name("x" * 300)), lease_name("a\\nb")
+    ('cmpl-7', 256, 'a?b~0c84cf75ee142f818515ab54bd107d86')
+    """
+    if is_name(request):
+        return request
+    digest = hashlib.blake2b(request.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
+    return f"{plain(request[: MAX_NAME - 2 * DIGEST_BYTES - 1])}~{digest}"

@@ -2,7 +2,8 @@
 
 Engines that are prefill and decode engine at once (`kv_both`) can fill their pools with finished prefills that others shall read,
 while those others wait for blocks that are held in the same way. Readers that wait renew their leases, so nobody's would ever run
-out. An engine stands still when nothing is computed and nothing loaded, requests wait to be loaded, and blocks are held for others.
+out. An engine stands still when nothing is computed and nothing loaded, requests wait to be loaded, and blocks are held for others; one
+that is paused, where vLLM does not look at what waits, does not.
 After `patience_s` of that one of the waiting gives its source back and is computed here; each time that long again, the next.
 
 Engines that only read, or are only read from, cannot be part of a circle.

@@ -17,7 +17,7 @@ from kvreshard.session import answers, check, question
 from kvreshard.session.board import ENTRY_BYTES, Answer, AnswerBoard, Said, entry_offset, read_answer
 from kvreshard.session.card import RankCard
 from kvreshard.session.notes import VERSION, Question, write_note
-from kvreshard.session.orders import Failure, Load
+from kvreshard.session.orders import Failure, Load, Revoke
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.small import request
 from kvreshard.transport.local import HostMemory, LocalMemory
@@ -140,13 +140,14 @@ def test_a_lost_question_is_asked_again(world: World) -> None:
 
 
 def test_a_lease_that_ends_before_the_answer_fails_the_load(world: World) -> None:
-    world.grant_and_offer(ttl_s=1.0)
+    world.grant_and_offer()
     world.turn()
     order_load(world)
     world.dst.turn()
     meet(world)
     world.dst.turn()
-    world.clock.now_s += 1.5
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Revoke("r"))
     world.turn(6)
     _, checks, failures = results(world)
     assert (checks, {failure.kind for failure in failures}) == ({"refused"}, {"digest"})

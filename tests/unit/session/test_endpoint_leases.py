@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.session.world import (
     LEASE,
+    OPTIONS,
     REMOTE,
     SLOT,
     WORD,
@@ -14,6 +15,7 @@ from tests.unit.session.world import (
     order_load,
 )
 
+from kvreshard.session.endpoint import HEARING_S
 from kvreshard.session.lease import FREE
 from kvreshard.session.orders import (
     Grant,
@@ -59,17 +61,46 @@ def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: Wor
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
-def test_an_engine_that_does_not_step_lets_its_sources_rest(world: World) -> None:
-    """A pause keeps its requests; the leases of what they wait for run out, as those of a NixlConnector do."""
+def test_a_paused_engine_keeps_its_leases_for_a_time(world: World) -> None:
+    """It makes no step, so that only the session's own thread can renew them. One that never goes on lets its sources have their blocks."""
     world.grant_and_offer(ttl_s=10.0)
     watch(world)
-    for is_stepping in (True, False):
-        for _ in range(20):
-            world.clock.now_s += 5.0
-            if is_stepping:
-                collect(world.dst)
-            world.turn()
-        assert world.words() == ({WORD} if is_stepping else {FREE})
+    collect(world.dst)
+    world.wait(OPTIONS.paused_renewal_s)
+    assert world.words() == {WORD}
+    collect(world.dst)
+    world.wait(OPTIONS.paused_renewal_s)
+    assert world.words() == {WORD}
+    world.wait(20.0)
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+def test_a_source_that_stood_still_hears_its_readers_before_it_ends_their_leases(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that fetches notifications stood still too, and may get its turn later than the session's."""
+    world.grant_and_offer(ttl_s=10.0)
+    watch(world)
+    world.wait(5.0)
+    world.wait(60.0, world.dst)  # it renews
+    with monkeypatch.context() as unfetched:
+        for transport in world.src.transports.values():
+            unfetched.setattr(transport, "notifications", list)
+        world.wait(1.0, world.src)
+    world.wait(9.0, world.src)
+    assert world.words() == {WORD}
+    world.wait(2.0, world.src)  # and nobody has renewed since
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
+
+
+@pytest.mark.parametrize("gap_s", [1.0, 4.0])
+def test_a_source_that_is_always_late_ends_leases_all_the_same(world: World, gap_s: float) -> None:
+    world.grant_and_offer(ttl_s=10.0)
+    world.src.turn()
+    for _ in range(int((10.0 + HEARING_S) / gap_s) + 2):
+        world.clock.now_s += gap_s
+        world.src.turn()
+    assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
 def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +160,7 @@ def test_each_offer_is_announced_to_the_transport_and_its_end_once(
         endpoint.submit(Offer("s", 30.0))
     world.src.turn()
     assert told == [True, True]
-    world.clock.now_s += 31.0
-    world.src.turn()
+    world.wait(31.0, world.src)
     assert told == [True, True, False]
 
 
@@ -145,8 +175,9 @@ def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeyp
             raise RuntimeError("a surprise")
 
         monkeypatch.setattr(endpoint._holder, "renew", refuse)
-    world.clock.now_s += 6.0
     for endpoint in endpoints:
-        with pytest.raises(RuntimeError, match="a surprise"):
-            endpoint.turn()
+        for _ in range(12):
+            world.clock.now_s += 0.5
+            with pytest.raises(RuntimeError, match="a surprise"):
+                endpoint.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})

@@ -5,6 +5,7 @@ Two engines of several ranks in one process, as in `test_endpoint`.
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.unit.session.world import (
     LEASE,
@@ -17,9 +18,15 @@ from tests.unit.session.world import (
     order_load,
 )
 
+from kvreshard.model import LayoutMismatch
+from kvreshard.session.card import EngineCard, RankCard
+from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.lease import FREE
+from kvreshard.session.notes import Report, read_note
 from kvreshard.session.orders import Cancel, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.transport.memory import Fault
+from kvreshard.session.refusals import MAX_ENGINES, Refusals
+from kvreshard.transport.base import TransportError
+from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
 
 
 def test_a_release_frees_the_source_without_a_load(world: World) -> None:
@@ -106,3 +113,47 @@ def test_a_load_that_was_given_up_before_its_source_was_met_frees_the_source(wor
     world.turn()
     assert collect(world.src)[2] == {"r"}
     assert world.words() == {FREE}
+
+
+@pytest.mark.parametrize(
+    "error", [LayoutMismatch("heads are 8 and 7"), HandshakeError("nobody is there"), TransportError("no")]
+)
+def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_met(
+    world: World, error: Exception
+) -> None:
+    """Each load of a pair that does not fit fails, and nobody else will read its pages."""
+    is_told = isinstance(error, LayoutMismatch)
+    world.meeting_error.append(error)
+    for endpoint in world.dst.endpoints.values():
+        assert endpoint._me is not None
+        if not isinstance(error, HandshakeError):
+            endpoint._me.refused[REMOTE] = world.src.card()
+    for name in ("first", "second"):
+        world.grant_and_offer(name)
+        order_load(world, name, lease=RemoteLease(name, SLOT, WORD), gives_back=False)
+        world.turn()
+        meet(world)
+        world.turn()
+        assert set(collect(world.dst)[1]) == {name}
+        assert collect(world.src)[2] == ({name} if is_told else set())
+        if is_told:
+            assert world.words() == {FREE}
+
+
+def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
+    fabric = Fabric()
+    sources = [MemoryTransport(fabric, f"source {number}") for number in range(MAX_ENGINES + 2)]
+    mine, rank = MemoryTransport(fabric, "mine"), RankCard(0, b"", 0, 64, 0, 64)
+    for transport in (*sources, mine):
+        transport.register([])
+    refusals = Refusals(mine)
+    for _ in range(2):
+        for number, source in enumerate(sources):
+            card = EngineCard(
+                "", 1, f"engine {number}", "life", {}, b"", (msgspec.structs.replace(rank, metadata=source.metadata()),)
+            )
+            refusals.give_back("me/life", 3, card, LEASE)
+            assert len(mine._peers) <= MAX_ENGINES
+            assert [read_note(note.payload) for note in source.notifications()] == [
+                Report(1, "me/life", LEASE.request, LEASE.word, 3, (3,), is_good=False)
+            ]

@@ -171,7 +171,7 @@ def test_an_engine_that_does_not_step_tells_nobody_and_rests(
     world.turn()
     meet(world)
     world.turn()
-    world.clock.now_s += OPTIONS.silence_s + 1.0
+    world.clock.now_s += OPTIONS.paused_renewal_s + 1.0
     told.clear()
     assert [endpoint.turn() > 0.1 for endpoint in world.dst.endpoints.values()] == [True, True]
     assert not told

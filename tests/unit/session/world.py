@@ -16,7 +16,7 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan import compile_route
 from kvreshard.session.card import EngineCard, RankCard, make_card
-from kvreshard.session.endpoint import Endpoint
+from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Mover
@@ -100,6 +100,14 @@ class World:
         for _ in range(times):
             self.src.turn(1)
             self.dst.turn(1)
+
+    def wait(self, seconds: float, *sides: Side) -> None:
+        """Time passes while these sides have their turns, or both, so that they do not stand still."""
+        until_s = self.clock.now_s + seconds
+        while self.clock.now_s < until_s:
+            self.clock.now_s = min(until_s, self.clock.now_s + REST_IDLE_S)
+            for side in sides or (self.src, self.dst):
+                side.turn(1)
 
     def grant_and_offer(self, name: str = "r", ttl_s: float = 30.0) -> None:
         for endpoint in self.src.endpoints.values():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvreshard.model import KvReshardError
+from kvreshard.model.text import is_name
 from kvreshard.plan.cost import DEVICE_COST, CostModel
 from kvreshard.session.constants import host_facts, save_constants
 from kvreshard.session.keys import write_keys
@@ -25,6 +26,7 @@ def test_nothing_given_is_the_defaults() -> None:
     assert options.nixl.pace == Pace()
     assert read_options({"max_in_flight_bytes": 7}).nixl.pace.max_in_flight_bytes == 7
     assert read_options({"call_timeout_s": 7}).nixl.pace.call_s == 7.0
+    assert read_options({"paused_renewal_s": 900}).endpoint().paused_renewal_s == 900
     assert {field.name for field in dataclasses.fields(EndpointOptions)} <= set(dir(options.endpoint()))
 
 
@@ -50,6 +52,7 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"kv_lease_duration": 0.5}, "kv_lease_duration is 0.5; it must be from 1 to 86400 seconds"),
         ({"kv_lease_duration": 1e6}, r"kv_lease_duration is 1e\+06; it must be from 1 to 86400 seconds"),
         ({"kv_lease_duration": float("nan")}, "kv_lease_duration is nan; it must be a finite number"),
+        ({"paused_renewal_s": 0}, "paused_renewal_s is 0; it must be from 1 to 86400 seconds"),
         ({"load_timeout_s": float("inf")}, "load_timeout_s is inf; it must be a finite number"),
         ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
@@ -140,3 +143,16 @@ def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> Non
     options = read_options({"cost_model": str(file)})
     assert options.cost("cuda:1") == measured  # a host's devices are alike
     assert options.cost() == CostModel()
+
+
+@pytest.mark.parametrize("request_id", ["x" * 257, "x" * 100_000, "a\nb", "\x1b[31m", "\ud800"])
+def test_the_lease_of_any_request_has_a_name_that_peers_take(request_id: str) -> None:
+    slots = Slots(2)
+    grant, other = slots.take(request_id), slots.take(request_id + "y")
+    assert grant is not None
+    assert other is not None
+    assert is_name(grant.request)
+    assert grant.request != other.request
+    assert (slots.find(request_id), slots.find_request(grant.request)) == (grant, request_id)
+    slots.give(request_id)
+    assert slots.find_request(grant.request) == grant.request

@@ -9,7 +9,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-MAX_MODEL_LEN = 400
+# Tokens of a prompt, and of an answer.
+LONGEST = 150
+MOST_SAID = 24
+# The longest prompt of a world, one token more for a prompt that differs, and all that is said (`world`).
+MAX_MODEL_LEN = LONGEST + 1 + MOST_SAID
 # Never loaded: a scheduler wants a model's configuration, and looks at little of it.
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,8 +1,8 @@
 """Which engines, which model and which weather does a seed stand for?
 
 All engines of a world run one model, each at its own TP (DCP with latents), PP, page size, order of dimensions, pool, step size, with or
-without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. Some pools are so
-small that requests are preempted.
+without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. A third serve by priority. Some
+pools are so small that requests are preempted, or hold no more than the largest one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.vllm import models
-from tests.vllm.engines import ModelLayer
+from tests.vllm.engines import ModelLayer, fake_config
+from tests.vllm.simulation.base import MAX_MODEL_LEN
 from tests.vllm.simulation.engine import Shape
-from tests.vllm.simulation.world import LONGEST, MOST_SAID, Weather
+from tests.vllm.simulation.world import Weather
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvreshard.model.changed import replace
+from kvreshard.vllm.rank_place import RankPlace
 
 Layers = Mapping[str, ModelLayer]
 # Tokens that become one compressed entry.
@@ -89,20 +92,24 @@ CALM = (
     Weather(),
     Weather(delays=3, unwanted=0.1, retried=0.1),
     Weather(delays=2, choices=0.4),
-    Weather(delays=2, longer_prefills=0.3, cache_resets=0.01),
+    Weather(delays=2, longer_prefills=0.3, cache_resets=0.01, odd_names=0.3),
+    Weather(delays=1, prefill_choices=0.4, longer_prefills=0.2),
     Weather(delays=1, longer_prefills=0.8, stops=0.7),
 )
 STORMS = (
     Weather(
         delays=4, failures=0.05, unmet=0.1, aborts=0.01, unwanted=0.1, retried=0.2, other_prompts=0.2, jumps=0.002,
-        longer_prefills=0.2, cache_resets=0.01,
+        longer_prefills=0.2, cache_resets=0.01, connector_resets=0.005, pauses=0.01,
     ),
+    Weather(delays=3, failures=0.3, aborts=0.01),
+    Weather(delays=2, connector_resets=0.03, pauses=0.02),
+    Weather(delays=2, pauses=0.03, jumps=0.005, aborts=0.01),
     Weather(delays=3, aborts=0.03, choices=0.3),
     Weather(aborts=0.1, misrouted=0.3),
     Weather(aborts=0.02, longer_prefills=0.5, stops=0.5),
     Weather(delays=1, other_prompts=0.5),
     Weather(delays=2, jumps=0.01, unwanted=0.2),
-    Weather(delays=3, failures=0.2, retried=0.3, choices=0.2),
+    Weather(delays=3, failures=0.2, retried=0.3, choices=0.2, prefill_choices=0.2, odd_names=0.1),
 )  # fmt: skip
 
 
@@ -133,15 +140,22 @@ def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages:
     page = rng.choice([16, 32] if model.has_states or model.has_rings else [4, 8, 16, 32])
     tp = rng.choice([1, 2, 4, 8] if model.window_heads else [1, 2, 4])
     pp = rng.randint(1, max_stages)
-    blocks_of_a_request = (-(-(LONGEST + MOST_SAID) // page) + 2) * model.num_groups + num_drafts * model.has_states
+    layers = _staged(model.layers(page, window, num_drafts, rng.choice([1, 2])), pp, max_stages)
+    dcp = rng.choice([1, tp]) if model.kind == "latent" else 1
+    max_tokens_per_step = rng.choice([16, 40, 64, 200]) if not model.is_aligned else rng.choice([40, 64, 200])
+    order = rng.choice(["LBHNC", "LBNHC", "BLHNC"]) if not model.has_rings else "BLHNC"
     return Shape(
-        _staged(model.layers(page, window, num_drafts, rng.choice([1, 2])), pp, max_stages),
+        layers,
         tp=tp,
         pp=pp,
-        dcp=rng.choice([1, tp]) if model.kind == "latent" else 1,
-        order=rng.choice(["LBHNC", "LBNHC", "BLHNC"]) if not model.has_rings else "BLHNC",
-        blocks=int(blocks_of_a_request * rng.choice([1.1, 1.4, 2, 3, 6])) + 2,
-        max_tokens_per_step=rng.choice([16, 40, 64, 200]) if not model.is_aligned else rng.choice([40, 64, 200]),
+        dcp=dcp,
+        order=order,
+        blocks=int(
+            _largest_request(model, layers, order, tp, dcp, 2 * max_tokens_per_step)
+            * rng.choice([1.0, 1.2, 1.5, 2, 3, 6])
+        )
+        + 1,
+        max_tokens_per_step=max_tokens_per_step,
         max_requests=rng.choice([2, 4, 8]),
         is_async=pp == 1 and rng.random() < 0.5,  # both at once is nothing for vLLM's first model runner
         is_v2=rng.random() < 0.5 or model.is_replayed,
@@ -155,6 +169,20 @@ def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages:
         failure_policy=rng.choice(["recompute", "recompute", "fail"]),
         order_policy=rng.choice(["fcfs", "fcfs", "priority"]),
     )
+
+
+def _largest_request(model: Model, layers: Layers, order: str, tp: int, dcp: int, max_in_flight_tokens: int) -> int:
+    """Blocks that vLLM wants to have for one request at least; two more for aligned states, where a prompt with a prefix hit may not get
+    what it asks for although the whole pool is free (vLLM 0.32.0, without a connector's doing).
+    """
+    config = fake_config(order, tp=tp, dcp=dcp, kv_heads=model.heads)
+    config.model_config.max_model_len, config.max_in_flight_tokens = MAX_MODEL_LEN, max_in_flight_tokens
+    if model.is_aligned:
+        config.cache_config.mamba_cache_mode = "align"
+    place = RankPlace(0, tp, dcp_size=dcp)
+    groups = kv_cache_utils.get_kv_cache_groups(config, {name: layer.spec(place) for name, layer in layers.items()})
+    num_bytes = kv_cache_utils._max_memory_usage_bytes_from_groups(config, groups)
+    return int(num_bytes // kv_cache_utils._pool_bytes_per_block(config, groups)) + 2 * model.is_aligned
 
 
 def _compressed(number: int, page: int, num_drafts: int, laps: int) -> Layers:

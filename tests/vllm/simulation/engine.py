@@ -6,6 +6,7 @@ the scheduler hears of it. With asynchronous scheduling the next step's orders g
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import Counter, deque
@@ -134,6 +135,8 @@ class Engine:
     finished: dict[str, Finished] = field(default_factory=dict)
     loadable: dict[str, int] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    partial: dict[str, str] = field(default_factory=dict)
     num_preempted: int = 0
     failed: set[str] = field(default_factory=set)
 
@@ -163,6 +166,7 @@ class Engine:
         self.connector: Any = self.scheduler.connector
         self.connector._scheduler._reception.listen = lambda card: self.address
         self.connector._scheduler._standstill._clock = self.clock
+        self.connector._scheduler._admission._clock = self.clock
         self.runner = Runner(self.side, self.texts, self.count_accepted)
         self.pending: deque[_Step] = deque()
         self._said: dict[str, list[int]] = {}
@@ -222,13 +226,31 @@ class Engine:
 
         self.connector.get_num_new_matched_tokens = asked
         consumer = self.connector._scheduler._consumer
-        give_up = consumer.give_up_one
+        give_up_one, give_up = consumer.give_up_one, consumer.give_up
 
-        def given_up() -> Any:
+        def given_up(request_id: str) -> Any:
+            self.given_up.add(request_id)
+            return give_up(request_id)
+
+        def longest_given_up() -> Any:
             self.given_up.add(next(iter(consumer._waiting)))
-            return give_up()
+            return give_up_one()
 
-        consumer.give_up_one = given_up
+        consumer.give_up, consumer.give_up_one = given_up, longest_given_up
+        note_fallback = consumer._note_fallback
+
+        def noted(cause: str) -> None:
+            self.fallbacks[cause] += 1
+            note_fallback(cause)
+
+        consumer._note_fallback = noted
+        note_partial = consumer._partial_loads.note
+
+        def partial(name: str, cause: str, *numbers: Any) -> None:
+            self.partial[name] = cause
+            note_partial(name, cause, *numbers)
+
+        consumer._partial_loads.note = partial
         preempt = self.scheduler._preempt_request
 
         def preempted(*args: Any, **kwargs: Any) -> None:
@@ -285,8 +307,21 @@ class Engine:
             Request(name, text.tokens[:num_prompt], sampling, None, priority=priority, block_hasher=self.hasher)
         )
 
+    def turn_away(self, params: dict[str, Any]) -> None:
+        """As vLLM's server does after every answer that is an error: a request that is only there to be aborted."""
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": json.loads(json.dumps(params))})
+        self.scheduler.add_request(Request("turned away", [0], sampling, None, abort_immediately=True))
+        self.abort("turned away")
+
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, is_running_reset: bool) -> None:
+        """As for new weights, with no step under way. vLLM raises where blocks are held by loads or for readers, and resets neither cache."""
+        if self.pending:
+            return
+        with contextlib.suppress(RuntimeError):
+            self.scheduler.reset_prefix_cache(reset_running_requests=is_running_reset, reset_connector=True)
 
     def advance(self) -> bool:
         """Schedule a step, or go on with one; False if there was nothing to do."""

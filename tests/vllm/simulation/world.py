@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.unit.session.world import Clock, ScriptedPeers
+from tests.vllm.simulation.base import LONGEST, MOST_SAID
 from tests.vllm.simulation.engine import Engine, Shape
 from tests.vllm.simulation.text import VOCABULARY, Text
+from vllm.v1.core.sched.interface import PauseState
 
 from kvreshard.plan import compile_route
+from kvreshard.session.endpoint import REST_IDLE_S
 from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
@@ -32,14 +35,15 @@ from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
 ENDS = ("length", "stop")
 # Drafts may be right beyond the end.
 BEYOND = 10
-LONGEST = 150
-MOST_SAID = 24
 
 
 @dataclass(frozen=True)
 class Weather:
-    """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `stops`: longer
-    prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills.
+    """Shares of what goes otherwise than planned. `delays`: steps that bytes take; `failures`: transfers that fail; `jumps`: one engine
+    stands still for seconds; `stops`: longer
+    prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills; `connector_resets`: caches
+    reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on;
+    `odd_names`: requests with ids that no peer takes; `prefill_choices`: prefills that are asked for several choices.
     """
 
     delays: int = 0
@@ -55,11 +59,17 @@ class Weather:
     stops: float = 0.0
     misrouted: float = 0.0
     cache_resets: float = 0.0
+    connector_resets: float = 0.0
+    pauses: float = 0.0
+    odd_names: float = 0.0
+    prefill_choices: float = 0.0
 
     @property
     def is_calm(self) -> bool:
         """Nothing that keeps a load from ending well."""
-        return not (self.failures or self.unmet or self.aborts or self.other_prompts or self.jumps)
+        return not (
+            self.failures or self.unmet or self.aborts or self.other_prompts or self.jumps or self.connector_resets
+        )
 
 
 @dataclass
@@ -74,6 +84,7 @@ class Asked:
     wants_load: bool
     then: Callable[[dict[str, Any] | None], None] | None = None
     stop: int | None = None
+    params: dict[str, Any] | None = None
     is_aborted: bool = False
 
     @property
@@ -190,10 +201,35 @@ class World:
         }  # fmt: skip
         prefill_text = Text(prompt, longer + BEYOND)
         stop = rng.choice(prefill_text.tokens[len(prompt) :][:longer]) if rng.random() < self.weather.stops else None
-        self._ask(
-            src, prefill_text, len(prompt), longer, params, False,
-            lambda answer: self._prefilled(src, prompt, num_tokens, answer, longer == 1), stop,
-        )  # fmt: skip
+        then: Callable[[dict[str, Any] | None], None] = lambda answer: self._prefilled(  # noqa: E731
+            src, prompt, num_tokens, answer, longer == 1
+        )
+        if rng.random() < self.weather.prefill_choices:
+            self._ask_choices(src, prefill_text, len(prompt), longer, params, then, rng.randint(2, 3))
+            return
+        self._ask(src, prefill_text, len(prompt), longer, params, False, then, stop)
+
+    def _ask_choices(
+        self,
+        src: Engine,
+        text: Text,
+        num_prompt: int,
+        num_tokens: int,
+        params: dict[str, Any],
+        then: Callable[[dict[str, Any] | None], None],
+        count: int,
+    ) -> None:
+        """vLLM makes a request of each, and the router gets what the last one says."""
+        left = [count]
+        parent = f"{src.name}-of-{self._count}"
+
+        def one_is_over(answer: dict[str, Any] | None) -> None:
+            left[0] -= 1
+            if not left[0]:
+                then(answer)
+
+        for number in range(count):
+            self._ask(src, text, num_prompt, num_tokens, dict(params), False, one_is_over, None, f"{number}_{parent}")
 
     def _prefilled(
         self, src: Engine, prompt: list[int], num_tokens: int, answer: dict[str, Any] | None, is_usual: bool
@@ -233,10 +269,13 @@ class World:
         wants_load: bool,
         then: Callable[[dict[str, Any] | None], None] | None,
         stop: int | None = None,
+        name: str | None = None,
     ) -> None:
         self._count += 1
-        name = f"{engine.name}-{self._count}"
-        self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop)
+        name = name or f"{engine.name}-{self._count}"
+        if self.rng.random() < self.weather.odd_names:
+            name += self.rng.choice(["\n", "x" * 300])
+        self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop, params)
         engine.add(name, text, num_prompt, num_tokens, params, stop, self.rng.randrange(3))
 
     def tick(self) -> None:
@@ -256,14 +295,27 @@ class World:
         elif self._later:
             self._later.pop(rng.randrange(len(self._later)))()
         if rng.random() < weather.jumps:
-            self.clock.now_s += rng.choice([6.0, 40.0])
+            self._stand_still(engine, rng.choice([6.0, 40.0]))
         if self.asked and rng.random() < weather.aborts:
             asked = rng.choice(list(self.asked.values()))
             asked.is_aborted = True
             asked.engine.abort(asked.name)
         if rng.random() < weather.cache_resets:
             engine.scheduler.reset_prefix_cache()
+        if rng.random() < weather.connector_resets:
+            engine.reset(is_running_reset=rng.random() < 0.5)
+        if rng.random() < weather.pauses:
+            engine.scheduler.set_pause_state(rng.choice(list(PauseState)))
         self._hear()
+
+    def _stand_still(self, stopped: Engine, seconds: float) -> None:
+        """One engine does nothing for so long, and of the others only the sessions."""
+        until_s = self.clock.now_s + seconds
+        while self.clock.now_s < until_s:
+            self.clock.now_s += REST_IDLE_S
+            for engine in self.by_name.values():
+                if engine is not stopped:
+                    engine.turn()
 
     def _hear(self) -> None:
         for name, asked in list(self.asked.items()):
@@ -279,6 +331,8 @@ class World:
                 assert answer.reason in ENDS, (name, answer)
             if answer.reason in ENDS:
                 self._check_answer(asked, answer.tokens)
+            if is_failed and asked.params is not None:
+                asked.engine.turn_away(asked.params)
             if asked.then is not None:
                 asked.then(answer.params)
             if asked.wants_load:
@@ -299,6 +353,7 @@ class World:
                 *(engine.connector._scheduler._consumer._num_backoff_tokens for engine in self.by_name.values()),
             )
             assert there >= asked.num_prompt - backoff, (asked.name, there, asked.num_prompt)
+            assert asked.name not in asked.engine.partial, (asked.name, asked.engine.partial[asked.name])
 
     def route_and_meet(self) -> None:
         """Nothing stays at the router, and nobody waits to meet another."""
@@ -309,6 +364,8 @@ class World:
 
     def drain(self, max_rounds: int = 4000) -> None:
         """Everybody goes on until nothing is left; then what nobody wanted runs out."""
+        for engine in self.by_name.values():
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         for patience in range(max_rounds):
             self.clock.now_s += 0.02
             self.route_and_meet()
@@ -338,7 +395,7 @@ class World:
         assert not scheduling._producer.last_pages._expected, engine.name
         assert not scheduling._producer._slots._granted, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
-        assert not scheduling._consumer._stepping_back, engine.name
+        assert not scheduling._admission.num_failed, engine.name
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
             assert endpoint.num_scratch_places == 0, engine.name

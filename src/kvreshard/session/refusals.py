@@ -1,0 +1,58 @@
+"""Source engines that this rank has met and cannot read from, and how they hear that a lease is not wanted.
+
+Who reports to which source rank is in the route, and there is none. So this rank reports to every rank of the source, as its only
+reporter: a request that one rank cannot load is not loaded at all.
+
+1. `give_back` connects the ranks of the source at the first lease that is given back, and reports.
+2. At most `MAX_ENGINES` are connected at a time; the one that was connected first is dropped for another.
+
+A source that cannot be connected or told is a line in the log: its lease runs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from kvreshard.session import notes
+from kvreshard.session.card import EngineCard
+from kvreshard.session.notes import Report, write_note
+from kvreshard.session.orders import RemoteLease
+from kvreshard.transport.base import Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+MAX_ENGINES = 16
+
+
+class Refusals:
+    """Of one rank. Used from the session's thread only."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._peers: dict[tuple[str, str], list[str]] = {}
+
+    def give_back(self, consumer: str, rank: int, card: EngineCard, lease: RemoteLease) -> None:
+        """Report a lease to all ranks of the engine with this card. `consumer`: this engine and its incarnation."""
+        report = Report(
+            min(notes.VERSION, card.reads_notes), consumer, lease.request, lease.word, rank, (rank,), is_good=False
+        )
+        try:
+            for peer in self._connect(card):
+                self._transport.notify(peer, write_note(report))
+        except TransportError as error:
+            logger.warning(
+                "engine %s was not told that request %s is not wanted: %s", card.engine, lease.request, error
+            )
+
+    def _connect(self, card: EngineCard) -> list[str]:
+        name = card.engine, card.incarnation
+        if name not in self._peers:
+            while len(self._peers) >= MAX_ENGINES:
+                for peer in self._peers.pop(next(iter(self._peers))):
+                    with contextlib.suppress(TransportError):
+                        self._transport.remove_peer(peer)
+            found = {f"refused {card.engine}/{card.incarnation}/{rank.rank}": rank.metadata for rank in card.ranks}
+            self._transport.add_peers(found)
+            self._peers[name] = list(found)
+        return self._peers[name]

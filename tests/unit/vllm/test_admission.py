@@ -1,0 +1,92 @@
+"""Does a request whose load has failed get blocks again without standing in others' way, and is a load that never fits named?"""
+
+import pytest
+
+from kvreshard.vllm.admission import Admission
+
+
+def test_a_failed_request_is_put_behind_once() -> None:
+    failed = Admission()
+    failed.fail("f")
+    assert [failed.puts_behind("f", 0), failed.puts_behind("f", 0), failed.puts_behind("other", 0)] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_loads_that_got_no_blocks_are_put_behind_in_the_next_step_only() -> None:
+    failed = Admission()
+    failed.fail("f")
+    assert failed.puts_behind("f", 0)
+    failed.step(is_pool_free=False)
+    assert not failed.puts_behind("load", 100)  # it does not fit: nobody behind it is looked at
+    failed.step(is_pool_free=False)
+    assert [failed.puts_behind("load", 100), failed.puts_behind("another", 5), failed.puts_behind("f", 0)] == [
+        True,
+        True,
+        False,
+    ]
+    failed.step(is_pool_free=False)
+    assert not failed.puts_behind("load", 100)
+
+
+def test_a_load_that_fits_is_never_put_behind() -> None:
+    failed = Admission()
+    failed.fail("f")
+    failed.puts_behind("f", 0)
+    for load in ("one", "two"):
+        failed.step(is_pool_free=False)
+        assert not failed.puts_behind(load, 100)
+        failed.got_blocks(load)
+
+
+def test_nobody_is_put_behind_when_no_failed_request_waits_for_blocks() -> None:
+    for forget in (Admission.got_blocks, Admission.end):
+        failed = Admission()
+        failed.fail("f")
+        failed.puts_behind("f", 0)
+        failed.puts_behind("load", 100)
+        forget(failed, "f")
+        failed.step(is_pool_free=False)
+        assert not failed.puts_behind("load", 100)
+        assert failed.num_failed == 0
+
+
+def test_one_that_ends_before_vllm_asks_for_it_is_forgotten() -> None:
+    failed = Admission()
+    failed.fail("f")
+    failed.end("f")
+    assert not failed.puts_behind("f", 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([("a", True)] * 4, [None, None, "a", None]),
+        ([("a", True), ("a", False), ("a", True), ("a", True)], [None] * 4),  # somebody held blocks meanwhile
+        ([("a", True), ("b", True), ("b", True), ("b", True)], [None, None, None, "b"]),
+        ([("a", True), (None, True), ("a", True), ("a", True)], [None] * 4),
+    ],
+)
+def test_a_load_is_named_that_gets_no_blocks_although_all_are_free(
+    steps: list[tuple[str | None, bool]], expected: list[str | None]
+) -> None:
+    now_s = 100.0
+    admission, named = Admission(lambda: now_s), []
+    for asked, is_pool_free in steps:
+        if asked is not None:
+            admission.puts_behind(asked, 10)
+        named.append(admission.step(is_pool_free=is_pool_free))
+        now_s += 0.5
+    assert named == expected
+
+
+def test_an_engine_that_looks_at_nobody_is_paused() -> None:
+    admission = Admission()
+    assert not admission.is_looking
+    for num_external in (0, 10):
+        admission.puts_behind("a", num_external)
+        assert admission.is_looking
+        admission.step(is_pool_free=False)
+        assert not admission.is_looking
