@@ -56,7 +56,7 @@ from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
-from kvreshard.transport.watchdog import Watchdog
+from kvreshard.transport.watchdog import Watchdog, session_is_stuck
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,6 @@ REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
 MAX_OBSTACLES_LOGGED = 64
 CLOSE_S = 0.2
-
-
-def _session_is_stuck(_: str, bound_s: float) -> str:
-    return (
-        f"this rank's session has not come back from a turn within {bound_s:g} s: nothing is loaded here until it does; look for a hung device or "
-        "driver, and restart this engine"
-    )
 
 
 class Endpoint:
@@ -112,7 +105,7 @@ class Endpoint:
         self._is_expecting = self._is_attentive = self._is_deaf = False
         self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
-            f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._now_s, _session_is_stuck
+            f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._now_s, session_is_stuck
         )
         self._is_told_stuck = False
         self._event = threading.Event()

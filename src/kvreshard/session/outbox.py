@@ -34,7 +34,7 @@ class Outbox:
         """A load is over; `check`: how its comparison ended, if there was one."""
         with self._ended:
             if self._lost[request]:
-                self._lost[request] -= 1
+                self._lost -= Counter([request])
                 if not (isinstance(outcome, Failure) and outcome.is_quarantined):
                     self._results.settled.add(request)
                 return

@@ -29,6 +29,14 @@ SLOW_CALLS = ("register", "deregister", "close")
 SLOW_FACTOR = 60.0
 
 
+def session_is_stuck(_: str, bound_s: float) -> str:
+    """For the thread that carries out a rank's loads."""
+    return (
+        f"this rank's session has not come back from a turn within {bound_s:g} s: nothing is loaded here until it does; look for a hung device or "
+        "driver, and restart this engine"
+    )
+
+
 def _nixl_is_stuck(call: str, bound_s: float) -> str:
     return (
         f"NIXL has not come back from '{call}' within {bound_s:g} s: nothing is loaded or read here until it does; look for a hung device or "
