@@ -12,7 +12,8 @@ One thread per rank, which never waits for a peer. Each turn:
 5. renew the leases that are wanted here, each source's as often as its own time asks for, also for some time while the engine is paused;
 6. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
-The engine's thread only submits and collects. `turn` is the whole loop body, for tests without a thread.
+The engine's thread only submits and collects, and sees whether the session's thread comes back from its turns: where it does not, all loads have
+failed within `load_timeout_s` and `settle_timeout_s` together. `turn` is the whole loop body, for tests without a thread.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from kvreshard.session.scratch import Scratch
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
+from kvreshard.transport.watchdog import Watchdog, session_is_stuck
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,10 @@ class Endpoint:
         self._outbox = Outbox()
         self._is_expecting = self._is_attentive = self._is_deaf = False
         self._stuck: StuckCall | None = None
+        self._watchdog = Watchdog(
+            f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._now_s, session_is_stuck
+        )
+        self._is_told_stuck = False
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -140,11 +146,15 @@ class Endpoint:
     def collect(self, patience_s: float = 0.0) -> Results:
         """What has ended since the last call. While loads are under way, waits so long for the first to end."""
         self._collected_s = self._clock()
+        self._look_at_session()
         return self._outbox.take(patience_s)
 
     def wake(self) -> None:
         """End the current rest."""
         self._event.set()
+
+    def _now_s(self) -> float:
+        return self._clock()
 
     @property
     def num_quarantined(self) -> int:
@@ -180,6 +190,13 @@ class Endpoint:
 
     def turn(self) -> float:
         """One turn of the loop; returns how long it may rest."""
+        self._watchdog.begin("turn")
+        try:
+            return self._turn()
+        finally:
+            self._watchdog.end()
+
+    def _turn(self) -> float:
         now_s = self._clock()
         self._event.clear()
         self._take_orders(now_s)
@@ -208,6 +225,15 @@ class Endpoint:
         if self._book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
         return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
+
+    def _look_at_session(self) -> None:
+        """On the engine's thread: loads end in time also if the session's does not come back, say from a copy on a hung device."""
+        stuck = self._watchdog.stuck()
+        if stuck is not None:
+            self._outbox.give_up(Failure("fault", stuck.text, is_quarantined=True))
+            if not self._is_told_stuck:
+                self._outbox.note_stuck(stuck.call)
+        self._is_told_stuck = stuck is not None
 
     def _look_at_transport(self, now_s: float) -> None:
         """A call into the transport's library that does not come back keeps everything that is pending: loads come to their end."""

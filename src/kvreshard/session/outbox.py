@@ -7,6 +7,7 @@ under way: asking again costs it a whole step, and the threads that carry out th
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 
 from kvreshard.session.lease import Cause
@@ -20,6 +21,8 @@ class Outbox:
     def __init__(self) -> None:
         self._results = Results()
         self._loading: set[str] = set()
+        # Loads that were given up from outside and whose end is still to come.
+        self._lost: Counter[str] = Counter()
         self._ended = threading.Condition()
 
     def expect(self, request: str) -> None:
@@ -30,6 +33,11 @@ class Outbox:
     def end(self, request: str, outcome: Moved | Failure, check: CheckResult | None = None) -> None:
         """A load is over; `check`: how its comparison ended, if there was one."""
         with self._ended:
+            if self._lost[request]:
+                self._lost -= Counter([request])
+                if not (isinstance(outcome, Failure) and outcome.is_quarantined):
+                    self._results.settled.add(request)
+                return
             if isinstance(outcome, Failure):
                 self._results.failed[request] = outcome
             else:
@@ -37,6 +45,15 @@ class Outbox:
             if check is not None:
                 self._results.checks[request] = check
             self._loading.discard(request)
+            self._ended.notify_all()
+
+    def give_up(self, failure: Failure) -> None:
+        """Every load under way has failed, whatever becomes of it: whoever carries them out does not come back."""
+        with self._ended:
+            for request in self._loading:
+                self._results.failed[request] = failure
+            self._lost.update(self._loading)
+            self._loading.clear()
             self._ended.notify_all()
 
     def settle(self, request: str) -> None:

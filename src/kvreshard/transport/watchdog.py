@@ -1,8 +1,9 @@
-"""Does a call into the transport's library come back?
+"""Does a thread come back from what it is doing?
 
-A hung device or driver keeps the one thread that may talk to the library, and nothing that was posted would ever end.
+A hung device or driver keeps the one thread that may talk to the transport's library, or the one that carries out loads, and nothing would ever
+end.
 
-1. The thread says which call it makes, and when it is back (`WatchedAgent`).
+1. The thread says what it begins, such as a call into the library, and when it is back (`WatchedAgent`).
 2. Anybody may ask (`stuck`). A call that was seen under way for `bound_s` together is stuck: the log says so once, and again when it is back.
 3. What passes between two looks counts for `MAX_GAP_S` at most: a process that was stopped for a minute has not waited for a minute.
 
@@ -28,11 +29,35 @@ SLOW_CALLS = ("register", "deregister", "close")
 SLOW_FACTOR = 60.0
 
 
-class Watchdog:
-    """Of one thread. `bound_s`: seconds of `clock`. `begin` and `end` are that thread's, the rest anybody's."""
+def session_is_stuck(_: str, bound_s: float) -> str:
+    """For the thread that carries out a rank's loads."""
+    return (
+        f"this rank's session has not come back from a turn within {bound_s:g} s: nothing is loaded here until it does; look for a hung device or "
+        "driver, and restart this engine"
+    )
 
-    def __init__(self, name: str, bound_s: float, clock: Callable[[], float]) -> None:
-        self._name, self._bound_s, self._clock = name, bound_s, clock
+
+def _nixl_is_stuck(call: str, bound_s: float) -> str:
+    return (
+        f"NIXL has not come back from '{call}' within {bound_s:g} s: nothing is loaded or read here until it does; look for a hung device or "
+        "driver, and restart this engine"
+    )
+
+
+class Watchdog:
+    """Of one thread. `bound_s`: seconds of `clock`. `describe`: what it means, in a sentence, that a call of that name is stuck for so long.
+
+    `begin` and `end` are that thread's, the rest anybody's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bound_s: float,
+        clock: Callable[[], float],
+        describe: Callable[[str, float], str] = _nixl_is_stuck,
+    ) -> None:
+        self._name, self._bound_s, self._clock, self._describe = name, bound_s, clock, describe
         self._numbers = itertools.count()
         self._call: tuple[str, int] | None = None
         self._seen: tuple[str, int] | None = None
@@ -64,11 +89,7 @@ class Watchdog:
             bound_s = self._bound_s * (SLOW_FACTOR if call is not None and call[0] in SLOW_CALLS else 1.0)
             if call is None or self._waited_s < bound_s:
                 return None
-            found = StuckCall(
-                call[0],
-                f"NIXL has not come back from '{call[0]}' within {bound_s:g} s: nothing is loaded or read here until it does; look for a hung "
-                "device or driver, and restart this engine",
-            )
+            found = StuckCall(call[0], self._describe(call[0], bound_s))
             if self._told is None:
                 self._told = call
                 logger.error("%s: %s", self._name, found.text)

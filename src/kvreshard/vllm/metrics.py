@@ -14,7 +14,7 @@ series carry vLLM's labels.
 | `kvreshard_tokens_not_loaded_total{cause}` | counter | tokens that had been prefilled for them and were not loaded |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
-| `kvreshard_stuck_calls_total{call}` | counter | calls into NIXL of ranks that did not come back within `call_timeout_s` |
+| `kvreshard_stuck_calls_total{call}` | counter | calls into NIXL of ranks that did not come back within `call_timeout_s`, and turns of their sessions |
 | `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
 | `kvreshard_quarantined_blocks_total{event}` | counter | blocks that were `kept` back and `freed` again; the difference is out of the pool |
 """

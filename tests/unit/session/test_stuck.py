@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.unit.session.world import OPTIONS, SLOT, WORD, World, collect, meet, order_load
+import threading
+from typing import Any
 
-from kvreshard.session.orders import Grant, Offer, RemoteLease, Results
-from kvreshard.transport.base import StuckCall
+import pytest
+from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load
+
+from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Results
+from kvreshard.testing.small import request
+from kvreshard.transport.base import StuckCall, Transfer
 from kvreshard.transport.memory import Fault
 
 STUCK = StuckCall("start", "NIXL has not come back from 'start'")
@@ -64,3 +68,47 @@ def test_a_source_that_is_stuck_says_so_too(world: World, monkeypatch: pytest.Mo
     assert all(result.stuck == ["start"] and not result.is_empty for result in results)
     world.turn()
     assert all(endpoint.collect().is_empty for endpoint in world.src.endpoints.values())
+
+
+def test_loads_end_in_time_when_the_sessions_thread_does_not_come_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from a copy on a hung device. The engine's thread sees it, and hears of the pages when it is over."""
+    endpoint = world.dst.endpoints[0]
+    gate, is_inside = threading.Event(), threading.Event()
+    posting = world.dst.transports[0].post
+
+    def post(*args: Any) -> Transfer:
+        is_inside.set()
+        assert gate.wait(60.0)
+        return posting(*args)
+
+    monkeypatch.setattr(world.dst.transports[0], "post", post)
+    world.grant_and_offer(ttl_s=1e6)
+    order_load(world)
+    world.turn()
+    turning = threading.Thread(target=lambda: (meet(world), endpoint.turn()))
+    turning.start()
+    assert is_inside.wait(60.0)
+    found = Results()
+    while not found.failed:
+        found = endpoint.collect()
+        world.clock.now_s += 1.0
+    assert world.clock.now_s <= 1000.0 + OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + 3.0
+    assert found.failed["d"].is_quarantined
+    assert "has not come back from a turn within 110 s" in found.failed["d"].text
+    assert found.stuck == ["turn"]
+    endpoint.submit(Load("late", REMOTE, LEASE, request(world.src.layout, world.dst.layout, 21), gives_back=True))
+    late = endpoint.collect()
+    assert (list(late.failed), late.stuck) == (["late"], [])
+    gate.set()
+    turning.join(60.0)
+    assert not turning.is_alive()
+    seen: set[str] = set()
+    while seen != {"d", "late"}:
+        world.turn(1)
+        meet(world)
+        results = endpoint.collect()
+        assert {*results.failed, *results.received} == set()
+        seen |= results.settled
+    assert "'turn' has come back after all" in caplog.text
