@@ -152,6 +152,13 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         return bool(self._call("reset_prefix_cache").result(timeout=ANSWER_SECONDS))
 
+    def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """As before new weights."""
+        self._call("pause", mode, clear_cache).result(timeout=ANSWER_SECONDS)
+
+    def resume(self) -> None:
+        self._call("resume").result(timeout=ANSWER_SECONDS)
+
     def get(self, path: str) -> str:
         """A page as a server would have it: `/metrics`."""
         return str(self._call("get", path).result(timeout=ANSWER_SECONDS))

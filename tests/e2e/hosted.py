@@ -101,6 +101,12 @@ class _Host:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self.engine.reset_prefix_cache())
 
+    async def pause(self, mode: str, clear_cache: bool) -> None:
+        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+
     async def get(self, path: str) -> str:
         if path != "/metrics":
             raise ValueError(f"{path}: this engine has no page but /metrics")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.e2e.engine import Engine
 from tests.e2e.engines import Nursery
+from tests.e2e.metrics import await_total, total
 from tests.e2e.prompts import prompt
 from tests.e2e.router import PREFILL_PARAMS
 from tests.e2e.test_life import PREFILL, RECOMPUTES, check_all_free, check_honest, prefilled, texts
@@ -78,6 +79,30 @@ def test_the_prefill_engine_sleeps(prefill: Engine, decode: Engine, nursery: Nur
         prefill.signal(signal.SIGCONT)
     assert output.tokens == texts(nursery, [words])[0]
     check_honest(nursery, prefill, decode, 34)
+    check_all_free(decode)
+    check_all_free(prefill)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_what_comes_to_a_paused_decode_engine_keeps_its_prefill(
+    prefill: Engine, decode: Engine, nursery: Nursery, mode: str
+) -> None:
+    """For longer than a lease: that of a prefill which nobody wants runs out meanwhile."""
+    check_honest(nursery, prefill, decode, 37)
+    words, unwanted = prompt(400, 38), prompt(400, 39)
+    (expected,) = texts(nursery, [words])
+    ended, counted = 'kvreshard_leases_total{end="expired"', ("kvreshard_failures_total", "kvreshard_fallbacks_total")
+    before = [total(decode, series) for series in counted]
+    decode.pause(mode, clear_cache=True)
+    try:
+        pending = decode.submit(words, 8, prefilled(prefill, words), decode.new_id())
+        num_ended = total(prefill, ended)
+        prefilled(prefill, unwanted)
+        await_total(prefill, ended, num_ended + 1)
+    finally:
+        decode.resume()
+    assert decode.wait(pending).tokens == expected
+    assert [total(decode, series) for series in counted] == before
     check_all_free(decode)
     check_all_free(prefill)
 
