@@ -26,9 +26,13 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Grant, Load, Offer
+from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.producer import Producer
+
+KEY = bytes(range(32))
+LIFE = incarnation_of(KEY)
 
 FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 WINDOW = 100
@@ -84,7 +88,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
 
 
 def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> Producer:
-    made = Producer("p", "life", some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
+    made = Producer("p", KEY, some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
     made.address = Address("127.0.0.1", 5)
     return made
 

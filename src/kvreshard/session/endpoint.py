@@ -221,7 +221,7 @@ class Endpoint:
                 self._book.grant(order.request, order.slot, order.word)
             case Offer():
                 self._is_expecting = True
-                if not self._book.offer(order.request, order.ttl_s, now_s):
+                if not self._book.offer(order.request, order.ttl_s, now_s, order.tables):
                     self._outbox.free({order.request: "revoked"})
             case Revoke():
                 self._book.revoke(order.request)
@@ -330,8 +330,11 @@ class Endpoint:
             logger.warning("loads are not compared with their source: %s", job.obstacle)
 
     def _record(self, job: Job, failure: Failure) -> None:
-        """Leave a record of a failed load; an aborted request is none, unless its pages were lost."""
-        if self._recorder is None or self._me is None or (failure.kind == "cancelled" and not failure.is_quarantined):
+        """Leave a record of a failed load; an aborted request is none, unless its pages were lost. Nor is one without its source's seal:
+        nothing was planned, and whoever may send requests could fill the directory.
+        """
+        is_no_case = failure.kind in ("cancelled", "seal") and not failure.is_quarantined
+        if self._recorder is None or self._me is None or is_no_case:
             return
         peer = job.peer
         card = peer.card if peer is not None else self._me.refused.get(job.load.remote)

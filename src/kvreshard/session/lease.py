@@ -24,6 +24,7 @@ import numpy as np
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.parts import MAX_RANKS
+from kvreshard.model.tables import PageTable
 from kvreshard.session.notes import Heartbeat, Report
 from kvreshard.transport.base import MemoryRegion
 
@@ -63,6 +64,7 @@ class _Grant:
     ttl_s: float = 0.0
     reported: dict[str, set[int]] = field(default_factory=dict)
     is_complete: bool = False
+    tables: Mapping[str, PageTable] = field(default_factory=dict)
 
 
 class LeaseBook:
@@ -106,12 +108,17 @@ class LeaseBook:
         grant = self._grants.get(request)
         return grant is not None and grant.word == word
 
-    def offer(self, request: str, ttl_s: float, now_s: float) -> bool:
-        """Keep the pages for `ttl_s` seconds after now or the last heartbeat. False: the request has no grant."""
+    def tables(self, request: str) -> Mapping[str, PageTable] | None:
+        """The block tables that were offered under the request's lease, by group; None before the offer."""
+        grant = self._grants.get(request)
+        return None if grant is None or grant.deadline_s is None else grant.tables
+
+    def offer(self, request: str, ttl_s: float, now_s: float, tables: Mapping[str, PageTable] | None = None) -> bool:
+        """Keep the pages for `ttl_s` seconds after now or the last heartbeat. `tables`: which pages. False: the request has no grant."""
         grant = self._grants.get(request)
         if grant is None:
             return False
-        grant.ttl_s, grant.deadline_s = ttl_s, now_s + ttl_s
+        grant.ttl_s, grant.deadline_s, grant.tables = ttl_s, now_s + ttl_s, tables or {}
         if grant.is_complete:
             self._end(request, "reported")
         return True

@@ -5,15 +5,17 @@ Frozen data that may cross a process border. Times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvreshard.model.tables import Request
+from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.handshake import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
+from kvreshard.session.seal import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class RemoteLease:
 class Load:
     """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed.
 
+    `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
     `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
     a load that fails gives back in any case.
     """
@@ -46,6 +49,7 @@ class Load:
     remote: RemoteEngine
     lease: RemoteLease
     transfer: Request
+    seal: Seal
     gives_back: bool
 
 
@@ -94,10 +98,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat."""
+    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat.
+
+    `tables`: the block tables that were sealed, by group; questions about the request are answered from them.
+    """
 
     request: str
     ttl_s: float
+    tables: Mapping[str, PageTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class Revoke:
 Order = Load | Release | Cancel | Watch | Unwatch | Grant | Offer | Revoke
 
 FailureKind = Literal[
-    "handshake", "mismatch", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
+    "handshake", "mismatch", "seal", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
 ]
 CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
 """How the comparison of digests ended; only `equal` and `skipped` let a load be served."""

@@ -134,7 +134,7 @@ class Consumer:
         waiting.is_loading = True
         prefill = waiting.prefill
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
-        yield Load(request.request_id, prefill.remote, prefill.lease, transfer, gives_back=False)
+        yield Load(request.request_id, prefill.remote, prefill.lease, transfer, prefill.seal, gives_back=False)
 
     def reset(self) -> Iterator[Order]:
         """Whatever waits to be loaded is computed here: other weights may have come."""

@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
+from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
@@ -39,12 +40,12 @@ TRUNCATED = "_p_side_truncated"
 
 
 class Producer:
-    """`num_backoff_tokens`: trailing tokens that the decode side must compute (see `requests.count_backoff`)."""
+    """`key`: what the engine seals with. `num_backoff_tokens`: trailing tokens that the decode side must compute (see `requests.count_backoff`)."""
 
     def __init__(
         self,
         engine: str,
-        incarnation: str,
+        key: bytes,
         groups: Sequence[CacheGroup],
         sizes: dict[str, int],
         num_backoff_tokens: int,
@@ -52,7 +53,7 @@ class Producer:
         num_slots: int,
         adapters: Adapters | None = None,
     ) -> None:
-        self._engine, self._incarnation, self._groups, self._sizes = engine, incarnation, tuple(groups), sizes
+        self._engine, self._key, self._groups, self._sizes = engine, key, tuple(groups), sizes
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
         self._adapters = adapters or Adapters()
@@ -124,7 +125,8 @@ class Producer:
             request, block_ids, RemoteLease(request.request_id, grant.slot, grant.word), self.address
         )
         self._offered.add(request.request_id)
-        return write_params(prefill, self._sizes), Offer(request.request_id, self._lease_s)
+        offer = Offer(request.request_id, self._lease_s, prefill.tables())
+        return write_params(prefill, self._sizes, self._key), offer
 
     def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
         """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it, or a ring has none of the first of them.
@@ -143,7 +145,7 @@ class Producer:
         num_tokens = count_settled(request)
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
         return RemotePrefill(
-            RemoteEngine(self._engine, self._incarnation, address),
+            RemoteEngine(self._engine, incarnation_of(self._key), address),
             lease,
             num_tokens,
             tuple(

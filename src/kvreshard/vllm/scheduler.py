@@ -45,7 +45,7 @@ class ReshardMetadata(KVConnectorMetadata):
     """
 
     orders: list[Order] = field(default_factory=list)
-    card: bytes | None = None
+    card: bytes | None = field(default=None, repr=False)  # it holds the engine's key, and vLLM logs steps that fail
     is_idle: bool = False
     waits_for_draft: bool = False
 
@@ -78,7 +78,7 @@ class SchedulerSide:
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
             engine,
-            self._reception.incarnation,
+            self._reception.key,
             groups,
             read_sizes(parallel),
             backoff,

@@ -46,7 +46,7 @@ class ShadowOrders:
     """What the workers of the shadow hear in one step."""
 
     loads: list[ShadowLoad] = field(default_factory=list)
-    card: bytes | None = None
+    card: bytes | None = field(default=None, repr=False)
 
 
 class ShadowScheduler:
@@ -60,7 +60,7 @@ class ShadowScheduler:
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._reception = Reception(vllm_config, engine, options)
         adapters = Adapters(vllm_config.lora_config)
-        self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1, adapters)
+        self._producer = Producer(engine, self._reception.key, groups, self._sizes, backoff, 1.0, 1, adapters)
         self._fallback = ""
         self._groups = groups
         self._consumer = Consumer(
@@ -122,7 +122,8 @@ class ShadowScheduler:
         if self._address is None or count_settled(request) < 1:
             return None
         lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
-        return write_params(self._producer.describe(request, block_ids, lease, self._address), self._sizes)
+        prefill = self._producer.describe(request, block_ids, lease, self._address)
+        return write_params(prefill, self._sizes, self._reception.key)
 
     def ended(self, request: Request) -> None:
         """The request is over."""

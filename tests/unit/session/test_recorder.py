@@ -10,7 +10,20 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, WORD, Clock, World, collect, make_world, meet, order_load
+from tests.unit.session.world import (
+    LEASE,
+    LIFE,
+    OPTIONS,
+    REMOTE,
+    WORD,
+    Clock,
+    World,
+    collect,
+    make_world,
+    meet,
+    order_load,
+    seal,
+)
 
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.request_form import from_form
@@ -84,7 +97,7 @@ def test_the_card_of_a_pair_that_is_refused_is_kept_for_the_record(world: World)
     card = msgspec.structs.replace(world.src.card(), facts={"model": "large"})
     mine = msgspec.structs.replace(world.dst.card(), facts={"model": "small"})
     listener = Listener(Address("127.0.0.1", 0), card)
-    remote = RemoteEngine("prefill", "life", listener.address)
+    remote = RemoteEngine("prefill", LIFE, listener.address)
     me = Self(mine, world.dst.layout, 0, world.dst.transports[0], HostMemory(), None)
     with pytest.raises(LayoutMismatch, match="model is 'large' there and 'small' here"):
         meet_engine(me, remote, OPTIONS)
@@ -124,7 +137,7 @@ def test_a_request_that_cannot_be_bound_says_why_there_is_no_list(world: World, 
     world.grant_and_offer()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, LEASE, wanted, gives_back=True))
+        endpoint.submit(Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
     world.turn()
     meet(world)
     world.turn()
