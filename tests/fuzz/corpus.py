@@ -50,7 +50,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         40,
         (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
         ((4, 9, 3), (3,), (5,)),
-        digest_prompt(Prompt(range(40)), 40),
+        digest_prompt(Prompt(range(40)), 40, KEY),
     )
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
     told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)

@@ -126,11 +126,20 @@ def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
 
 
 class Decode:
-    """A decode side with what it has said."""
+    """A decode side with what it has said. `has_met`: its ranks have met the source before."""
 
-    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life"), **options: Any) -> None:
+    def __init__(
+        self,
+        *specs: Any,
+        backoff: int = 0,
+        me: tuple[str, str] = ("d", "its life"),
+        has_met: bool = True,
+        **options: Any,
+    ) -> None:
         self.fallbacks: list[str] = []
         self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
+        if has_met:
+            self.side._keys["p", LIFE] = KEY
 
     def arrive(self, params: dict[str, Any], tokens: list[int], **more: Any) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params, **more)

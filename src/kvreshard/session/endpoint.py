@@ -49,6 +49,7 @@ from kvreshard.session.outbox import Outbox
 from kvreshard.session.peers import Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
+from kvreshard.session.source_keys import SourceKeys
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
@@ -91,6 +92,7 @@ class Endpoint:
         self._obstacles: set[str] = set()
         self._peers = peers or Peers(options, clock, self.wake)
         self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
+        self._source_keys = SourceKeys()
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._jobs: list[Job] = []
@@ -179,6 +181,7 @@ class Endpoint:
             self._answerer.work(self._me.layout)
         self._peers.sweep({job.peer for job in (*self._jobs, *self._given_up) if job.peer is not None})
         self._holder.send_releases(self._me)
+        self._tell_keys()
         quiet_s = self._renew(now_s)
         self._attend()
         if self._me is not None and len(self._answerer):
@@ -242,8 +245,17 @@ class Endpoint:
                         job.stop(Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
                 self._holder.watch(order, self._me)
+                if order.asks_key:
+                    self._source_keys.ask(order.request, order.remote)
             case Unwatch():
                 self._holder.unwatch(order.request)
+                self._source_keys.forget(order.request)
+
+    def _tell_keys(self) -> None:
+        """Tell the engine which sources have been met that it asked for, or could not be."""
+        me = self._me
+        if me is not None and len(self._source_keys):
+            self._outbox.meet(*self._source_keys.take(lambda remote: self._peers.get(me, remote)))
 
     def _release_own(self, release: Release) -> bool:
         """End this rank's own lease, if it is one: every rank of an engine that was to read from itself is told so."""

@@ -42,7 +42,7 @@ class Load:
 
     `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
     `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
-    a load that fails gives back in any case.
+    a load that fails gives back in any case. `refusal`: why nothing may be read, if the rank finds no other reason; empty if it may.
     """
 
     request: str
@@ -51,6 +51,7 @@ class Load:
     transfer: Request
     seal: Seal
     gives_back: bool
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,15 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Get to know the source, and renew its lease until the request is loaded, released or unwatched."""
+    """Get to know the source, and renew its lease until the request is loaded, released or unwatched.
+
+    `asks_key`: say the source's key when it has been met (`Results.keys`), or that it could not be met (`Results.unmet`).
+    """
 
     request: str
     remote: RemoteEngine
     lease: RemoteLease
+    asks_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +142,8 @@ class Failure:
 class Results:
     """What has ended since the last call. A request that failed is not in `received`.
 
-    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all.
+    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all. `keys`: by
+    request, of sources that were asked for and have been met. `unmet`: requests whose source was asked for and could not be met.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -145,10 +151,13 @@ class Results:
     failed: dict[str, Failure] = field(default_factory=dict)
     checks: dict[str, CheckResult] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
+    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
+    unmet: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.freed or self.received or self.failed or self.checks or self.settled)
+        ended = self.freed or self.received or self.failed or self.checks or self.settled
+        return not (ended or self.keys or self.unmet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

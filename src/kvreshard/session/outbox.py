@@ -7,7 +7,7 @@ under way: asking again costs it a whole step, and the threads that carry out th
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvreshard.session.lease import Cause
 from kvreshard.session.orders import CheckResult, Failure, Results
@@ -48,6 +48,12 @@ class Outbox:
         """Leases have ended here."""
         with self._ended:
             self._results.freed.update(ended)
+
+    def meet(self, keys: Mapping[str, bytes], unmet: Collection[str]) -> None:
+        """Sources that were asked for have been met, or could not be."""
+        with self._ended:
+            self._results.keys.update(keys)
+            self._results.unmet.update(unmet)
 
     def take(self, patience_s: float) -> Results:
         """Everything since the last call. Waits for up to `patience_s` if no load has ended and one is under way."""

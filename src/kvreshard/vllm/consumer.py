@@ -2,7 +2,9 @@
 
 1. A request with `do_remote_prefill` arrives: its parameters are read; the ranks meet its source and renew its lease.
 2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`): the longest prefix that is the same
-   text, that the source still has whole, and that this engine may resume from: the last token is always computed here.
+   text, that the source still has whole, and that this engine may resume from: the last token is always computed here. Texts are
+   compared under the source's key, which the ranks have when they have met it (`meet`). Until then the request waits without blocks.
+   If the source cannot be met, a load is ordered that must fail, so that the engine's policy decides.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
 5. Its load has failed and vLLM shall compute it: it steps back once behind the requests that hold blocks (`steps_back`).
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ import numpy as np
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
+from kvreshard.session.seal import prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
@@ -39,16 +42,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Source = tuple[RemoteEngine, RemoteLease]
+# Sources whose keys are known. A request of one that was forgotten asks for it again.
+MAX_KEYS = 4096
+UNMET = "the source of the request could not be met, so that its prompt was not compared; the log says why"
 # Further choices of a request come together, retries within minutes.
 MAX_SPENT = 10_000
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request between its arrival and the end of its load. `num_loadable`: tokens from the start, once known."""
+    """A request between its arrival and the end of its load. `key`: its source's, once that is met; `is_unmet`: it could not be.
+    `num_loadable`: tokens from the start, once known; `refusal`: why they must not be read all the same.
+    """
 
     prefill: RemotePrefill
+    key: bytes | None = None
+    is_unmet: bool = False
     num_loadable: int | None = None
+    refusal: str = ""
     num_computed: int = 0
     is_loading: bool = False
     is_aborted: bool = False
@@ -58,7 +69,7 @@ class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
     here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset' or 'standstill'.
-    `may_load`: whether the engine's role is one that loads.
+    `may_load`: whether the engine's role is one that loads. `compares`: prompts are compared; otherwise what is as long counts as equal.
     """
 
     def __init__(
@@ -71,8 +82,10 @@ class Consumer:
         whole_prompts: bool = False,
         may_load: bool = True,
         adapters: Adapters | None = None,
+        compares: bool = True,
     ) -> None:
-        self._me, self._may_load = me, may_load
+        self._me, self._may_load, self._compares = me, may_load, compares
+        self._keys: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._groups = tuple(groups)
         self._adapters = adapters or Adapters()
         self._note_fallback = note_fallback
@@ -110,17 +123,37 @@ class Consumer:
                 "request %s: its prefill was read here before, and its source has its blocks back", request.request_id
             )
             return
-        self._waiting[request.request_id] = _Waiting(prefill)
-        yield Watch(request.request_id, prefill.remote, prefill.lease)
+        key = self._keys.get((prefill.remote.engine, prefill.remote.incarnation))
+        self._waiting[request.request_id] = _Waiting(prefill, key)
+        yield Watch(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
 
-    def count_loadable(self, request: Request, num_computed: int) -> int:
-        """Tokens that can be loaded beyond the `num_computed` that this engine has."""
+    def meet(self, keys: Mapping[str, bytes], unmet: Collection[str]) -> None:
+        """The ranks have met the sources of some requests, whose keys these are, and could not meet those of others."""
+        for request_id, key in keys.items():
+            waiting = self._waiting.get(request_id)
+            if waiting is not None:
+                waiting.key, remote = key, waiting.prefill.remote
+                self._keys[remote.engine, remote.incarnation] = key
+                if len(self._keys) > MAX_KEYS:
+                    self._keys.popitem(last=False)
+        for request_id in unmet:
+            if request_id in self._waiting:
+                self._waiting[request_id].is_unmet = True
+
+    def count_loadable(self, request: Request, num_computed: int) -> int | None:
+        """Tokens that can be loaded beyond the `num_computed` that this engine has; None while the source is not met."""
         waiting = self._waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
             return 0
-        if waiting.num_loadable is None:
-            waiting.num_loadable = self._count(request, waiting.prefill)
         waiting.num_computed = num_computed
+        if waiting.num_loadable is None:
+            if self._compares and waiting.key is None:
+                if num_computed >= min(waiting.prefill.num_tokens, self._limit(request)):
+                    return 0
+                if not waiting.is_unmet:
+                    return None
+                waiting.refusal = UNMET
+            waiting.num_loadable = self._count(request, waiting)
         return max(0, waiting.num_loadable - num_computed)
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Order]:
@@ -134,7 +167,15 @@ class Consumer:
         waiting.is_loading = True
         prefill = waiting.prefill
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
-        yield Load(request.request_id, prefill.remote, prefill.lease, transfer, prefill.seal, gives_back=False)
+        yield Load(
+            request.request_id,
+            prefill.remote,
+            prefill.lease,
+            transfer,
+            prefill.seal,
+            gives_back=False,
+            refusal=waiting.refusal,
+        )
 
     def reset(self) -> Iterator[Order]:
         """Whatever waits to be loaded is computed here: other weights may have come."""
@@ -228,12 +269,19 @@ class Consumer:
                 self._spent.popitem(last=False)
             yield Release(*source)
 
-    def _count(self, request: Request, prefill: RemotePrefill) -> int:
-        """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""
-        name, num_prompt = request.request_id, int(request.num_prompt_tokens)
+    def _count(self, request: Request, waiting: _Waiting) -> int:
+        """How many leading tokens of the prompt can be loaded; the reason is logged if it is none.
+
+        Prompts that cannot be compared count as equal: the source is not met, and the load is refused; or its seal does not hold, and
+        the ranks refuse the load; or it is not carried out here.
+        """
+        prefill, name, num_prompt = waiting.prefill, request.request_id, int(request.num_prompt_tokens)
         mine = read_prompt(request, self._adapters)
-        same = count_matching(prefill.prompt, mine)
-        limit = num_prompt - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
+        same = min(prefill.num_tokens, num_prompt)
+        if waiting.key is not None and prefill.is_sealed(waiting.key):
+            lease = prefill.lease
+            same = count_matching(prefill.prompt, mine, prompt_key(waiting.key, lease.request, lease.word))
+        limit = self._limit(request)
         count = int(min(same, prefill.num_tokens, limit))
         if self._has_state or prefill.has_state:
             if prefill.num_tokens > limit or same < prefill.num_tokens:
@@ -264,6 +312,10 @@ class Consumer:
             logger.warning("request %s will be computed here: of its first %d tokens %s", name, count, missing)
             return 0
         return max(0, count)
+
+    def _limit(self, request: Request) -> int:
+        """The last position from which this engine can go on."""
+        return int(request.num_prompt_tokens) - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
 
     def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
         """What the source no longer has of what this engine needs; empty if nothing."""

@@ -14,6 +14,7 @@ computes the prompt itself.
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -120,7 +121,7 @@ class RemotePrefill:
 
     @property
     def seal(self) -> Seal:
-        """The seal as it was read; only the ranks, which know the source's key, can say whether it holds."""
+        """The seal as it was read."""
         return Seal(self._facts(), self.code)
 
     def make_seal(self, key: bytes) -> Seal:
@@ -128,6 +129,10 @@ class RemotePrefill:
         source = self.remote.engine, self.remote.incarnation
         lease = self.lease.request, self.lease.slot, self.lease.word
         return make_seal(key, source, lease, self.tables(), self._facts())
+
+    def is_sealed(self, key: bytes) -> bool:
+        """Whether whoever has this key sealed it. Raises BindError."""
+        return hmac.compare_digest(self.code, self.make_seal(key).code)
 
     def _facts(self) -> bytes:
         """What is said beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.seal import incarnation_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
@@ -144,6 +144,7 @@ class Producer:
         """What the decode side is told of a finished request."""
         num_tokens = count_settled(request)
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
+        key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
             RemoteEngine(self._engine, incarnation_of(self._key), address),
             lease,
@@ -162,7 +163,7 @@ class Producer:
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),
             tuple(ids for _, ids in pages),
-            digest_prompt(read_prompt(request, self._adapters), num_tokens),
+            digest_prompt(read_prompt(request, self._adapters), num_tokens, key),
         )
 
     def reset(self) -> Iterator[Order]:

@@ -52,18 +52,29 @@ class ReshardMetadata(KVConnectorMetadata):
 
 @dataclass
 class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks tell the scheduler beside their results, as (request, rank): whose pages a read of that rank may still
-    write, and whose it no longer can.
+    """What ranks tell the scheduler beside their results. As (request, rank): whose pages a read of that rank may still write, and whose
+    it no longer can. `keys`: by request, of sources that have been met. `unmet`: requests whose source could not be met.
     """
 
     quarantined: set[tuple[str, int]] = field(default_factory=set)
     settled: set[tuple[str, int]] = field(default_factory=set)
+    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
+    unmet: set[str] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.quarantined or self.settled or self.keys or self.unmet)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
         """Of all ranks together."""
         if not isinstance(other, ReshardWorkerMetadata):
             return self
-        return ReshardWorkerMetadata(self.quarantined | other.quarantined, self.settled | other.settled)
+        return ReshardWorkerMetadata(
+            self.quarantined | other.quarantined,
+            self.settled | other.settled,
+            self.keys | other.keys,
+            self.unmet | other.unmet,
+        )
 
 
 class SchedulerSide:
@@ -165,6 +176,8 @@ class SchedulerSide:
             if kept:
                 self.stats.count("quarantined", amount=kept)
             self._quarantine.give_back(meta.settled)
+            if meta.keys or meta.unmet:
+                self._consumer.meet(meta.keys, meta.unmet)
         for request_id in output.failed_recving or ():
             self._consumer.failed(request_id)
         for request_id in output.finished_recving or ():

@@ -71,6 +71,7 @@ class ShadowScheduler:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            compares=False,  # the shadow has no keys of its sources, and NixlConnector does not compare prompts either
         )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}
@@ -92,7 +93,7 @@ class ShadowScheduler:
         """How many tokens either would load."""
         self._fallback = ""
         ours = self._consumer.count_loadable(request, num_computed)
-        self._counts[request.request_id] = ours, theirs or 0, num_computed
+        self._counts[request.request_id] = ours or 0, theirs or 0, num_computed
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks are there, and NixlConnector will load `num_external` tokens into them."""

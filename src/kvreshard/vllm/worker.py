@@ -144,6 +144,8 @@ class WorkerSide:
         kept = {request for request, failure in results.failed.items() if failure.is_quarantined}
         self._metadata.quarantined.update((request, self._rank) for request in kept)
         self._metadata.settled.update((request, self._rank) for request in results.settled)
+        self._metadata.keys.update(results.keys)
+        self._metadata.unmet.update(results.unmet)
         return KVConnectorTransferResults(
             finished_sending=set(results.freed),
             finished_recving={*results.received, *results.failed},
@@ -163,7 +165,7 @@ class WorkerSide:
 
     def take_metadata(self) -> ReshardWorkerMetadata | None:
         """What the scheduler must know beside the results."""
-        if not self._metadata.quarantined and not self._metadata.settled:
+        if self._metadata.is_empty:
             return None
         metadata, self._metadata = self._metadata, ReshardWorkerMetadata()
         return metadata

@@ -22,7 +22,7 @@ PREFILL = RemotePrefill(
     300,
     (GroupParams("g0", 2, 128, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
     ((4, 9), (3,), (5,)),
-    digest_prompt(Prompt(range(300)), 300),
+    digest_prompt(Prompt(range(300)), 300, SECRET),
 )
 SIZES = {"tp_size": 2, "dcp_size": 1, "pp_size": 1}
 
