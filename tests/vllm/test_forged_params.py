@@ -195,6 +195,8 @@ def test_an_honest_request_is_loaded(fleet: Fleet) -> None:
     answer = fleet.ask("d", tokens, params)
     assert (answer.reason, fleet.failures, bool(fleet.posted)) == ("length", {}, True)
     assert fleet.cached
+    key = fleet.world.by_name["p"].card.key
+    assert key.hex() not in json.dumps(params)
 
 
 def test_another_requests_pages_are_not_read(fleet: Fleet) -> None:

@@ -11,18 +11,18 @@ are not ones, more than `MAX_WAITING` at a time. Nothing raises.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
+from kvreshard.model.logs import get_logger
 from kvreshard.session.board import Answer, AnswerBoard, Said
 from kvreshard.session.lease import LeaseBook
 from kvreshard.session.notes import Question
 from kvreshard.session.question import answer_question, readable
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_WAITING = 1024
 WORK_S = 0.010

@@ -74,6 +74,10 @@ class EngineCard(msgspec.Struct, frozen=True):
     reads_notes: Annotated[int, msgspec.Meta(ge=1)] = 1
     lease_s: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
 
+    def __repr__(self) -> str:
+        """Without the key, which must not stand in a log."""
+        return f"EngineCard({self.engine!r}, {self.incarnation!r}, {len(self.ranks)} ranks)"
+
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
         layout = packed.decode(self.layout)

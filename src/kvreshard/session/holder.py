@@ -11,16 +11,16 @@ Nothing here waits, and a source that cannot be told is a line in the log: its l
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.notes import Report, heartbeats, write_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.renewals import Renewals, by_source
 from kvreshard.transport.base import Transport, TransportError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class LeaseHolder:

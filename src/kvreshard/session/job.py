@@ -125,12 +125,7 @@ class Job:
                 return
 
     def _check_seal(self, peer: Peer) -> None:
-        """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError.
-
-        A load that the engine has refused gets here if the source was met after all.
-        """
-        if self.load.refusal:
-            raise HandshakeError(self.load.refusal)
+        """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
         remote, lease = self.load.remote, self.load.lease
         source = remote.engine, remote.incarnation
         named = lease.request, lease.slot, lease.word

@@ -42,7 +42,7 @@ class Load:
 
     `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
     `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
-    a load that fails gives back in any case. `refusal`: why nothing may be read, if the rank finds no other reason; empty if it may.
+    a load that fails gives back in any case. `refusal`: how it fails without anything being read.
     """
 
     request: str
@@ -51,7 +51,7 @@ class Load:
     transfer: Request
     seal: Seal
     gives_back: bool
-    refusal: str = ""
+    refusal: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ class Results:
     """What has ended since the last call. A request that failed is not in `received`.
 
     `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all. `keys`: by
-    request, of sources that were asked for and have been met. `unmet`: requests whose source was asked for and could not be met.
+    request, of sources that were asked for and have been met. `unmet`: by request,
+    of those that could not be met.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -152,7 +153,7 @@ class Results:
     checks: dict[str, CheckResult] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
     keys: dict[str, bytes] = field(default_factory=dict, repr=False)
-    unmet: set[str] = field(default_factory=set)
+    unmet: dict[str, Failure] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:

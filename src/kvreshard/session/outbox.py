@@ -7,7 +7,7 @@ under way: asking again costs it a whole step, and the threads that carry out th
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from kvreshard.session.lease import Cause
 from kvreshard.session.orders import CheckResult, Failure, Results
@@ -49,7 +49,7 @@ class Outbox:
         with self._ended:
             self._results.freed.update(ended)
 
-    def meet(self, keys: Mapping[str, bytes], unmet: Collection[str]) -> None:
+    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
         """Sources that were asked for have been met, or could not be."""
         with self._ended:
             self._results.keys.update(keys)

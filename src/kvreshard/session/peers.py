@@ -16,13 +16,13 @@ other loads read from it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.model.logs import get_logger
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session import notes
@@ -36,7 +36,7 @@ from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # A meeting waits for its peer, which may not be there, and those of a fleet that is down must not keep others waiting. A thread is
 # made when none is free; each holds some five file descriptors while it asks.

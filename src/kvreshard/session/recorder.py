@@ -11,7 +11,6 @@ record, and a count of the rest in the next one's log line. Nothing raises: what
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from kvreshard import __version__
 from kvreshard.model import wire
 from kvreshard.model.errors import KvReshardError
+from kvreshard.model.logs import get_logger
 from kvreshard.model.request_form import to_form
 from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route
@@ -39,7 +39,7 @@ from kvreshard.session.flight import (
 )
 from kvreshard.session.orders import Failure, Load
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SUFFIX = ".kvflight"
 MIN_INTERVAL_S = 1.0

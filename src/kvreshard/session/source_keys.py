@@ -1,6 +1,7 @@
 """Which requests wait to hear that their source was met, and with which key it seals.
 
-1. `ask`: a request waits for its source. Requests of one source share its handshake.
+1. `ask`: a request waits for its source. Requests of one source share its handshake. At most `MAX_PER_HOST` sources of one host
+   are waited for: whoever may send requests names hosts, and one that never answers must not have all handshakes.
 2. `take`, once a turn: the requests whose source has been met, with its key, and those whose source could not be met.
 3. `forget`: a request does not wait any more.
 
@@ -9,17 +10,23 @@ Used from the session's thread only. A handshake that was cancelled is asked for
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvreshard.session.orders import RemoteEngine
+from kvreshard.session.orders import RemoteEngine, Watch
 from kvreshard.session.peers import Peer
+
+# More than the engines of one machine that can start at one moment.
+MAX_PER_HOST = 32
 
 
 @dataclass(slots=True)
 class _Asked:
-    requests: set[str] = field(default_factory=set)
+    """`requests`: whether each wants to hear the key."""
+
+    requests: dict[str, bool] = field(default_factory=dict)
     handshake: Future[Peer] | None = None
 
 
@@ -29,39 +36,55 @@ class SourceKeys:
     def __init__(self) -> None:
         self._asked: dict[RemoteEngine, _Asked] = {}
         self._source: dict[str, RemoteEngine] = {}
+        self._num_of_host: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._source)
 
-    def ask(self, request: str, remote: RemoteEngine) -> None:
-        """A request waits for the key of its source."""
+    def ask(self, watch: Watch) -> bool:
+        """A request waits for its source. False: too many other sources of that host have not answered, and this one must not be asked."""
+        request, remote = watch.request, watch.remote
         self.forget(request)
+        if remote not in self._asked:
+            if self._num_of_host[remote.address.host] >= MAX_PER_HOST:
+                return False
+            self._num_of_host[remote.address.host] += 1
+            self._asked[remote] = _Asked()
         self._source[request] = remote
-        self._asked.setdefault(remote, _Asked()).requests.add(request)
+        self._asked[remote].requests[request] = watch.asks_key
+        return True
 
     def forget(self, request: str) -> None:
         """A request waits no longer."""
         remote = self._source.pop(request, None)
         if remote is not None:
-            asked = self._asked[remote]
-            asked.requests.discard(request)
-            if not asked.requests:
-                del self._asked[remote]
+            del self._asked[remote].requests[request]
+            if not self._asked[remote].requests:
+                self._drop(remote)
 
-    def take(self, get: Callable[[RemoteEngine], Future[Peer]]) -> tuple[dict[str, bytes], set[str]]:
-        """(keys by request, requests whose source could not be met) since the last call. `get` begins a handshake."""
+    def take(self, get: Callable[[RemoteEngine], Future[Peer]]) -> tuple[dict[str, bytes], dict[str, BaseException]]:
+        """(keys, why there is none), by request that wants to hear it, since the last call. `get` begins a handshake."""
         keys: dict[str, bytes] = {}
-        unmet: set[str] = set()
+        unmet: dict[str, BaseException] = {}
         for remote, asked in list(self._asked.items()):
             if asked.handshake is None or asked.handshake.cancelled():
                 asked.handshake = get(remote)
             if not asked.handshake.done() or asked.handshake.cancelled():
                 continue
-            if asked.handshake.exception() is None:
-                keys |= dict.fromkeys(asked.requests, asked.handshake.result().card.key)
+            wanted, error = [name for name, asks in asked.requests.items() if asks], asked.handshake.exception()
+            if error is None:
+                keys |= dict.fromkeys(wanted, asked.handshake.result().card.key)
             else:
-                unmet |= asked.requests
-            for request in list(asked.requests):
-                self.forget(request)
+                unmet |= dict.fromkeys(wanted, error)
+            for request in asked.requests:
+                del self._source[request]
+            self._drop(remote)
         return keys, unmet
+
+    def _drop(self, remote: RemoteEngine) -> None:
+        del self._asked[remote]
+        host = remote.address.host
+        self._num_of_host[host] -= 1
+        if not self._num_of_host[host]:
+            del self._num_of_host[host]

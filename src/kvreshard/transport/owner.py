@@ -20,7 +20,6 @@ The agent is a narrow protocol (`agent`), so that this loop runs in tests withou
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -29,6 +28,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvreshard.model.logs import get_logger
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Transfer, TransportError
 from kvreshard.transport.pace import Pace
@@ -37,7 +37,7 @@ from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
 from kvreshard.transport.window import Windows
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -13,13 +13,13 @@ whose state or ring has gone beyond its tokens, in a step that is still under wa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.seal import incarnation_of, prompt_key
@@ -34,7 +34,7 @@ from kvreshard.vllm.slots import Slots
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRUNCATED = "_p_side_truncated"
 

@@ -7,7 +7,6 @@ meanwhile (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION): the blocks of both are kept u
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -16,7 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-logger = logging.getLogger(__name__)
+from kvreshard.model.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 class Quarantine:

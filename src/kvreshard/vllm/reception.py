@@ -19,12 +19,13 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.handshake import Address, Hello, Listener
 from kvreshard.session.seal import incarnation_of, new_key
 from kvreshard.vllm.options import Options
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_TOLD = 10_000
 

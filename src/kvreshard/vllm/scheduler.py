@@ -7,15 +7,15 @@ every rank says about itself, goes out with the first. What a request's life loo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import encode_card
-from kvreshard.session.orders import Order
+from kvreshard.session.orders import Failure, Order
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.draft import has_draft
@@ -27,6 +27,7 @@ from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_sizes
+from kvreshard.vllm.source_hosts import SourceHosts
 from kvreshard.vllm.standstill import Standstill
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -53,13 +54,13 @@ class ReshardMetadata(KVConnectorMetadata):
 @dataclass
 class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
     """What ranks tell the scheduler beside their results. As (request, rank): whose pages a read of that rank may still write, and whose
-    it no longer can. `keys`: by request, of sources that have been met. `unmet`: requests whose source could not be met.
+    it no longer can. `keys`: by request, of sources that have been met. `unmet`: of those that could not be met, why.
     """
 
     quarantined: set[tuple[str, int]] = field(default_factory=set)
     settled: set[tuple[str, int]] = field(default_factory=set)
     keys: dict[str, bytes] = field(default_factory=dict, repr=False)
-    unmet: set[str] = field(default_factory=set)
+    unmet: dict[str, Failure] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -75,6 +76,20 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
             self.keys | other.keys,
             self.unmet | other.unmet,
         )
+
+
+def tell_hosts(options: Options) -> SourceHosts:
+    """The hosts that may be sources, and a line about it where that is anybody."""
+    hosts = SourceHosts(options.source_hosts)
+    if hosts.allows_all:
+        is_guarded = options.curve_secret_key_file is not None
+        tell = logger.info if is_guarded else logger.warning
+        tell(
+            "kvreshard: requests may name any host as their source, and the ranks contact it%s; list the hosts of the prefill engines in "
+            "source_hosts, or let only the router send kv_transfer_params (SECURITY.md)",
+            ", though only an engine with a trusted key is read from" if is_guarded else "",
+        )
+    return hosts
 
 
 class SchedulerSide:
@@ -107,6 +122,7 @@ class SchedulerSide:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            hosts=tell_hosts(options) if vllm_config.kv_transfer_config.is_kv_consumer else SourceHosts(),
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()

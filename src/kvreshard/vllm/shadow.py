@@ -15,7 +15,6 @@ Nothing of this can fail a request: what goes wrong here is logged once, and the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -27,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvreshard.model.logs import get_logger
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.reception import RankPart
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 Given = ParamSpec("Given")
 
 PARAMS = "kvreshard_shadow"

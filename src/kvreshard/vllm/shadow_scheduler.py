@@ -17,6 +17,7 @@ from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, count_settled, needs_whole_prompts, read_sizes
+from kvreshard.vllm.source_hosts import SourceHosts
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -72,6 +73,7 @@ class ShadowScheduler:
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
             compares=False,  # the shadow has no keys of its sources, and NixlConnector does not compare prompts either
+            hosts=SourceHosts(options.source_hosts),
         )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}

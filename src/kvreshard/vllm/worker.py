@@ -6,7 +6,6 @@ thread only passes orders on and collects what has ended; everything else is the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvreshard.model import wire
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
@@ -36,7 +36,7 @@ from kvreshard.vllm.tensor_memory import TensorMemory
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # How long an engine that computes nothing waits in a step for its loads. A load of a megabyte takes some 3 ms; a step that finds
 # nothing costs 3 ms more before the engine asks again (vLLM 0.32 sleeps 1 ms after one, the rest is talk between its processes).

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.session.world import (
+    KEY,
     LEASE,
     OPTIONS,
     REMOTE,
@@ -29,6 +30,7 @@ from kvreshard.session.seal import Seal
 from kvreshard.testing.oracle import differing_bytes, write_values
 from kvreshard.testing.small import request
 from kvreshard.transport.base import Transfer
+from kvreshard.transport.memory import Fault
 
 CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0, digest_timeout_s=20.0)
 MINE, THEIRS = [1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15]
@@ -171,4 +173,24 @@ def test_a_question_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke
     world.turn(20)
     (failure,) = collect(world.dst)[1].values()
     assert (failure.kind, "the source no longer keeps the request's pages" in failure.text) == ("digest", True)
+    world.close()
+
+
+def test_the_key_stands_in_no_record_and_in_no_text(tmp_path: Path) -> None:
+    world = make_world(1, 1, recorder=Recorder(tmp_path, 4))
+    world.grant_and_offer()
+    world.faults[-1] = Fault(fail_after_pieces=0)
+    order_load(world)
+    world.turn()
+    meet(world)
+    world.turn(10)
+    (failure,) = collect(world.dst)[1].values()
+    (record,) = tmp_path.iterdir()
+    assert failure.kind == "transfer"
+    assert KEY not in record.read_bytes()
+    card = world.src.card()
+    assert card.key == KEY
+    for shown in (repr(card), str(card), repr(world.dst.endpoints[0]._peers.met(REMOTE)), failure.text):
+        assert repr(KEY)[2:-1] not in shown
+        assert KEY.hex() not in shown
     world.close()
