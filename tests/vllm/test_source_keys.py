@@ -142,6 +142,6 @@ def test_a_request_whose_id_has_lines_writes_one(caplog: pytest.LogCaptureFixtur
 def test_that_any_host_may_be_named_is_said_once(
     extra: dict[str, object], level: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "kvreshard")
     tell_hosts(read_options(extra))
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])

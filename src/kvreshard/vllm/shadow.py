@@ -32,6 +32,7 @@ from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.shadow_scheduler import ShadowOrders, ShadowScheduler
 from kvreshard.vllm.shadow_worker import ShadowWorker
+from kvreshard.vllm.start_check import check_outputs
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class ShadowConnector(NixlPullConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
+        check_outputs(vllm_config)  # as NixlConnector, which vLLM knows by its name
         self._is_silent = False
         self._scheduler_shadow: ShadowScheduler | None = None
         self._worker_shadow: ShadowWorker | None = None
