@@ -124,6 +124,7 @@ def test_no_other_option_of_vllm_makes_an_engine_sleep() -> None:
         "enable_sleep_mode",
         "sleep_mode_backend",
         "sleep_mode_offload_cudagraph",
+        "sleep_preserve_parameter_names",
         "enable_cumem_allocator",
     }
     switch = re.compile(r"\.(enable_sleep_mode|enable_cumem_allocator|sleep_mode_backend) = ")
