@@ -49,8 +49,8 @@ def run(full: bool) -> Iterator[Result]:
         arena.fill(wanted)
         facts = {"model": "bench"}
         cards = [RankCard(rank.rank, arena.metadata.get(rank.rank, b""), 0, 0) for rank in arena.src.ranks]
-        card = encode_card(make_card(arena.src, "1", facts, cards))
-        mine = make_card(arena.dst, "2", facts, [RankCard(rank.rank, b"", 0, 0) for rank in arena.dst.ranks])
+        card = encode_card(make_card(arena.src, bytes(32), facts, cards))
+        mine = make_card(arena.dst, bytes(32), facts, [RankCard(rank.rank, b"", 0, 0) for rank in arena.dst.ranks])
         prepared, listed = Prepared(arena), Listed.of(wanted)
 
         def ours() -> None:

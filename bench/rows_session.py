@@ -29,6 +29,7 @@ from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import EndpointOptions, Load, RemoteEngine, RemoteLease
 from kvreshard.session.pull import pull_steps
+from kvreshard.session.seal import Seal
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import load_nixl
@@ -79,7 +80,14 @@ def _submit() -> Result:
     wanted = request(src, dst, 131_072, "random")
     transport = NixlTransport("submit")
     endpoint = Endpoint(0, transport, HostMemory(), EndpointOptions(), table=LeaseTable(1 << 10))
-    load = Load("r", RemoteEngine("p", "1", Address("127.0.0.1", 1)), RemoteLease("r", 0, 1), wanted, gives_back=False)
+    load = Load(
+        "r",
+        RemoteEngine("p", "1", Address("127.0.0.1", 1)),
+        RemoteLease("r", 0, 1),
+        wanted,
+        Seal(b"", b""),
+        gives_back=False,
+    )
     took = []
     for _ in range(200):
         started_s = time.perf_counter()

@@ -3,7 +3,7 @@
     python -m tests.faults.leaks [--cycles N] [--seed S] [--json FILE]
 
 A prefill and a decode engine in this process over real NIXL agents: of a hybrid model, then of heads in equal pages. Each cycle one
-request ends: loaded, loaded behind a prefix, aborted, released unread, with a lease that ran out or was never granted, revoked,
+request ends: loaded, loaded behind a prefix, aborted, released unread, with a lease that ran out or was never granted, with parameters that its source did not seal, revoked,
 with a source that nobody knows. Every so often the prefill engine ends and comes back at its address.
 
 1. Some cycles to warm up, then everything is counted: file descriptors, threads, resident memory, leases, quarantined loads, pages,
@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from tests.soak.decode import Ended, Loads
 from tests.soak.engine import Counters, Engine
-from tests.soak.prefill import Params, Prefills
+from tests.soak.prefill import Params, Prefills, seal_params
 from tests.soak.shapes import SHAPES
 
 from kvreshard.model.changed import replace
@@ -52,7 +53,12 @@ WARM_UP = 100
 RESTART_EVERY = 40
 PAIRS = (("hybrid-p0", "hybrid-d0"), ("heads-p1", "heads-d0"))
 LONG_S, SHORT_S = 30.0, 0.002
-ENDS = ("loaded",) * 6 + ("prefix",) * 3 + ("aborted",) * 4 + ("released", "expired", "expired", "forged", "revoked")
+ENDS = (
+    ("loaded",) * 6
+    + ("prefix",) * 3
+    + ("aborted",) * 4
+    + ("released", "expired", "expired", "stale", "forged", "revoked")
+)
 # Without InfiniBand: see tests/soak/run.py.
 ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_MODULES": "^ib", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"}
 # Measured over 1,000 cycles: 2 to 9 MB, most of it in the first hundreds. One cache of the engines here has 1 MB.
@@ -139,7 +145,7 @@ class Cycles:
         if end == "aborted":
             self.loads.abort(name)
         ended = self.until(lambda: not len(self.loads))
-        if end in ("forged", "nobody"):
+        if end in ("forged", "stale", "nobody"):
             self.loads.release(params)
         self.until(lambda: not len(self.prefills))
         assert len(ended) == 1, f"request {name} ended {len(ended)} times"
@@ -149,10 +155,12 @@ class Cycles:
     def _forged(self, params: Params, end: str) -> Params:
         """The parameters as they were, or as no source has them."""
         if end == "forged":
-            return Params(params.remote, replace(params.lease, word=1), params.tables, params.num_tokens, params.seed)
+            return msgspec.structs.replace(params, lease=replace(params.lease, word=1))
+        if end == "stale":
+            former = msgspec.structs.replace(params, lease=replace(params.lease, word=1))
+            return msgspec.structs.replace(former, code=seal_params(self.source, former.lease, former.src_tables))
         if end == "nobody":
-            nobody = RemoteEngine("nobody", "life", Address("127.0.0.1", 1))
-            return Params(nobody, params.lease, params.tables, params.num_tokens, params.seed)
+            return msgspec.structs.replace(params, remote=RemoteEngine("nobody", "life", Address("127.0.0.1", 1)))
         return params
 
     def until(self, condition: Callable[[], bool]) -> list[Ended]:

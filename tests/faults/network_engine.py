@@ -54,15 +54,17 @@ class EngineProcess:
         )
         for endpoint in self.side.endpoints.values():
             endpoint.submit(Grant(wanted.name, wanted.slot, wanted.word))
-            endpoint.submit(Offer(wanted.name, ttl_s))
+            endpoint.submit(Offer(wanted.name, ttl_s, wanted.request(self.setup, reader).src_tables))
 
     def load(self, wanted: Wanted, source: Setup, port: int) -> None:
-        remote = RemoteEngine(source.name, "life", handshake.Address(source.host, port))
+        remote = RemoteEngine(source.name, world.LIFE, handshake.Address(source.host, port))
         lease = RemoteLease(wanted.name, wanted.slot, wanted.word)
         transfer = wanted.request(source, self.setup)
         for endpoint in self.side.endpoints.values():
             endpoint.submit(Watch(wanted.name, remote, lease))
-            endpoint.submit(Load(wanted.name, remote, lease, transfer, gives_back=True))
+            endpoint.submit(
+                Load(wanted.name, remote, lease, transfer, world.seal(transfer, lease, remote), gives_back=True)
+            )
 
     def listen(self) -> Told:
         """Everything so far."""

@@ -13,7 +13,14 @@ from kvreshard.transport.nixl_agent import NixlOptions
 
 pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 CYCLES = int(os.environ.get("KVRESHARD_LEAK_CYCLES", "150"))
-KINDS = {"aborted: cancelled", "loaded: loaded", "prefix: loaded", "expired: stale lease", "forged: stale lease"}
+KINDS = {
+    "aborted: cancelled",
+    "loaded: loaded",
+    "prefix: loaded",
+    "expired: stale lease",
+    "stale: stale lease",
+    "forged: seal",
+}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" -> ".join)

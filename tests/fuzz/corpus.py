@@ -17,6 +17,7 @@ from kvreshard.session.card import RankCard, encode_card, make_card
 from kvreshard.session.handshake import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
 from kvreshard.session.orders import RemoteEngine, RemoteLease
+from kvreshard.session.seal import incarnation_of
 from kvreshard.testing.small import engine
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
@@ -24,6 +25,8 @@ from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 
 ROOT = Path(__file__).parent / "corpus"
+
+KEY = bytes(range(32))
 
 
 def load(name: str) -> dict[str, bytes]:
@@ -42,24 +45,21 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "memory", "p", RegionTable([MemoryRegion(4096, 8192), MemoryRegion(1 << 20, 64, "cuda:0")]), b"x"
     )
     prefill = RemotePrefill(
-        RemoteEngine("engine", "life", Address("10.0.0.1", 5600)),
+        RemoteEngine("engine", incarnation_of(KEY), Address("10.0.0.1", 5600)),
         RemoteLease("cmpl-1", 7, 2**63 + 12345),
         40,
         (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
         ((4, 9, 3), (3,), (5,)),
-        digest_prompt(Prompt(range(40)), 40),
+        digest_prompt(Prompt(range(40)), 40, KEY),
     )
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
     told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)
     engine_cards = {
-        name: make_card(layout, "life", {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks])
+        name: make_card(layout, KEY, {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks])
         for name, layout in layouts.items()
     }
     return {
-        "card": {
-            **{name: encode_card(card) for name, card in engine_cards.items()},
-            **{f"{name}-v2": encode_card(card, 2) for name, card in engine_cards.items()},
-        },
+        "card": {name: encode_card(card) for name, card in engine_cards.items()},
         "layout": {name: wire.encode(layout) for name, layout in layouts.items()},
         "layout_packed": {
             **{name: packed.encode(layout) for name, layout in layouts.items()},
@@ -73,7 +73,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "hello": {"card": msgspec.msgpack.encode(hello), "outcome": msgspec.msgpack.encode(told)},
         "answer": {"noted": msgspec.msgpack.encode(hellos.Answer(hellos.ANSWER_FORM, 1, "noted"))},
         "params": {
-            "three-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1})).encode()
+            "three-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1}, KEY)).encode()
         },
         "metadata": {"two-regions": regions},
         "route": {

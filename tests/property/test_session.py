@@ -19,7 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.unit.session.world import REMOTE, SLOT, Side, World, make_world, meet
+from tests.unit.session.world import REMOTE, SLOT, Side, World, make_world, meet, seal
 
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
@@ -177,7 +177,7 @@ class Sessions(RuleBasedStateMachine):
         TRIED["loads"] += 1
         if watched:
             self._tell(dst, Watch(life.load_id, REMOTE, life.lease))
-        self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted, gives_back=True))
+        self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted, seal(wanted, life.lease), gives_back=True))
 
     @precondition(some("offered", "idle"))
     @rule(data=st.data(), chance=st.integers(0, 3))

@@ -85,7 +85,7 @@ class Loads:
         self._live[request] = _Loading(params, tables, prefix, time.monotonic())
         if is_watched:
             engine.submit(Watch(request, params.remote, params.lease))
-        engine.submit(Load(request, params.remote, params.lease, wanted, gives_back=True))
+        engine.submit(Load(request, params.remote, params.lease, wanted, params.seal, gives_back=True))
         return True
 
     def abort(self, request: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import secrets
 import threading
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Results
+from kvreshard.session.seal import new_key
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Copies, Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
@@ -89,7 +89,8 @@ class Engine:
         self.content = Content(self.layout, MAX_TOKENS)
         self._ranks = {rank.rank: self._open(rank.rank, memory[rank.rank], options) for rank in layout.ranks}
         cards = [self._card(number, rank) for number, rank in self._ranks.items()]
-        card = make_card(self.layout, secrets.token_hex(16), {"model": shape.model}, cards)
+        self.key = new_key()
+        card = make_card(self.layout, self.key, {"model": shape.model}, cards)
         for rank in self._ranks.values():
             rank.endpoint.introduce(card, self.layout)
             rank.endpoint.start()

@@ -14,6 +14,7 @@ from tests.soak.tables import all_pages, allocate, kept_tokens
 from kvreshard.model.request_form import TableForm
 from kvreshard.model.tables import PageTable
 from kvreshard.session.orders import Grant, Offer, RemoteEngine, RemoteLease, Results, Revoke
+from kvreshard.session.seal import Seal, make_seal
 
 
 class Params(msgspec.Struct, frozen=True):
@@ -24,10 +25,22 @@ class Params(msgspec.Struct, frozen=True):
     tables: dict[str, TableForm]
     num_tokens: int
     seed: int
+    code: str
+
+    @property
+    def seal(self) -> Seal:
+        """What its source said of lease and tables."""
+        return Seal(b"", bytes.fromhex(self.code))
 
     @property
     def src_tables(self) -> dict[str, PageTable]:
         return {name: PageTable(form.pages, form.num_tokens, form.first_page) for name, form in self.tables.items()}
+
+
+def seal_params(engine: Engine, lease: RemoteLease, tables: Mapping[str, PageTable]) -> str:
+    """The code of the engine's seal."""
+    source, named = (engine.remote.engine, engine.remote.incarnation), (lease.request, lease.slot, lease.word)
+    return make_seal(engine.key, source, named, tables, b"").code.hex()
 
 
 @dataclass
@@ -68,12 +81,12 @@ class Prefills:
             engine.pool.give(all_pages(tables))
             self._slots.append(lease.slot)
             return None
-        engine.submit(Offer(request, ttl_s))
+        engine.submit(Offer(request, ttl_s, tables))
         self._live[request] = _Prefill(tables, lease.slot)
         forms = {
             name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()
         }
-        return Params(engine.remote, lease, forms, num_tokens, seed)
+        return Params(engine.remote, lease, forms, num_tokens, seed, seal_params(engine, lease, tables))
 
     def collect(self, results: Mapping[int, Results]) -> list[str]:
         """Requests whose pages are free again: every rank has said so."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -190,6 +191,32 @@ def modules_say_what_they_are(source: Source) -> Iterator[str]:
         yield f"{source.path}: has no docstring; a module's docstring is the question that it answers"
 
 
+def loggers_escape_what_they_quote(source: Source) -> Iterator[str]:
+    """A module's own logger comes from `model.logs`; those of other packages may be set up."""
+    if source.path == "model/logs.py":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and called_name(node).endswith("getLogger"):
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if names not in (["vllm"], ["nixl"], ["kvreshard"]):
+                yield f"{source.path}:{node.lineno}: logging.getLogger; take get_logger of kvreshard.model.logs, which escapes what is quoted"
+        if is_log_call(node) and isinstance(node.args[0], ast.JoinedStr):
+            yield f"{source.path}:{node.lineno}: a log line as an f-string, whose parts cannot be escaped; give them as arguments"
+
+
+def is_log_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether a node is `logger.warning(...)` or the like."""
+    function = node.func if isinstance(node, ast.Call) and node.args else None
+    is_method = isinstance(function, ast.Attribute) and function.attr in {
+        "info",
+        "warning",
+        "error",
+        "exception",
+        "debug",
+    }
+    return is_method and isinstance(function.value, ast.Name) and function.value.id == "logger"
+
+
 Rule = Callable[[Source], Iterator[str]]
 RULES: list[Rule] = [
     imports_go_up_the_list,
@@ -199,6 +226,7 @@ RULES: list[Rule] = [
     no_model_words,
     files_are_small_and_named,
     modules_say_what_they_are,
+    loggers_escape_what_they_quote,
 ]
 
 
@@ -276,6 +304,9 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (modules_say_what_they_are, "plan/a.py", "x = 1"),
     (modules_say_what_they_are, "plan/a.py", '"""   """'),
     (modules_say_what_they_are, "plan/__init__.py", ""),
+    (loggers_escape_what_they_quote, "session/a.py", "import logging\nlogger = logging.getLogger(__name__)"),
+    (loggers_escape_what_they_quote, "session/a.py", "from logging import getLogger\nlogger = getLogger('mine')"),
+    (loggers_escape_what_they_quote, "vllm/a.py", "logger.warning(f'request {name}')"),
 ]
 
 FINE: list[tuple[Rule, str, str]] = [
@@ -297,6 +328,8 @@ FINE: list[tuple[Rule, str, str]] = [
     (no_model_words, "kinds/mla.py", "class MLASpec: ..."),
     (files_are_small_and_named, "plan/a.py", "x = 1\n" * MAX_LINES),
     (modules_say_what_they_are, "plan/a.py", '"""Which source rank holds a byte?"""'),
+    (loggers_escape_what_they_quote, "session/a.py", "logger = get_logger(__name__)\nlogger.info('request %s', name)"),
+    (loggers_escape_what_they_quote, "vllm/a.py", "logging.getLogger('vllm').setLevel(1)"),
 ]
 
 

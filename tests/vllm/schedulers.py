@@ -26,9 +26,13 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Grant, Load, Offer
+from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.producer import Producer
+
+KEY = bytes(range(32))
+LIFE = incarnation_of(KEY)
 
 FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 WINDOW = 100
@@ -84,7 +88,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
 
 
 def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> Producer:
-    made = Producer("p", "life", some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
+    made = Producer("p", KEY, some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
     made.address = Address("127.0.0.1", 5)
     return made
 
@@ -122,11 +126,20 @@ def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
 
 
 class Decode:
-    """A decode side with what it has said."""
+    """A decode side with what it has said. `has_met`: its ranks have met the source before."""
 
-    def __init__(self, *specs: Any, backoff: int = 0, me: tuple[str, str] = ("d", "its life"), **options: Any) -> None:
+    def __init__(
+        self,
+        *specs: Any,
+        backoff: int = 0,
+        me: tuple[str, str] = ("d", "its life"),
+        has_met: bool = True,
+        **options: Any,
+    ) -> None:
         self.fallbacks: list[str] = []
         self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
+        if has_met:
+            self.side._keys["p", LIFE] = KEY
 
     def arrive(self, params: dict[str, Any], tokens: list[int], **more: Any) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params, **more)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.schedulers import TOKENS, Decode, blocks, full, groups, prefill, request
+from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, prefill, request
 from tests.work import count_bytecodes
 
 from kvreshard.session.orders import Release, Unwatch, Watch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 def test_what_was_prefilled_here_is_given_back_and_goes_on_here() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    decode = Decode(full(64), me=("p", "life"))
+    decode = Decode(full(64), me=("p", LIFE))
     asked = decode.arrive(params, TOKENS)
     assert [type(order) for order in decode.watched] == [Release]
     assert (decode.side.count_loadable(asked, 256), decode.fallbacks) == (0, ["itself"])

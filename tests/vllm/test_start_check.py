@@ -1,42 +1,171 @@
 """Is an engine refused at start that could not exchange caches rightly, with the remedy?"""
 
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.config import KVTransferConfig
+import vllm
+from vllm.config import KVTransferConfig, ModelConfig
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.worker import gpu_worker
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm.start_check import check_outer_role, check_start
+from kvreshard.vllm.start_check import check_outer_role, check_outputs, check_start
 
 pytestmark = pytest.mark.vllm
+ROOT = Path(__file__).parents[2]
+
+
+def config(**model: Any) -> Any:
+    """As much of a VllmConfig as is looked at: by default an engine that may start."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{"enable_sleep_mode": False, "enable_cumem_allocator": False, "sleep_mode_backend": "cumem", **model}
+        ),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+        kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role="kv_both"),
+        aux_output_config=AuxOutputConfig(),
+    )
 
 
 @pytest.mark.parametrize(
-    ("pcp", "dcp", "role", "sleeps", "refusal"),
+    ("pcp", "dcp", "role", "refusal"),
     [
-        (2, 1, "kv_consumer", False, "prefill context parallel size 2 with kv_role kv_consumer.*kv_producer"),
-        (2, 1, "kv_both", False, "prefill context parallel size 2 with kv_role kv_both"),
-        (2, 1, "kv_producer", False, None),
-        (2, 2, "kv_consumer", False, None),
-        (1, 1, "kv_consumer", False, None),
-        (1, 1, "kv_producer", True, "without --enable-sleep-mode"),
+        (2, 1, "kv_consumer", "prefill context parallel size 2 with kv_role kv_consumer.*kv_producer"),
+        (2, 1, "kv_both", "prefill context parallel size 2 with kv_role kv_both"),
+        (2, 1, "kv_producer", None),
+        (2, 2, "kv_consumer", None),
+        (1, 1, "kv_consumer", None),
     ],
 )
-def test_what_is_refused(pcp: int, dcp: int, role: str, sleeps: bool, refusal: str | None) -> None:
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
-        parallel_config=SimpleNamespace(prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp),
-        kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role=role),
-    )
+def test_replicas_that_could_not_be_loaded_are_refused(pcp: int, dcp: int, role: str, refusal: str | None) -> None:
+    asked = config()
+    asked.parallel_config = SimpleNamespace(prefill_context_parallel_size=pcp, decode_context_parallel_size=dcp)
+    asked.kv_transfer_config = KVTransferConfig(kv_connector="x", kv_role=role)
     if refusal is None:
-        check_start(config)
+        check_start(asked)
         return
     with pytest.raises(LayoutError, match=refusal):
-        check_start(config)
+        check_start(asked)
+
+
+def test_routed_experts_are_refused_as_vllm_does_for_its_own_connectors() -> None:
+    asked = config()
+    check_start(asked)
+    asked.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
+    for check in (check_start, check_outputs):
+        with pytest.raises(LayoutError, match="--enable-return-routed-experts is on"):
+            check(asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"enable_sleep_mode": True}, "without --enable-sleep-mode"),
+        ({"enable_cumem_allocator": True}, "--enable-cumem-allocator is on.*expandable_segments"),
+        ({"sleep_mode_backend": "checkpoint"}, "sleep_mode_backend is checkpoint"),
+    ],
+)
+def test_an_engine_whose_caches_may_be_remapped_is_refused(model: dict[str, Any], told: str) -> None:
+    with pytest.raises(LayoutError, match=told):
+        check_start(config(**model))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu"])
+def test_an_engine_that_may_start_has_its_caches_outside_of_what_sleeps(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every way to set vLLM's options: either it is refused, or its worker takes no pool for the caches."""
+    kind = SimpleNamespace(
+        is_cuda_alike=lambda: platform != "xpu", is_xpu=lambda: platform == "xpu", is_cpu=lambda: False
+    )
+    monkeypatch.setattr(gpu_worker, "current_platform", kind)
+    pool = SimpleNamespace(use_memory_pool=lambda tag: tag)
+    monkeypatch.setattr(gpu_worker, "get_mem_allocator_instance", lambda: pool)
+    started, pooled = [], []
+    for sleeps, takes, backend in itertools.product((False, True), (False, True), ("cumem", "other")):
+        asked = config(enable_sleep_mode=sleeps, enable_cumem_allocator=takes, sleep_mode_backend=backend)
+        worker = SimpleNamespace(vllm_config=asked)
+        context = gpu_worker.Worker._maybe_get_memory_pool_context(worker, "kv_cache")
+        is_pooled = not isinstance(context, contextlib.nullcontext)
+        pooled.append(is_pooled)
+        with contextlib.suppress(LayoutError):
+            check_start(asked)
+            started.append(is_pooled)
+    assert started == [False]
+    assert any(pooled), "the pool that caches are to stay out of is still taken by somebody"
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """vLLM's own files, without connectors."""
+    root = Path(vllm.__file__).parent
+    for path in root.rglob("*.py"):
+        place = path.relative_to(root).as_posix()
+        if not place.startswith("distributed/kv_transfer/kv_connector/v1/"):
+            yield place, path.read_text(encoding="utf-8")
+
+
+def test_no_other_option_of_vllm_makes_an_engine_sleep() -> None:
+    """A new one, or a new place that switches one on, is to be looked at."""
+    names = {name for name in ModelConfig.__dataclass_fields__ if "sleep" in name or "cumem" in name}
+    assert names == {
+        "enable_sleep_mode",
+        "sleep_mode_backend",
+        "sleep_mode_offload_cudagraph",
+        "sleep_preserve_parameter_names",
+        "enable_cumem_allocator",
+    }
+    switch = re.compile(r"\.(enable_sleep_mode|enable_cumem_allocator|sleep_mode_backend) = ")
+    # The second sets the second because of the first. The snapshot server sets it on arguments that become a ModelConfig.
+    assert {place for place, text in sources() if switch.search(text)} == {"snapshot/server.py", "config/model.py"}
+
+
+def functions_that_look_at_names(place: str, text: str) -> Iterator[tuple[str, str]]:
+    """(file, function) where a connector's name is compared or asked for."""
+
+    def look(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            name = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+            if is_about_a_name(child):
+                yield place, name
+            yield from look(child, name)
+
+    yield from look(ast.parse(text), "")
+
+
+def is_about_a_name(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr == "has_connector"
+    if not isinstance(node, ast.Compare) or all(ast.unparse(one) == "None" for one in node.comparators):
+        return False
+    texts = [ast.unparse(one) for one in (node.left, *node.comparators)]
+    return any(text.endswith(".kv_connector") or ".get('kv_connector')" in text for text in texts)
+
+
+def test_every_place_where_vllm_looks_at_a_connectors_name_is_in_the_table() -> None:
+    may_look = re.compile(r"has_connector\(|\.kv_connector\b|get\(.kv_connector.\)")
+    found = {
+        where
+        for place, text in sources()
+        if may_look.search(text)
+        for where in functions_that_look_at_names(place, text)
+    }
+    page = (ROOT / "docs" / "howto" / "use-with-vllm.md").read_text(encoding="utf-8")
+    table = set(re.findall(r"^\| `([a-z_/]+\.py)`, `(\w+)` \|", page, re.MULTILINE))
+    assert found == table
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize(
@@ -55,12 +184,11 @@ def test_a_child_loads_only_where_the_outer_role_does(
 ) -> None:
     around = None
     if outer is not None:
-        config = KVTransferConfig(kv_connector="MultiConnector", kv_role=outer)
-        around = SimpleNamespace(_kv_transfer_config=config)
+        around = SimpleNamespace(_kv_transfer_config=KVTransferConfig(kv_connector="MultiConnector", kv_role=outer))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", around)
-    config = KVTransferConfig(kv_connector="ReshardConnector", kv_role=role)
+    child = KVTransferConfig(kv_connector="ReshardConnector", kv_role=role)
     if not is_refused:
-        check_outer_role(config)
+        check_outer_role(child)
         return
     with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
-        check_outer_role(config)
+        check_outer_role(child)

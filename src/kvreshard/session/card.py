@@ -8,6 +8,9 @@ What a peer says of itself is data to be checked: lists and texts are bounded, e
 lease table lies in the address space. That its addresses are really registered is checked where they are used: by this side's
 transport against what the peer registered, and by NIXL at their owner.
 
+Its key makes its seals (`seal`), and its incarnation is a digest of the key: an engine that does not have the key cannot answer in its
+place. Whoever gets the card gets the key.
+
 `check_facts` refuses engines whose caches could mean different things although their shapes agree, and names every fact that
 differs with both values. Geometry is not its business: that is proved by the planner.
 """
@@ -19,29 +22,17 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvreshard.model import EngineLayout, LayoutMismatch, WireError, packed, wire
-from kvreshard.model.form import Form, Step, Tree
+from kvreshard.model import EngineLayout, LayoutMismatch, WireError, packed
+from kvreshard.model.form import Form
 from kvreshard.model.parts import MAX_RANKS
 from kvreshard.model.text import Name, plain
 from kvreshard.session import notes
 from kvreshard.session.board import ENTRY_BYTES
 from kvreshard.session.lease import WORD_BYTES
+from kvreshard.session.seal import KEY_BYTES, incarnation_of
 
 FORM = "kvreshard.card"
-
-
-def _with_plain_layout(tree: Tree) -> Tree:
-    """Version 1 read layouts in the plain form only; version 2 reads both."""
-    return {**tree, "layout": wire.encode(packed.decode(tree["layout"]))}
-
-
-def _with_lists(tree: Tree) -> Tree:
-    """Version 2 read packed layouts of version 1."""
-    return {**tree, "layout": packed.encode(packed.decode(tree["layout"]), 1)}
-
-
-# A card of a new version carries a layout of the form that was new then: its steps take the layout along.
-CARD = Form(FORM, (Step(up=dict, down=_with_plain_layout), Step(up=dict, down=_with_lists)))
+CARD = Form(FORM)
 VERSION = CARD.version
 MAX_CARD_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
@@ -64,7 +55,9 @@ class RankCard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """One engine, complete. `layout` is in the form of `model.packed`; from a peer of version 1, in that of `model.wire`.
+    """One engine, complete. `layout` is in the form of `model.packed`.
+
+    `key`: its seals are made with it (`seal`); `incarnation` is a digest of it.
 
     `reads_notes`: the newest version of notes that its ranks read; a card that does not say reads version 1. `lease_s`: how long its
     leases last after the last heartbeat; who does not say it, as earlier versions, is taken to keep them as long as the reader does.
@@ -77,8 +70,13 @@ class EngineCard(msgspec.Struct, frozen=True):
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_FACTS)]
     layout: bytes
     ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=MAX_RANKS)]
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     reads_notes: Annotated[int, msgspec.Meta(ge=1)] = 1
     lease_s: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
+
+    def __repr__(self) -> str:
+        """Without the key, which must not stand in a log."""
+        return f"EngineCard({self.engine!r}, {self.incarnation!r}, {len(self.ranks)} ranks)"
 
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
@@ -107,21 +105,22 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 
 def make_card(
     layout: EngineLayout,
-    incarnation: str,
+    key: bytes,
     facts: Mapping[str, str],
     ranks: Sequence[RankCard],
     lease_s: float | msgspec.UnsetType = msgspec.UNSET,
 ) -> EngineCard:
-    """The card of a whole engine. Raises WireError unless there is one rank card per rank of the layout."""
+    """The card of a whole engine that seals with `key`. Raises WireError unless there is one rank card per rank of the layout."""
     _check_ranks(layout, ranks)
     return EngineCard(
         FORM,
         CARD.version,
         layout.engine,
-        incarnation,
+        incarnation_of(key),
         dict(facts),
         packed.encode(layout),
         tuple(ranks),
+        key,
         notes.VERSION,
         lease_s,
     )
@@ -165,6 +164,11 @@ def decode_card(message: bytes) -> EngineCard:
             card = msgspec.convert(tree, EngineCard)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not a card: {plain(error)}; is the port that of a kvreshard engine?") from error
+    if card.incarnation != incarnation_of(card.key):
+        raise WireError(
+            f"engine '{card.engine}' names incarnation {card.incarnation} and has the key of {incarnation_of(card.key)}; a card has the key "
+            "that its incarnation is a digest of. Is this another engine than the one that was asked for?"
+        )
     for rank in card.ranks:
         if rank.lease_address + rank.lease_slots * WORD_BYTES > 2**63:
             raise WireError(

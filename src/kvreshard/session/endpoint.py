@@ -19,13 +19,13 @@ failed within `load_timeout_s` and `settle_timeout_s` together. `turn` is the wh
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.model.logs import get_logger
 from kvreshard.session.answers import Answerer
 from kvreshard.session.board import AnswerBoard
 from kvreshard.session.card import EngineCard
@@ -51,15 +51,16 @@ from kvreshard.session.orders import (
     Watch,
 )
 from kvreshard.session.outbox import Outbox
-from kvreshard.session.peers import Peers, Self
+from kvreshard.session.peers import Peer, Peers, Self
 from kvreshard.session.recorder import Crash, Recorder
 from kvreshard.session.scratch import Scratch
+from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
@@ -102,6 +103,7 @@ class Endpoint:
         self._obstacles: set[str] = set()
         self._peers = peers or Peers(options, clock, self.wake)
         self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
+        self._source_keys = SourceKeys()
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._jobs = Jobs(self.wake)
@@ -218,6 +220,7 @@ class Endpoint:
             self._answerer.work(self._me.layout)
         self._peers.sweep(self._jobs.peers)
         self._holder.send_releases(self._me, now_s)
+        self._tell_keys()
         quiet_s = self._renew(now_s)
         self._attend()
         if self._me is not None and len(self._answerer):
@@ -278,7 +281,7 @@ class Endpoint:
                 self._book.grant(order.request, order.slot, order.word)
             case Offer():
                 self._is_expecting = True
-                if not self._book.offer(order.request, order.ttl_s, now_s):
+                if not self._book.offer(order.request, order.ttl_s, now_s, order.tables):
                     self._outbox.free({order.request: "revoked"})
             case Revoke():
                 self._book.revoke(order.request)
@@ -296,9 +299,25 @@ class Endpoint:
                 self._holder.cancel(order.request)
                 self._jobs.stop(order.request, Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
-                self._holder.watch(order, self._me)
+                self._watch(order)
             case Unwatch():
                 self._holder.unwatch(order.request)
+                self._source_keys.forget(order.request)
+
+    def _tell_keys(self) -> None:
+        """Tell the engine which sources have been met that it asked for, or could not be."""
+        me = self._me
+        if me is not None and len(self._source_keys):
+            keys, unmet = self._source_keys.take(lambda remote: self._peers.get(me, remote))
+            self._outbox.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
+
+    def _watch(self, watch: Watch) -> None:
+        """Unless the source's host has too many others that have not answered: then nobody is asked, and the request fails."""
+        if self._source_keys.ask(watch):
+            self._holder.watch(watch, self._me)
+        elif watch.asks_key:
+            text = f"{MAX_PER_HOST} other engines that were named at {watch.remote.address.host} have not answered; are they there?"
+            self._outbox.meet({}, {watch.request: Failure("handshake", text)})
 
     def _release_own(self, release: Release) -> bool:
         """End this rank's own lease, if it is one: every rank of an engine that was to read from itself is told so."""
@@ -311,12 +330,24 @@ class Endpoint:
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
             raise KvReshardError("a load was ordered before the endpoint knew its engine")
+        if load.refusal is not None:
+            self._refuse(load, load.refusal)
+            return
         meeting = self._peers.get(self._me, load.remote)
         events = Events(self._clock)
         events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
         layout, options, take = self._me.layout, self._options, self._scratch.take
         self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, events))
         self._holder.begin(load)
+
+    def _refuse(self, load: Load, failure: Failure) -> None:
+        """The engine knows that its source cannot be met: nobody is asked again for it."""
+        self._holder.unwatch(load.request)
+        self._source_keys.forget(load.request)
+        self._fail(load.request, failure)
+        events = Events(self._clock)
+        events.add("refused", failure.text)
+        self._record(load, None, events, failure)
 
     def _read_notes(self, now_s: float) -> None:
         try:
@@ -356,7 +387,7 @@ class Endpoint:
         self._tell_obstacle(job)
         if isinstance(outcome, Failure):
             self._fail(request, outcome, job.check)
-            self._record(job, outcome)
+            self._record(job.load, job.peer, job.events, outcome)
             self._look_after(job, outcome)
         elif outcome is not None:
             self._outbox.end(request, outcome, job.check)
@@ -387,15 +418,17 @@ class Endpoint:
             self._obstacles.add(job.obstacle)
             logger.warning("loads are not compared with their source: %s", job.obstacle)
 
-    def _record(self, job: Job, failure: Failure) -> None:
-        """Leave a record of a failed load; an aborted request is none, unless its pages were lost."""
-        if self._recorder is None or self._me is None or (failure.kind == "cancelled" and not failure.is_quarantined):
+    def _record(self, load: Load, peer: Peer | None, events: Events, failure: Failure) -> None:
+        """Leave a record of a failed load; an aborted request is none, unless its pages were lost. Nor is one without its source's seal:
+        nothing was planned, and whoever may send requests could fill the directory.
+        """
+        is_no_case = failure.kind in ("cancelled", "seal") and not failure.is_quarantined
+        if self._recorder is None or self._me is None or is_no_case:
             return
-        peer = job.peer
-        card = peer.card if peer is not None else self._me.refused.get(job.load.remote)
+        card = peer.card if peer is not None else self._me.refused.get(load.remote)
         self._recorder.record(
             Crash(
-                job.load, self._rank, failure, self._me.card, card, peer is not None, job.events,
+                load, self._rank, failure, self._me.card, card, peer is not None, events,
                 0 if self._staging is None else self._staging.size_bytes, self._options.allow_mismatch,
             )
         )  # fmt: skip

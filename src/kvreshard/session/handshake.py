@@ -18,7 +18,6 @@ Refused: a port that is taken (KvReshardError); a peer that does not answer, or 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.model.errors import KvReshardError, WireError
+from kvreshard.model.logs import get_logger
 from kvreshard.session import card as cards
 from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, decode_card, encode_card
 from kvreshard.session.hello import (
@@ -54,7 +54,7 @@ from kvreshard.session.visitors import Bounds, Visitors
 
 __all__ = ["Address", "Answer", "HandshakeError", "Hello", "Listener", "fetch_card", "read_hello", "tell_outcome"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 IDLE_MS = 200
 # While somebody is connected: what a connection can send in this time beyond its bound is what the bound is worth.

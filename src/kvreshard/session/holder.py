@@ -15,12 +15,12 @@ told is a line in the log: its lease runs out.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.notes import Report, heartbeats, write_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peers import Peer, Peers, Self
@@ -28,7 +28,7 @@ from kvreshard.session.refusals import Refusals
 from kvreshard.session.renewals import Renewals
 from kvreshard.transport.base import Transport, TransportError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # An engine that is there answers in less. What waits for one that does not is a courtesy: the lease runs out by itself.
 RELEASE_PATIENCE_S = 5.0

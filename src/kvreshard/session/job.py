@@ -22,6 +22,7 @@ from kvreshard.session.orders import CheckResult, EndpointOptions, Failure, Fail
 from kvreshard.session.peers import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
 from kvreshard.session.question import readable
+from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
 
@@ -120,6 +121,7 @@ class Job:
 
     def _pull(self, peer: Peer) -> None:
         if self._steps is None:
+            self._check_seal(peer)
             words, is_checked = len(peer.route.src_ranks), self._is_checked()
             self.scratch_address = self.scratch(words + (CHECK_BYTES // WORD_BYTES if is_checked else 0))
             if self.scratch_address is None:
@@ -135,6 +137,13 @@ class Job:
                 return
             if self._waiting is None:
                 return
+
+    def _check_seal(self, peer: Peer) -> None:
+        """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
+        remote, lease = self.load.remote, self.load.lease
+        source = remote.engine, remote.incarnation
+        named = lease.request, lease.slot, lease.word
+        check_seal(peer.card.key, source, named, self.load.transfer.src_tables, self.load.seal)
 
     def _is_checked(self) -> bool:
         moves = any(len(intervals) for intervals in self.load.transfer.intervals.values())
@@ -205,6 +214,7 @@ class Job:
 _KINDS: tuple[tuple[type[BaseException], FailureKind], ...] = (
     (HandshakeError, "handshake"),
     (LayoutMismatch, "mismatch"),
+    (SealError, "seal"),
     (StaleLease, "stale lease"),
     (DigestError, "digest"),
     (BindError, "request"),

@@ -29,6 +29,7 @@ import numpy as np
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.parts import MAX_RANKS
+from kvreshard.model.tables import PageTable
 from kvreshard.session.notes import Heartbeat, Report
 from kvreshard.transport.base import MemoryRegion
 
@@ -70,6 +71,7 @@ class _Grant:
     ttl_s: float = 0.0
     reported: dict[str, set[int]] = field(default_factory=dict)
     is_complete: bool = False
+    tables: Mapping[str, PageTable] = field(default_factory=dict)
 
 
 class LeaseBook:
@@ -119,14 +121,19 @@ class LeaseBook:
         grant = self._grants.get(request)
         return grant is not None and grant.word == word
 
-    def offer(self, request: str, ttl_s: float, now_s: float) -> bool:
-        """Keep the pages for `ttl_s` seconds after now or the last heartbeat. False: the request has no grant."""
+    def tables(self, request: str) -> Mapping[str, PageTable] | None:
+        """The block tables that were offered under the request's lease, by group; None before the offer."""
+        grant = self._grants.get(request)
+        return None if grant is None or grant.deadline_s is None else grant.tables
+
+    def offer(self, request: str, ttl_s: float, now_s: float, tables: Mapping[str, PageTable] | None = None) -> bool:
+        """Keep the pages for `ttl_s` seconds after now or the last heartbeat. `tables`: which pages. False: the request has no grant."""
         grant = self._grants.get(request)
         if grant is None:
             return False
         if grant.deadline_s is None:
             self._num_offered += 1
-        grant.ttl_s, grant.deadline_s = ttl_s, now_s + ttl_s
+        grant.ttl_s, grant.deadline_s, grant.tables = ttl_s, now_s + ttl_s, tables or {}
         heapq.heappush(self._deadlines, (grant.deadline_s, next(self._numbers), request, grant))
         if grant.is_complete:
             self._end(request, "reported")

@@ -54,7 +54,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
     """What is the digest, under `key`, of these cells of `request`? The answer goes to the board, under `token`.
 
     `fields`: congruent fields of the source rank. `within`: per axis, ownerships that a coordinate must satisfy beside the
-    rank's own. `intervals`: tokens. `pages`, `first_page`, `num_tokens`: the source's block table, as far as it is needed.
+    rank's own. `intervals`: tokens. Which pages they lie in is what the source offered under the lease, not the reader's to say.
     """
 
     version: int
@@ -65,9 +65,6 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
     fields: tuple[str, ...]
     within: tuple[tuple[Owned, ...], ...]
     intervals: tuple[tuple[Count, Count], ...]
-    pages: tuple[Count, ...]
-    first_page: Count
-    num_tokens: Count
 
 
 Note = Report | Heartbeat | Question

@@ -5,15 +5,17 @@ Frozen data that may cross a process border. Times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvreshard.model.tables import Request
+from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.handshake import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
+from kvreshard.session.seal import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,18 @@ class RemoteLease:
 class Load:
     """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed.
 
+    `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
     `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
-    a load that fails gives back in any case.
+    a load that fails gives back in any case. `refusal`: how it fails without anything being read.
     """
 
     request: str
     remote: RemoteEngine
     lease: RemoteLease
     transfer: Request
+    seal: Seal
     gives_back: bool
+    refusal: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,15 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Get to know the source, and renew its lease until the request is loaded, released or unwatched."""
+    """Get to know the source, and renew its lease until the request is loaded, released or unwatched.
+
+    `asks_key`: say the source's key when it has been met (`Results.keys`), or that it could not be met (`Results.unmet`).
+    """
 
     request: str
     remote: RemoteEngine
     lease: RemoteLease
+    asks_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +103,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat."""
+    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat.
+
+    `tables`: the block tables that were sealed, by group; questions about the request are answered from them.
+    """
 
     request: str
     ttl_s: float
+    tables: Mapping[str, PageTable] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +123,7 @@ class Revoke:
 Order = Load | Release | Cancel | Watch | Unwatch | Grant | Offer | Revoke
 
 FailureKind = Literal[
-    "handshake", "mismatch", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
+    "handshake", "mismatch", "seal", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
 ]
 CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
 """How the comparison of digests ended; only `equal` and `skipped` let a load be served."""
@@ -130,7 +143,8 @@ class Results:
     """What has ended since the last call. A request that failed is not in `received`.
 
     `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all. `stuck`: calls into the
-    transport's library that do not come back.
+    transport's library that do not come back. `keys`: by request, of sources that were asked for and have been met. `unmet`: by request, of
+    those that could not be met.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -139,10 +153,13 @@ class Results:
     checks: dict[str, CheckResult] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
     stuck: list[str] = field(default_factory=list)
+    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
+    unmet: dict[str, Failure] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.freed or self.received or self.failed or self.checks or self.settled or self.stuck)
+        ended = self.freed or self.received or self.failed or self.checks or self.settled
+        return not (ended or self.stuck or self.keys or self.unmet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,12 @@ class Outbox:
         with self._ended:
             self._results.freed.update(ended)
 
+    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
+        """Sources that were asked for have been met, or could not be."""
+        with self._ended:
+            self._results.keys.update(keys)
+            self._results.unmet.update(unmet)
+
     def take(self, patience_s: float) -> Results:
         """Everything since the last call. Waits for up to `patience_s` if no load has ended and one is under way."""
         with self._ended:

@@ -19,7 +19,6 @@ other loads read from it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import threading
 from collections.abc import Callable, Collection
@@ -27,6 +26,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.model.logs import get_logger
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session import notes
@@ -43,7 +43,7 @@ from kvreshard.session.workers import Workers
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Compiling is all processor time: further threads only keep a source of a large layout from holding up the others.
 NUM_WORKERS = 4

@@ -1,21 +1,21 @@
 """How is one rank asked for the digest of a part of a request, and how does it find the answer in its own memory?
 
-The reader's side, `make_questions`: the lanes of its route, cut so that a question names few pages and covers at most
-`QUESTION_BYTES`. A digest is linear, so parts may be compared one by one. Each comes with the reader's own cells.
+The reader's side, `make_questions`: the lanes of its route, cut so that a question covers at most `QUESTION_BYTES`. A digest is linear, so parts may be compared one by one. Each comes with the reader's own cells.
 
 The source's side, `answer_question`:
 
 1. The named fields must be its own and congruent; their cells are cut to the ownerships that the question names.
 2. What it would cost is bounded before anything is read.
-3. The digest, from its own memory and address maps. Pages are checked against its pools (`verify.pages`).
+3. The digest, from its own memory and address maps, of the pages that it offered under the lease (`lease`): a reader that has read other
+   pages gets another digest.
 
 Refused with QuestionError: unknown fields, a wrong number of axes, too many tokens or bytes; with BindError what `verify`
-refuses. Addresses never come from a question.
+refuses. Neither addresses nor pages come from a question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -28,7 +28,6 @@ from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.cover import count_common
 from kvreshard.plan.lane import Lane
-from kvreshard.plan.request_check import entries
 from kvreshard.session.notes import VERSION, Owned, Question
 from kvreshard.session.orders import RemoteLease
 from kvreshard.verify import Digest, Memory, digest_cells
@@ -37,8 +36,6 @@ from kvreshard.verify.digest import cut_tokens
 
 # 16 MiB take some 6 ms to digest: what a session's thread may do at a stretch.
 QUESTION_BYTES = 16 << 20
-# 4,096 page ids take at most 20 KiB of a note's 64.
-QUESTION_PAGES = 1 << 12
 QUESTION_FIELDS = 128
 # One page, or one state, may be larger than a question should be; a peer cannot ask for more than this.
 MAX_BYTES = 8 * QUESTION_BYTES
@@ -85,7 +82,6 @@ def make_questions(
         intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[lane.dst_group.name])
         if not intervals:
             continue
-        table = request.src_tables[lane.src_group.name]
         num_fields, num_tokens = _size(lane)
         parts = [intervals] if lane.is_state else list(cut_tokens(intervals, num_tokens))
         within = tuple((_to_owned(axis.dst.owned), _to_owned(axis.chosen)) for axis in lane.axes)
@@ -94,7 +90,6 @@ def make_questions(
             fields = lane.fields[first : first + num_fields]
             mine = cells.only(fields)
             for part in parts:
-                pages = _pages_of(lane, table, part)
                 yield (
                     Part(lane.src_rank, mine, part),
                     Question(
@@ -106,20 +101,20 @@ def make_questions(
                         fields,
                         within,
                         part,
-                        tuple(pages.pages.tolist()),
-                        pages.first_page,
-                        pages.num_tokens,
                     ),
                 )
 
 
-def answer_question(question: Question, layout: EngineLayout, rank: int, memory: Memory) -> Digest:
-    """The digest that was asked for, from this rank's own memory. Raises QuestionError or another KvReshardError."""
+def answer_question(
+    question: Question, tables: Mapping[str, PageTable], layout: EngineLayout, rank: int, memory: Memory
+) -> Digest:
+    """The digest that was asked for, of the pages in `tables`, which were offered under the lease, from this rank's own memory.
+
+    Raises QuestionError or another KvReshardError.
+    """
     cells = _find_cells(question, layout, layout.rank_by_number[rank])
     _check_cost(question, cells)
-    table = PageTable(np.array(question.pages, dtype=np.int64), question.num_tokens, question.first_page)
-    group = cells.group.name
-    return digest_cells(cells, {group: table}, {group: question.intervals}, memory, question.key)
+    return digest_cells(cells, tables, {cells.group.name: question.intervals}, memory, question.key)
 
 
 def _size(lane: Lane) -> tuple[int, int]:
@@ -135,21 +130,8 @@ def _size(lane: Lane) -> tuple[int, int]:
     indices = max(1, page // lane.tokens_per_index)
     num_fields = max(1, min(QUESTION_FIELDS, len(lane.fields), QUESTION_BYTES // max(1, per_index * indices)))
     tokens = QUESTION_BYTES // max(1, per_index * num_fields) * lane.tokens_per_index
-    tokens = max(lane.tokens_per_index, min(tokens, QUESTION_PAGES * page, MAX_TOKENS))
+    tokens = max(lane.tokens_per_index, min(tokens, MAX_TOKENS))
     return num_fields, tokens // lane.tokens_per_index * lane.tokens_per_index
-
-
-def _pages_of(lane: Lane, table: PageTable, intervals: tuple[Tokens, ...]) -> PageTable:
-    """The entries of the source's block table that the intervals need; all of them for a ring or a state."""
-    along = next((axis for axis in lane.axes if axis.extent is None), None)
-    if along is None or lane.src_span.ring_pages is not None:
-        return entries(table, lane.src_span)
-    partial = lane.tokens_per_index - 1 if lane.keep_partial else 0
-    start, stop = intervals[0][0] // lane.tokens_per_index, (intervals[-1][1] + partial) // lane.tokens_per_index
-    owned, per_page = along.src.owned, along.src.indices_per_page
-    low, high = owned.count_below(start) // per_page, -(-owned.count_below(stop) // per_page)
-    low = max(low, table.first_page)
-    return PageTable(table.pages[low - table.first_page : max(low, high) - table.first_page], table.num_tokens, low)
 
 
 def _find_cells(question: Question, layout: EngineLayout, rank: Rank) -> Cells:

@@ -13,7 +13,6 @@ rest in the next one's log line. Nothing raises: what cannot be written is a lin
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from kvreshard import __version__
 from kvreshard.model.errors import KvReshardError
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.flight import (
@@ -38,7 +38,7 @@ from kvreshard.session.flight import (
 from kvreshard.session.orders import Failure, Load
 from kvreshard.session.workers import Workers
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SUFFIX = ".kvflight"
 PART = ".part"

@@ -172,7 +172,7 @@ def _with(
 
 
 def _card(side: FlightSide) -> card.EngineCard:
-    return card.EngineCard(card.FORM, card.VERSION, side.engine, side.incarnation, dict(side.facts), b"", ())
+    return card.EngineCard(card.FORM, card.VERSION, side.engine, side.incarnation, dict(side.facts), b"", (), b"")
 
 
 class _Memory:

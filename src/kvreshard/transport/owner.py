@@ -23,13 +23,13 @@ The agent is a narrow protocol (`agent`), so that this loop runs in tests withou
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from kvreshard.model.logs import get_logger
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.pace import Pace
@@ -41,7 +41,7 @@ from kvreshard.transport.watchdog import SLOW_FACTOR, Watchdog, WatchedAgent
 from kvreshard.transport.window import Windows
 from kvreshard.transport.work_queue import WorkQueue
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

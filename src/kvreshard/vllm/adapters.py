@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-logger = logging.getLogger(__name__)
+from kvreshard.model.logs import get_logger
+
+logger = get_logger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")

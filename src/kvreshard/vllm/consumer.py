@@ -2,7 +2,9 @@
 
 1. A request with `do_remote_prefill` arrives: its parameters are read; the ranks meet its source and renew its lease.
 2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`): the longest prefix that is the same
-   text, that the source still has whole, and that this engine may resume from: the last token is always computed here.
+   text, that the source still has whole, and that this engine may resume from: the last token is always computed here. Texts are
+   compared under the source's key, which the ranks have when they have met it (`meet`). Until then the request waits without blocks.
+   If the source cannot be met, a load is ordered that must fail, so that the engine's policy decides.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
 
@@ -14,7 +16,6 @@ while a step that is under way may still write them (0.32.0, `Scheduler.defer_bl
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,33 +23,44 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvreshard.model.logs import get_logger
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
-from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
+from kvreshard.session.orders import Cancel, Failure, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
+from kvreshard.session.seal import prompt_key
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.first_tokens import first_needed, first_token
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.prompt import count_matching
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
+from kvreshard.vllm.source_hosts import SourceHosts
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Source = tuple[RemoteEngine, RemoteLease]
+# Sources whose keys are known. A request of one that was forgotten asks for it again.
+MAX_KEYS = 4096
 # Further choices of a request come together, retries within minutes.
 MAX_SPENT = 10_000
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request between its arrival and the end of its load. `num_loadable`: tokens from the start, once known."""
+    """A request between its arrival and the end of its load. `key`: its source's, once that is met; `unmet`: why it could not be.
+    `num_loadable`: tokens from the start, once known; `refusal`: why they must not be read all the same.
+    """
 
     prefill: RemotePrefill
+    key: bytes | None = None
+    unmet: Failure | None = None
     num_loadable: int | None = None
+    refusal: Failure | None = None
     num_computed: int = 0
     is_loading: bool = False
     is_aborted: bool = False
@@ -57,8 +69,9 @@ class _Waiting:
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'standstill' or 'pool'.
-    `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'standstill' or
+    'pool'. `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
+    `compares`: prompts are compared; otherwise what is as long counts as equal.
     """
 
     def __init__(
@@ -72,8 +85,12 @@ class Consumer:
         may_load: bool = True,
         adapters: Adapters | None = None,
         partial_loads: PartialLoads | None = None,
+        compares: bool = True,
+        hosts: SourceHosts | None = None,
     ) -> None:
-        self._me, self._may_load = me, may_load
+        self._me, self._may_load, self._compares = me, may_load, compares
+        self._hosts = hosts or SourceHosts()
+        self._keys: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._groups = tuple(groups)
         self._adapters = adapters or Adapters()
         self._note_fallback, self._partial_loads = note_fallback, partial_loads
@@ -99,6 +116,13 @@ class Consumer:
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
             yield Release(prefill.remote, prefill.lease)
             return
+        if not self._hosts.allows(prefill.remote.address.host):
+            self._fall_back(request.request_id, "host", prefill)
+            logger.warning(
+                "request %s will be computed here: it names %s as its source, which is not among source_hosts; nobody is asked there",
+                *(request.request_id, prefill.remote.address),
+            )
+            return
         if not self._may_load:
             self._fall_back(request.request_id, "role", prefill)
             logger.warning(
@@ -116,10 +140,24 @@ class Consumer:
                 request.request_id,
             )
             return
+        key = self._keys.get((prefill.remote.engine, prefill.remote.incarnation))
         self._forget(request.request_id)
-        self._waiting[request.request_id] = _Waiting(prefill)
+        self._waiting[request.request_id] = _Waiting(prefill, key)
         self._of_source.setdefault((prefill.remote, prefill.lease), set()).add(request.request_id)
-        yield Watch(request.request_id, prefill.remote, prefill.lease)
+        yield Watch(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
+
+    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
+        """The ranks have met the sources of some requests, whose keys these are, and could not meet those of others."""
+        for request_id, key in keys.items():
+            waiting = self._waiting.get(request_id)
+            if waiting is not None:
+                waiting.key, remote = key, waiting.prefill.remote
+                self._keys[remote.engine, remote.incarnation] = key
+                if len(self._keys) > MAX_KEYS:
+                    self._keys.popitem(last=False)
+        for request_id, failure in unmet.items():
+            if request_id in self._waiting:
+                self._waiting[request_id].unmet = failure
 
     def clean_up(self, params: Mapping[str, Any]) -> Iterator[Order]:
         """Give back the source of a request that never got here, or has ended with an error: vLLM names it once more, to abort it at once."""
@@ -131,14 +169,20 @@ class Consumer:
         if (prefill.remote, prefill.lease) not in self._spent:
             yield from self._give_back(prefill)
 
-    def count_loadable(self, request: Request, num_computed: int) -> int:
-        """Tokens that can be loaded beyond the `num_computed` that this engine has."""
+    def count_loadable(self, request: Request, num_computed: int) -> int | None:
+        """Tokens that can be loaded beyond the `num_computed` that this engine has; None while the source is not met."""
         waiting = self._waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
             return 0
-        if waiting.num_loadable is None:
-            waiting.num_loadable = self._count(request, waiting.prefill)
         waiting.num_computed = num_computed
+        if waiting.num_loadable is None:
+            if self._compares and waiting.key is None:
+                if num_computed >= min(waiting.prefill.num_tokens, self._limit(request)):
+                    return 0
+                if waiting.unmet is None:
+                    return None
+                waiting.refusal = waiting.unmet
+            waiting.num_loadable = self._count(request, waiting)
         return max(0, waiting.num_loadable - num_computed)
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Order]:
@@ -154,7 +198,15 @@ class Consumer:
         self._loading.add(request.request_id)
         prefill = waiting.prefill
         transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
-        yield Load(request.request_id, prefill.remote, prefill.lease, transfer, gives_back=False)
+        yield Load(
+            request.request_id,
+            prefill.remote,
+            prefill.lease,
+            transfer,
+            prefill.seal,
+            gives_back=False,
+            refusal=waiting.refusal,
+        )
 
     def reset(self) -> Iterator[Order]:
         """Whatever waits to be loaded is computed here: other weights may have come."""
@@ -221,7 +273,7 @@ class Consumer:
         """The load is over on every rank: its source is given back, unless others here still have it."""
         waiting = self._forget(request_id)
         if waiting is not None:
-            yield from self._give_back(waiting.prefill)
+            yield from self._give_back(waiting.prefill, waiting.unmet)
 
     def incomplete_blocks(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
         """(group, blocks from the start) that the load leaves without some of their tokens: a window begins inside."""
@@ -231,9 +283,9 @@ class Consumer:
         for group in self._groups:
             if group.page_tokens is not None:
                 first, _ = group.pages(_ids(blocks, group), 0)
-                first_token = _first_token(waiting.prefill, group)
-                if first * group.page_tokens < first_token:
-                    yield group, -(-first_token // group.page_tokens)
+                held = first_token(waiting.prefill, group)
+                if first * group.page_tokens < held:
+                    yield group, -(-held // group.page_tokens)
 
     def _forget(self, request_id: str) -> _Waiting | None:
         waiting = self._waiting.pop(request_id, None)
@@ -271,23 +323,33 @@ class Consumer:
     def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
         self._forget(request_id)
         yield Unwatch(request_id)
-        yield from self._give_back(waiting.prefill)
+        yield from self._give_back(waiting.prefill, waiting.unmet)
 
-    def _give_back(self, prefill: RemotePrefill) -> Iterator[Order]:
-        """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later."""
+    def _give_back(self, prefill: RemotePrefill, unmet: Failure | None = None) -> Iterator[Order]:
+        """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later.
+
+        One that could not be met is not asked again for this.
+        """
         source = prefill.remote, prefill.lease
-        if source not in self._of_source:
+        if source not in self._of_source and unmet is None:
             self._spent[source] = None
             if len(self._spent) > MAX_SPENT:
                 self._spent.popitem(last=False)
             yield Release(*source)
 
-    def _count(self, request: Request, prefill: RemotePrefill) -> int:
-        """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""
-        name, num_prompt = request.request_id, int(request.num_prompt_tokens)
+    def _count(self, request: Request, waiting: _Waiting) -> int:
+        """How many leading tokens of the prompt can be loaded; the reason is logged if it is none.
+
+        Prompts that cannot be compared count as equal: the source is not met, and the load is refused; or its seal does not hold, and
+        the ranks refuse the load; or it is not carried out here.
+        """
+        prefill, name, num_prompt = waiting.prefill, request.request_id, int(request.num_prompt_tokens)
         mine = read_prompt(request, self._adapters)
-        same = count_matching(prefill.prompt, mine)
-        limit = num_prompt - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
+        same = min(prefill.num_tokens, num_prompt)
+        if waiting.key is not None and prefill.is_sealed(waiting.key):
+            lease = prefill.lease
+            same = count_matching(prefill.prompt, mine, prompt_key(waiting.key, lease.request, lease.word))
+        limit = self._limit(request)
         count = int(min(same, prefill.num_tokens, limit))
         if self._has_state or prefill.has_state:
             if prefill.num_tokens > limit or same < prefill.num_tokens:
@@ -323,10 +385,14 @@ class Consumer:
             self._note_partial(name, "prompt", count, prefill, why)
         return max(0, count)
 
+    def _limit(self, request: Request) -> int:
+        """The last position from which this engine can go on."""
+        return int(request.num_prompt_tokens) - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
+
     def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
         """What the source no longer has of what this engine needs; empty if nothing."""
         for group in self._groups:
-            needed, first = _first_needed(prefill, group, num_tokens), _first_token(prefill, group)
+            needed, first = first_needed(prefill, group, num_tokens), first_token(prefill, group)
             if needed < num_tokens and first > needed:
                 return f"group {group.name} needs token {needed}, and its source begins at token {first}"
         mine = {group.reach for group in self._groups}
@@ -352,7 +418,7 @@ class Consumer:
                 for block in blocks.blocks[group.index]
                 if block.block_hash is None and not block.is_null and block.block_id in held
             ]
-            start = max(self._first_missing(group, blocks, first, num_tokens), _first_token(prefill, group))
+            start = max(self._first_missing(group, blocks, first, num_tokens), first_token(prefill, group))
             tables[group.name] = PageTable(list(pages), num_tokens, first)
             intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
             new_pages[group.name] = np.array(fresh, dtype=np.int64)
@@ -366,37 +432,6 @@ class Consumer:
         held = blocks.blocks[group.index]
         fresh = next((i for i, b in enumerate(held) if b.block_hash is None and not b.is_null), len(held))
         return max(first, fresh) * group.page_tokens
-
-
-def _first_needed(prefill: RemotePrefill, group: CacheGroup, num_tokens: int) -> int:
-    """The first token that the next one after `num_tokens` tokens needs of the group.
-
-    Of a ring those whose compressed entry is not complete; a ring holds one entry or several whole ones (vLLM 0.32.0,
-    `CircularBufferSpec`), so at most as many as the shorter one.
-    """
-    if group.ring_tokens is None:
-        return group.first_needed(num_tokens)
-    entry = min(group.ring_tokens, _shortest_ring(prefill) or group.ring_tokens)
-    return num_tokens // entry * entry
-
-
-def _first_token(prefill: RemotePrefill, group: CacheGroup) -> int:
-    """The first token that the source still has in every group of layers that look back as far as this one's, or in every ring."""
-    if group.ring_tokens is not None:
-        return max(0, prefill.num_tokens - _shortest_ring(prefill))
-    return max(
-        (
-            theirs.first_held
-            for theirs in prefill.groups
-            if theirs.page_tokens is not None and (theirs.window_tokens, theirs.chunk_tokens) == group.reach
-        ),
-        default=0,
-    )
-
-
-def _shortest_ring(prefill: RemotePrefill) -> int:
-    """Tokens that all rings of the source hold; 0 if it says of none."""
-    return min((group.ring_tokens for group in prefill.groups if group.ring_tokens is not None), default=0)
 
 
 def _ids(blocks: KVCacheBlocks, group: CacheGroup) -> list[int]:

@@ -7,7 +7,6 @@ likely a typo; NixlConnector's, which a configuration may still carry, are ignor
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kvreshard.model import KvReshardError
+from kvreshard.model.logs import get_logger
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
@@ -24,8 +24,9 @@ from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.renewals import RENEWALS_PER_LEASE
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
+from kvreshard.vllm.source_hosts import SourceHosts
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # vLLM 0.32.0, v1/nixl/*.py: what NixlConnector reads from the same place and this connector does not need.
 OF_NIXL_CONNECTOR = frozenset(
@@ -66,6 +67,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         max_in_flight_bytes: what a rank may have posted to one peer and not yet settled.
         lease_slots: finished prefills that can be kept at one time.
         allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
+        source_hosts: networks, addresses and names of hosts that may be named as a request's source (`source_hosts`); empty: any.
         digest_share: of how many requests, 0 to 1, the loaded bytes are compared with the source's.
         digest_timeout_s: seconds until a comparison without an answer has failed.
         flight_recorder_dir: where failed loads leave a record; none are left without.
@@ -92,6 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_in_flight_bytes: int = Pace().max_in_flight_bytes
     lease_slots: int = 1 << 16
     allow_mismatch: tuple[str, ...] = ()
+    source_hosts: tuple[str, ...] = ()
     digest_share: float = 0.0
     digest_timeout_s: float = 30.0
     flight_recorder_dir: str | None = None
@@ -123,6 +126,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("staging_bytes, retry_s and num_threads must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
+        SourceHosts(self.source_hosts)
         if not 0.0 <= self.digest_share <= 1.0:
             raise ValueError(f"digest_share is {self.digest_share}; it is a share of all requests, 0 to 1")
 

@@ -2,18 +2,19 @@
 
 The fields of vLLM's NixlConnector, so that routers work unchanged, and one of ours, `kvreshard`: the incarnation of the
 prefill engine, the lease, what each block list means (which logical page it starts with, tokens per page, window), and
-digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal. A seal over what the request refers to
-(lease, block lists, tokens) tells parameters that were mixed up or shortened on their way from those that arrived whole; other
-block ids would be read without complaint, and another request's text served. It is no secret and no signature.
+digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal.
+
+The prefill engine seals everything that decides what is read (`session.seal`): engine, incarnation, request, lease, block lists, groups,
+tokens and prompt digests. The ranks check the seal before they read, with the key from that engine's card, so that a client which
+changes or mixes parameters reads nothing. Host and port are not sealed, since a router may rewrite them.
 
 `read_params` believes nothing: a missing, wrong or oversized field gives a ParamsError with its name, and the decode engine
-computes the prompt itself. They come with a request, so whoever may send requests to this engine chooses which host it asks;
-that it believes the answer is a matter of keys (`session.keys`).
+computes the prompt itself.
 """
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from kvreshard.model.tables import PageTable
 from kvreshard.model.text import Name, plain
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import RemoteEngine, RemoteLease
+from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal
 from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
 
 VERSION = 1
@@ -49,7 +51,7 @@ class GroupParams(msgspec.Struct, frozen=True):
     """What one block list means. `page_tokens` None: one page per request. `is_state`: it stands at one position.
 
     `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: what a ring holds, as in `groups.CacheGroup`. `first_token`: where
-    what its pages have begins, if not with the first of them; left out elsewhere, so that the seal is that of earlier releases.
+    what its pages have begins, if not with the first of them; left out elsewhere.
     """
 
     name: Name
@@ -76,7 +78,7 @@ class ReshardParams(msgspec.Struct, frozen=True):
     word: Annotated[str, msgspec.Meta(max_length=32)]
     groups: Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
-    seal: str
+    seal: Annotated[str, msgspec.Meta(min_length=2 * SEAL_BYTES, max_length=2 * SEAL_BYTES)]
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -93,7 +95,10 @@ class _Params(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """A finished prefill: who holds it, under which lease, where its pages are, what it was made of."""
+    """A finished prefill: who holds it, under which lease, where its pages are, what it was made of.
+
+    `code`: its source's seal over all of it, of parameters that were read.
+    """
 
     remote: RemoteEngine
     lease: RemoteLease
@@ -101,6 +106,7 @@ class RemotePrefill:
     groups: tuple[GroupParams, ...]
     pages: tuple[tuple[int, ...], ...]
     prompt: PromptDigest
+    code: bytes = b""
 
     @property
     def has_state(self) -> bool:
@@ -113,9 +119,30 @@ class RemotePrefill:
             for group, pages in zip(self.groups, self.pages, strict=True)
         }
 
+    @property
+    def seal(self) -> Seal:
+        """The seal as it was read."""
+        return Seal(self._facts(), self.code)
 
-def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], *, is_prefill: bool = True) -> dict[str, Any]:
-    """The parameters to return to the router. `sizes`: tp_size, dcp_size, pp_size, as routers know them."""
+    def make_seal(self, key: bytes) -> Seal:
+        """The seal of the source that has this key. Raises BindError."""
+        source = self.remote.engine, self.remote.incarnation
+        lease = self.lease.request, self.lease.slot, self.lease.word
+        return make_seal(key, source, lease, self.tables(), self._facts())
+
+    def is_sealed(self, key: bytes) -> bool:
+        """Whether whoever has this key sealed it. Raises BindError."""
+        return hmac.compare_digest(self.code, self.make_seal(key).code)
+
+    def _facts(self) -> bytes:
+        """What is said beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""
+        return json.dumps(msgspec.to_builtins((self.num_tokens, self.groups, self.prompt))).encode()
+
+
+def write_params(
+    prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes, *, is_prefill: bool = True
+) -> dict[str, Any]:
+    """The parameters to return to the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them."""
     ours = ReshardParams(
         VERSION,
         prefill.remote.incarnation,
@@ -123,7 +150,7 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], *, is_prefill
         f"{prefill.lease.word:016x}",
         prefill.groups,
         prefill.prompt,
-        _seal(prefill),
+        prefill.make_seal(key).code.hex(),
     )
     return {
         "do_remote_prefill": is_prefill,
@@ -156,7 +183,7 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
         )
     try:
         read = msgspec.convert(params, _Params)
-        word = int(read.kvreshard.word, 16)
+        word, code = int(read.kvreshard.word, 16), bytes.fromhex(read.kvreshard.seal)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise ParamsError(f"kv_transfer_params cannot be used: {plain(error)}") from error
     groups, pages = read.kvreshard.groups, read.remote_block_ids
@@ -175,24 +202,7 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
         read.remote_engine_id, read.kvreshard.incarnation, Address(read.remote_host, read.remote_port)
     )
     lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
-    prefill = RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt)
-    if read.kvreshard.seal != _seal(prefill):
-        raise ParamsError(
-            "kv_transfer_params do not fit their seal: the request id, the number of tokens or the block ids are not those that "
-            "the prefill engine returned; pass them on unchanged, each with its own request"
-        )
-    return prefill
-
-
-def _seal(prefill: RemotePrefill) -> str:
-    """A digest of what the parameters refer to; where the engine is found may be rewritten on the way."""
-    referred = (
-        (prefill.remote.engine, prefill.remote.incarnation),
-        (prefill.lease.request, prefill.lease.slot, prefill.lease.word),
-        (prefill.num_tokens, prefill.groups, prefill.pages, prefill.prompt),
-    )
-    # Python's own JSON: a number from a stranger may have any size.
-    return hashlib.blake2b(json.dumps(msgspec.to_builtins(referred)).encode(), digest_size=8).hexdigest()
+    return RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt, code)
 
 
 def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> None:

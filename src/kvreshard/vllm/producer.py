@@ -13,15 +13,16 @@ whose state or ring has gone beyond its tokens, in a step that is still under wa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
+from kvreshard.session.seal import incarnation_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.choices import Choices
 from kvreshard.vllm.groups import CacheGroup
@@ -34,18 +35,18 @@ from kvreshard.vllm.slots import Slots
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRUNCATED = "_p_side_truncated"
 
 
 class Producer:
-    """`num_backoff_tokens`: trailing tokens that the decode side must compute (see `requests.count_backoff`)."""
+    """`key`: what the engine seals with. `num_backoff_tokens`: trailing tokens that the decode side must compute (see `requests.count_backoff`)."""
 
     def __init__(
         self,
         engine: str,
-        incarnation: str,
+        key: bytes,
         groups: Sequence[CacheGroup],
         sizes: dict[str, int],
         num_backoff_tokens: int,
@@ -53,7 +54,7 @@ class Producer:
         num_slots: int,
         adapters: Adapters | None = None,
     ) -> None:
-        self._engine, self._incarnation, self._groups, self._sizes = engine, incarnation, tuple(groups), sizes
+        self._engine, self._key, self._groups, self._sizes = engine, key, tuple(groups), sizes
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
         self._adapters = adapters or Adapters()
@@ -128,10 +129,10 @@ class Producer:
             return params, Revoke(grant.request)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
         prefill = self.describe(request, block_ids, RemoteLease(grant.request, grant.slot, grant.word), self.address)
-        params = write_params(prefill, self._sizes)
+        params = write_params(prefill, self._sizes, self._key)
         self._offered.add(request.request_id)
         self._choices.add(request.request_id, prompt, num_tokens, params)
-        return params, Offer(grant.request, self._lease_s)
+        return params, Offer(grant.request, self._lease_s, prefill.tables())
 
     def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
         """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it, or a ring has none of the first of them.
@@ -149,8 +150,9 @@ class Producer:
         """What the decode side is told of a finished request."""
         num_tokens = count_settled(request)
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
+        key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
-            RemoteEngine(self._engine, self._incarnation, address),
+            RemoteEngine(self._engine, incarnation_of(self._key), address),
             lease,
             num_tokens,
             tuple(
@@ -167,7 +169,7 @@ class Producer:
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),
             tuple(ids for _, ids in pages),
-            digest_prompt(read_prompt(request, self._adapters), num_tokens),
+            digest_prompt(read_prompt(request, self._adapters), num_tokens, key),
         )
 
     def reset(self) -> Iterator[Order]:

@@ -11,7 +11,6 @@ A request id may be used again meanwhile (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION)
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-logger = logging.getLogger(__name__)
+from kvreshard.model.logs import get_logger
+
+logger = get_logger(__name__)
 
 Place = tuple[int, int]
 """A group, and a block's id in the pool of that group."""

@@ -11,7 +11,6 @@ The facts are the first rank's, read where its model has been loaded: models wri
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,13 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.handshake import Address, Hello, Listener
+from kvreshard.session.seal import incarnation_of, new_key
 from kvreshard.vllm.options import Options
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_TOLD = 10_000
 
@@ -39,11 +40,12 @@ class RankPart:
 
 
 class Reception:
-    """One per engine. `incarnation`: 32 hexadecimal digits that no other start of this engine has."""
+    """One per engine. `key`: what this start of the engine seals with. `incarnation`: its digest, which no other start has."""
 
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._engine, self._options = vllm_config, engine, options
-        self.incarnation = secrets.token_hex(16)
+        self.key = new_key()
+        self.incarnation = incarnation_of(self.key)
         self._listener: Listener | None = None
         self._told: set[tuple[str, int, bool]] = set()
 
@@ -51,7 +53,7 @@ class Reception:
         """The engine's card, from what every rank says of itself. Raises LayoutError or WireError."""
         layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
         facts, cards = parts[min(parts)].facts, [part.card for part in parts.values()]
-        return make_card(layout, self.incarnation, facts, cards, self._options.kv_lease_duration)
+        return make_card(layout, self.key, facts, cards, self._options.kv_lease_duration)
 
     def listen(self, card: EngineCard, default_port: int | None = None) -> Address:
         """Hand the card out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.

@@ -7,15 +7,15 @@ every rank says about itself, goes out with the first. What a request's life loo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import encode_card
-from kvreshard.session.orders import Offer, Order
+from kvreshard.session.orders import Failure, Offer, Order
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.admission import Admission
 from kvreshard.vllm.consumer import Consumer
@@ -29,6 +29,7 @@ from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_sizes
+from kvreshard.vllm.source_hosts import SourceHosts
 from kvreshard.vllm.standstill import Standstill
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -47,25 +48,50 @@ class ReshardMetadata(KVConnectorMetadata):
     """
 
     orders: list[Order] = field(default_factory=list)
-    card: bytes | None = None
+    card: bytes | None = field(default=None, repr=False)  # it holds the engine's key, and vLLM logs steps that fail
     is_idle: bool = False
     waits_for_draft: bool = False
 
 
 @dataclass
 class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks tell the scheduler beside their results, as (request, rank): whose pages a read of that rank may still
-    write, and whose it no longer can.
+    """What ranks tell the scheduler beside their results. As (request, rank): whose pages a read of that rank may still write, and whose
+    it no longer can. `keys`: by request, of sources that have been met. `unmet`: of those that could not be met, why.
     """
 
     quarantined: set[tuple[str, int]] = field(default_factory=set)
     settled: set[tuple[str, int]] = field(default_factory=set)
+    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
+    unmet: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.quarantined or self.settled or self.keys or self.unmet)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
         """Of all ranks together."""
         if not isinstance(other, ReshardWorkerMetadata):
             return self
-        return ReshardWorkerMetadata(self.quarantined | other.quarantined, self.settled | other.settled)
+        return ReshardWorkerMetadata(
+            self.quarantined | other.quarantined,
+            self.settled | other.settled,
+            self.keys | other.keys,
+            self.unmet | other.unmet,
+        )
+
+
+def tell_hosts(options: Options) -> SourceHosts:
+    """The hosts that may be sources, and a line about it where that is anybody."""
+    hosts = SourceHosts(options.source_hosts)
+    if hosts.allows_all:
+        is_guarded = options.curve_secret_key_file is not None
+        tell = logger.info if is_guarded else logger.warning
+        tell(
+            "kvreshard: requests may name any host as their source, and the ranks contact it%s; list the hosts of the prefill engines in "
+            "source_hosts, or let only the router send kv_transfer_params (SECURITY.md)",
+            ", though only an engine with a trusted key is read from" if is_guarded else "",
+        )
+    return hosts
 
 
 class SchedulerSide:
@@ -80,7 +106,7 @@ class SchedulerSide:
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
             engine,
-            self._reception.incarnation,
+            self._reception.key,
             groups,
             read_sizes(parallel),
             backoff,
@@ -99,6 +125,7 @@ class SchedulerSide:
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
             partial_loads=PartialLoads(self._count_partial),
+            hosts=tell_hosts(options) if vllm_config.kv_transfer_config.is_kv_consumer else SourceHosts(),
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
@@ -129,7 +156,8 @@ class SchedulerSide:
         """Tokens that the ranks can load beyond what is computed; None: it cannot be said yet, go on with the next request."""
         params = request.kv_transfer_params or {}
         count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
-        return None if self._admission.puts_behind(request.request_id, count) else count
+        is_behind = self._admission.puts_behind(request.request_id, count or 0)
+        return None if is_behind else count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks have been allocated."""
@@ -177,6 +205,8 @@ class SchedulerSide:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
             self._hear_quarantine(meta)
+            if meta.keys or meta.unmet:
+                self._consumer.meet(meta.keys, meta.unmet)
         for request_id in output.failed_recving or ():
             if self._consumer.fail(request_id):
                 self._admission.fail(request_id)

@@ -15,7 +15,6 @@ Nothing of this can fail a request: what goes wrong here is logged once, and the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -27,11 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvreshard.model.logs import get_logger
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.shadow_scheduler import ShadowOrders, ShadowScheduler
 from kvreshard.vllm.shadow_worker import ShadowWorker
+from kvreshard.vllm.start_check import check_outputs
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 Given = ParamSpec("Given")
 
 PARAMS = "kvreshard_shadow"
@@ -62,6 +63,7 @@ class ShadowConnector(NixlPullConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
+        check_outputs(vllm_config)  # as NixlConnector, which vLLM knows by its name
         self._is_silent = False
         self._scheduler_shadow: ShadowScheduler | None = None
         self._worker_shadow: ShadowWorker | None = None

@@ -17,6 +17,7 @@ from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, count_settled, needs_whole_prompts, read_sizes
+from kvreshard.vllm.source_hosts import SourceHosts
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -46,7 +47,7 @@ class ShadowOrders:
     """What the workers of the shadow hear in one step."""
 
     loads: list[ShadowLoad] = field(default_factory=list)
-    card: bytes | None = None
+    card: bytes | None = field(default=None, repr=False)
 
 
 class ShadowScheduler:
@@ -60,7 +61,7 @@ class ShadowScheduler:
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._reception = Reception(vllm_config, engine, options)
         adapters = Adapters(vllm_config.lora_config)
-        self._producer = Producer(engine, self._reception.incarnation, groups, self._sizes, backoff, 1.0, 1, adapters)
+        self._producer = Producer(engine, self._reception.key, groups, self._sizes, backoff, 1.0, 1, adapters)
         self._fallback = ""
         self._groups = groups
         self._consumer = Consumer(
@@ -71,6 +72,8 @@ class ShadowScheduler:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            compares=False,  # the shadow has no keys of its sources, and NixlConnector does not compare prompts either
+            hosts=SourceHosts(options.source_hosts),
         )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}
@@ -92,7 +95,7 @@ class ShadowScheduler:
         """How many tokens either would load."""
         self._fallback = ""
         ours = self._consumer.count_loadable(request, num_computed)
-        self._counts[request.request_id] = ours, theirs or 0, num_computed
+        self._counts[request.request_id] = ours or 0, theirs or 0, num_computed
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks are there, and NixlConnector will load `num_external` tokens into them."""
@@ -122,7 +125,8 @@ class ShadowScheduler:
         if self._address is None or count_settled(request) < 1:
             return None
         lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
-        return write_params(self._producer.describe(request, block_ids, lease, self._address), self._sizes)
+        prefill = self._producer.describe(request, block_ids, lease, self._address)
+        return write_params(prefill, self._sizes, self._reception.key)
 
     def ended(self, request: Request) -> None:
         """The request is over."""

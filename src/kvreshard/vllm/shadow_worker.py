@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvreshard.model import EngineLayout, KvReshardError, wire
+from kvreshard.model.logs import get_logger
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_card
@@ -36,7 +37,7 @@ from kvreshard.vllm.shadow_scheduler import ShadowLoad, ShadowOrders
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_WAITING = 256
 CLOSE_S = 0.3

@@ -2,7 +2,8 @@
 
 | engine | why |
 |---|---|
-| sleep mode | it gives the memory of caches back, and takes other memory at the same addresses (vLLM 0.32, `device_allocator/cumem.py`), of which NIXL's registrations know nothing: a peer may read what was there before |
+| sleep mode, or the allocator that it uses | it gives the memory of caches back, and takes other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`), of which NIXL's registrations know nothing: a peer may read what was there before |
+| `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
 | prefill context parallelism without decode context parallelism, and a role that loads | the ranks hold the same, and vLLM hands out only what one of them says of itself (`gpu_worker.py:827`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
 
@@ -20,12 +21,18 @@ from kvreshard.model import LayoutError
 
 def check_start(vllm_config: Any) -> None:
     """Raises LayoutError."""
-    if vllm_config.model_config.enable_sleep_mode:
-        raise LayoutError(
-            "sleep mode is on: an engine that wakes up has its caches in other memory than peers read from; start it without "
-            "--enable-sleep-mode"
-        )
+    _check_sleep(vllm_config.model_config)
+    check_outputs(vllm_config)
     _check_replicas(vllm_config)
+
+
+def check_outputs(vllm_config: Any) -> None:
+    """What an engine returns beside tokens. Raises LayoutError."""
+    if vllm_config.aux_output_config.enabled:
+        raise LayoutError(
+            "--enable-return-routed-experts is on: which experts a prefill chose does not come with its cache, so the decode engine could "
+            "not return them for the prompt; start it without, or without a prefill engine"
+        )
 
 
 def check_outer_role(config: Any) -> None:
@@ -37,6 +44,25 @@ def check_outer_role(config: Any) -> None:
         raise LayoutError(
             f"{config.kv_connector} has kv_role {config.kv_role}, and {outer.kv_connector} around it {outer.kv_role}: vLLM would not keep "
             "steps that are under way from writing what is loaded; set the outer kv_role to kv_both"
+        )
+
+
+def _check_sleep(model_config: Any) -> None:
+    """An engine may be put to sleep however it was started (vLLM 0.32.0, `v1/engine/core.py`, `sleep`): it matters where its caches lie."""
+    if model_config.enable_sleep_mode:
+        raise LayoutError(
+            "sleep mode is on: an engine that wakes up has its caches in other memory than peers read from; start it without "
+            "--enable-sleep-mode"
+        )
+    if model_config.enable_cumem_allocator:
+        raise LayoutError(
+            "--enable-cumem-allocator is on: vLLM can put such an engine to sleep, and its caches are then in other memory than peers read "
+            "from; start it without, and without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+        )
+    if model_config.sleep_mode_backend != "cumem":
+        raise LayoutError(
+            f"sleep_mode_backend is {model_config.sleep_mode_backend}: it can put an engine to sleep that was not started with sleep mode, and "
+            "what becomes of its caches is not known; leave it out"
         )
 
 

@@ -7,10 +7,11 @@ when the connector is loaded, before any engine starts; another patch version is
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 
-logger = logging.getLogger(__name__)
+from kvreshard.model.logs import get_logger
+
+logger = get_logger(__name__)
 
 TESTED = ("0.32.0",)
 # Distributions that bring the `vllm` package: of the project itself, and of its CPU build.

@@ -6,7 +6,6 @@ thread only passes orders on and collects what has ended; everything else is the
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvreshard.model import wire
+from kvreshard.model.logs import get_logger
 from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
@@ -36,7 +36,7 @@ from kvreshard.vllm.start_check import check_outer_role
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # How long an engine that computes nothing waits in a step for its loads. A load of a megabyte takes some 3 ms; a step that finds
 # nothing costs 3 ms more before the engine asks again (vLLM 0.32 sleeps 1 ms after one, the rest is talk between its processes).
@@ -144,6 +144,8 @@ class WorkerSide:
         kept = {request for request, failure in results.failed.items() if failure.is_quarantined}
         self._metadata.quarantined.update((request, self._rank) for request in kept)
         self._metadata.settled.update((request, self._rank) for request in results.settled)
+        self._metadata.keys.update(results.keys)
+        self._metadata.unmet.update(results.unmet)
         return KVConnectorTransferResults(
             finished_sending=set(results.freed),
             finished_recving={*results.received, *results.failed},
@@ -163,7 +165,7 @@ class WorkerSide:
 
     def take_metadata(self) -> ReshardWorkerMetadata | None:
         """What the scheduler must know beside the results."""
-        if not self._metadata.quarantined and not self._metadata.settled:
+        if self._metadata.is_empty:
             return None
         metadata, self._metadata = self._metadata, ReshardWorkerMetadata()
         return metadata

@@ -22,6 +22,7 @@ from kvreshard.model import EngineLayout, wire
 from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.keys import read_keys, write_keys
+from kvreshard.session.seal import incarnation_of
 from kvreshard.testing.ranks import RankDiedError
 from kvreshard.testing.small import engine
 from kvreshard.transport.base import TransportError
@@ -50,7 +51,7 @@ def serve() -> Iterator[Serve]:
             )
             for rank in layout.ranks
         ]  # fmt: skip
-        listeners.append(Listener(Address("127.0.0.1", 0), make_card(layout, "life", facts, ranks)))
+        listeners.append(Listener(Address("127.0.0.1", 0), make_card(layout, bytes(32), facts, ranks)))
         return f"127.0.0.1:{listeners[-1].address.port}"
 
     yield start
@@ -191,7 +192,8 @@ def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> N
     path.write_bytes(wire.encode(engine("decode", page=6), "json"))
     result = run("doctor", "--no-loopback", "--peer", where, "--layout", path)
     assert result.exit_code == 0, result.output
-    assert "engine 'prefill', incarnation life: 2 ranks, 2 fields in 1 group," in result.stdout
+    life = incarnation_of(bytes(32))[:12]
+    assert f"engine 'prefill', incarnation {life}: 2 ranks, 2 fields in 1 group," in result.stdout
     assert "route prefill -> decode" in result.stdout
     assert "proved; 2 lanes" in result.stdout
     assert "the handshake does not tell it" in result.stdout
@@ -222,7 +224,7 @@ def test_a_peer_that_wants_keys_is_asked_with_one(run: Run, tmp_path: Path) -> N
     secret = write_keys(tmp_path, "room")[1]
     layout = engine("prefill")
     card = make_card(
-        layout, "life", {}, [RankCard(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)]
+        layout, bytes(32), {}, [RankCard(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)]
     )
     listener = Listener(Address("127.0.0.1", 0), card, keys=read_keys(secret))
     try:

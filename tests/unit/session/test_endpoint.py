@@ -21,6 +21,7 @@ from tests.unit.session.world import (
     make_world,
     meet,
     order_load,
+    seal,
 )
 
 from kvreshard.model import LayoutMismatch
@@ -238,7 +239,7 @@ def test_a_request_that_cannot_be_bound_fails_before_anything_moves(world: World
     world.grant_and_offer()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, LEASE, wanted, gives_back=True))
+        endpoint.submit(Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
     before = {place: content.copy() for place, content in world.dst.memory.items()}
     world.turn()
     meet(world)
@@ -250,9 +251,9 @@ def test_a_request_that_cannot_be_bound_fails_before_anything_moves(world: World
 
 
 def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
-    wanted = request(world.src.layout, world.dst.layout, 21)
+    wanted, lease = request(world.src.layout, world.dst.layout, 21), RemoteLease("r", 64, WORD)
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, RemoteLease("r", 64, WORD), wanted, gives_back=True))
+        endpoint.submit(Load("d", REMOTE, lease, wanted, seal(wanted, lease), gives_back=True))
     world.turn()
     meet(world)
     world.turn()
@@ -264,7 +265,7 @@ def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
     for name in ("a", "b", "c"):
         wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99 if name == "b" else 6])
         for endpoint in world.dst.endpoints.values():
-            endpoint.submit(Load(name, REMOTE, LEASE, wanted, gives_back=True))
+            endpoint.submit(Load(name, REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
     world.turn()
     meet(world)
     world.turn()
@@ -307,7 +308,7 @@ def test_a_rank_that_reads_nothing_needs_no_lease(world: World) -> None:
     wanted = request(world.src.layout, world.dst.layout, 21)
     empty = replace(wanted, intervals={name: [] for name in wanted.intervals})
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, LEASE, empty, gives_back=True))
+        endpoint.submit(Load("d", REMOTE, LEASE, empty, seal(empty), gives_back=True))
     world.turn()
     meet(world)
     world.turn()

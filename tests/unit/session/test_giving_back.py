@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from tests.unit.session.world import (
+    KEY,
     LEASE,
     REMOTE,
     SLOT,
@@ -150,7 +151,14 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
     for _ in range(2):
         for number, source in enumerate(sources):
             card = EngineCard(
-                "", 1, f"engine {number}", "life", {}, b"", (msgspec.structs.replace(rank, metadata=source.metadata()),)
+                "",
+                1,
+                f"engine {number}",
+                "life",
+                {},
+                b"",
+                (msgspec.structs.replace(rank, metadata=source.metadata()),),
+                KEY,
             )
             refusals.give_back("me/life", 3, card, LEASE)
             assert len(mine._peers) <= MAX_ENGINES

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, Clock, World, make_world, meet, order_load
+from tests.unit.session.world import LEASE, OPTIONS, REMOTE, Clock, World, make_world, meet, order_load, seal
 from tests.work import count_bytecodes
 
 from kvreshard.model.tables import Request
@@ -66,7 +66,7 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
 
 
 def end(holder: LeaseHolder, me: Self) -> None:
-    load = Load("new", REMOTE, LEASE, NOTHING, gives_back=True)
+    load = Load("new", REMOTE, LEASE, NOTHING, seal(NOTHING), gives_back=True)
     holder.begin(load)
     holder.end(me, load, None, is_good=True, is_kept=False)
 
@@ -91,7 +91,7 @@ def test_what_happens_to_one_request_costs_the_same_whatever_others_wait(
         peer = world.dst.endpoints[0]._peers.met(REMOTE)
         for number in range(count):
             holder.watch(Watch(f"w{number}", REMOTE, of(number)), me)
-            kept = Load(f"k{number}", REMOTE, of(count + number), NOTHING, gives_back=False)
+            kept = Load(f"k{number}", REMOTE, of(count + number), NOTHING, seal(NOTHING), gives_back=False)
             holder.begin(kept)
             holder.end(me, kept, peer, is_good=True, is_kept=True)
         holder.send_releases(me, 100.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.unit.session.world import LEASE, REMOTE, SLOT, World, make_world, meet
+from tests.unit.session.world import LEASE, LIFE, REMOTE, SLOT, World, make_world, meet, seal
 
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
@@ -16,7 +16,7 @@ from kvreshard.session.peers import Peer
 from kvreshard.transport.base import TransportError
 
 OTHER = RemoteLease("s", SLOT + 1, 0xDEF)
-ABSENT = RemoteEngine("prefill", "life", replace(REMOTE.address, port=2))
+ABSENT = RemoteEngine("prefill", LIFE, replace(REMOTE.address, port=2))
 NOTHING = Request({}, {}, {}, {})
 
 
@@ -38,7 +38,7 @@ class Told:
         return meeting.result()
 
     def load(self, name: str = "d", lease: RemoteLease = LEASE, *, begin: bool = True) -> Load:
-        load = Load(name, REMOTE, lease, NOTHING, gives_back=True)
+        load = Load(name, REMOTE, lease, NOTHING, seal(NOTHING, lease), gives_back=True)
         if begin:
             self.holder.begin(load)
         return load
@@ -62,7 +62,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def test_a_load_that_is_over_is_reported_with_its_word(told: Told, is_good: bool) -> None:
     peer = told.meet()
     told.end(told.load(), peer, is_good=is_good)
-    assert told.notes == [Report(1, "decode/life", "r", LEASE.word, 0, (0, 1), is_good)]
+    assert told.notes == [Report(1, f"decode/{LIFE}", "r", LEASE.word, 0, (0, 1), is_good)]
 
 
 def test_the_last_of_several_loads_reports(told: Told) -> None:

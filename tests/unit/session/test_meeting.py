@@ -7,12 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side, meet_engine
+from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side, meet_engine
 
 from kvreshard.model import KvReshardError, WireError
-from kvreshard.model.form import Form, Step
 from kvreshard.plan.route import compile_route
-from kvreshard.session import card as cards
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
@@ -47,7 +45,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 def meet(dst: Side, listener: Listener, keys: Keys | None, heard: list[Hello]) -> object:
     me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
     options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
-    route = meet_engine(me, RemoteEngine("prefill", "life", listener.address), options, lambda: heard).route
+    route = meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), options, lambda: heard).route
     assert all(lane.kept is me.kept for lane in route.lanes), "it has a bound of its own"
     return route.src_ranks
 
@@ -71,13 +69,11 @@ def test_nothing_is_kept_of_a_peer_that_is_disconnected_and_all_of_another(sides
     listener = Listener(LOCAL, sides[0].card())
     try:
         peer = meet_engine(
-            me, RemoteEngine("prefill", "life", listener.address), EndpointOptions(handshake_timeout_s=60.0)
+            me, RemoteEngine("prefill", LIFE, listener.address), EndpointOptions(handshake_timeout_s=60.0)
         )
         with_peer = len(me.kept)
         with pytest.raises(TransportError):  # the transport knows these ranks already
-            meet_engine(
-                me, RemoteEngine("prefill", "life", listener.address), EndpointOptions(handshake_timeout_s=60.0)
-            )
+            meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), EndpointOptions(handshake_timeout_s=60.0))
         assert len(me.kept) == with_peer > of_other > 0, "of a meeting that failed"
     finally:
         listener.close()
@@ -87,12 +83,12 @@ def test_nothing_is_kept_of_a_peer_that_is_disconnected_and_all_of_another(sides
     assert (len(me.kept), me.kept.num_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(("engine_name", "life"), [("prefill", "former"), ("other", "life")])
+@pytest.mark.parametrize(("engine_name", "life"), [("prefill", "former"), ("other", LIFE)])
 def test_whoever_else_listens_there_now_is_not_read_from(sides: tuple[Side, Side], engine_name: str, life: str) -> None:
     listener = Listener(LOCAL, sides[0].card())
     me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
     try:
-        with pytest.raises(HandshakeError, match=f"not '{engine_name}', incarnation {life}: it has restarted"):
+        with pytest.raises(HandshakeError, match=f"not '{engine_name}', incarnation {life[:12]}: it has restarted"):
             meet_engine(
                 me, RemoteEngine(engine_name, life, listener.address), EndpointOptions(handshake_timeout_s=60.0)
             )
@@ -119,10 +115,8 @@ def other_layout(card: EngineCard, **changes: object) -> EngineCard:
     ],
 )
 def test_a_card_that_lies_is_refused_and_told(
-    sides: tuple[Side, Side], change: Callable[[EngineCard], EngineCard], told: str, monkeypatch: pytest.MonkeyPatch
+    sides: tuple[Side, Side], change: Callable[[EngineCard], EngineCard], told: str
 ) -> None:
-    # A liar does not look at what it says to write it for older peers.
-    monkeypatch.setattr(cards, "CARD", Form(cards.FORM, (Step(up=dict, down=dict),)))
     heard: list[Hello] = []
     listener = Listener(LOCAL, change(sides[0].card()), heard.append)
     try:
@@ -132,6 +126,29 @@ def test_a_card_that_lies_is_refused_and_told(
         listener.close()
     assert str(caught.value).isprintable()
     assert [hello.is_good for hello in heard] == [False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"key": bytes(32)}, f"names incarnation {LIFE} and has the key of"),
+        ({"incarnation": "former"}, "names incarnation former and has the key of"),
+        ({"key": b"short"}, r"length >= 32 - at `\$\.key`"),
+        ({"key": bytes(33)}, r"length <= 32 - at `\$\.key`"),
+    ],
+)
+def test_nobody_answers_in_another_engines_place_without_its_key(
+    sides: tuple[Side, Side], changes: dict[str, object], told: str
+) -> None:
+    """Whoever may send parameters chooses who is asked: an engine of their own must not become the one that others' parameters name."""
+    listener = Listener(LOCAL, msgspec.structs.replace(sides[0].card(), **changes))
+    me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
+    life = str(changes.get("incarnation", LIFE))
+    try:
+        with pytest.raises(HandshakeError, match=told):
+            meet_engine(me, RemoteEngine("prefill", life, listener.address), EndpointOptions(handshake_timeout_s=60.0))
+    finally:
+        listener.close()
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,21 @@ import socket
 import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
-from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
+from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.session.card import EngineCard
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.session.peers import Peer, Peers, Self, connect_engine
+from kvreshard.session.seal import incarnation_of
 from kvreshard.testing.small import engine
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
 
+NEXT_KEY = bytes(32)
+NEXT_LIFE = incarnation_of(NEXT_KEY)
 PATIENCE_S = 60.0
 
 
@@ -31,7 +33,7 @@ class Room:
         self.sides: list[Side] = []
         src, dst = self.start("prefill", 2), self.start("decode", 1)
         self.listener = Listener(Address("127.0.0.1", 0), src.card())
-        self.remote = RemoteEngine("prefill", "life", self.listener.address)
+        self.remote = RemoteEngine("prefill", LIFE, self.listener.address)
         self.me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
         self.gate, self.num_meetings = threading.Event(), 0
         self.clock, self.woken = Clock(), threading.Event()
@@ -51,9 +53,14 @@ class Room:
     def restart(self) -> RemoteEngine:
         """The source ends, and its next life listens at the same address."""
         self.listener.close()
-        card = msgspec.structs.replace(self.start("prefill", 2).card(), incarnation="next")
-        self.listener = Listener(self.remote.address, card)
-        return RemoteEngine("prefill", "next", self.remote.address)
+        self.listener = Listener(self.remote.address, self.next_card())
+        return RemoteEngine("prefill", NEXT_LIFE, self.remote.address)
+
+    def next_card(self) -> EngineCard:
+        """The card of another life of the source."""
+        side = self.start("prefill", 2)
+        side.key = NEXT_KEY
+        return side.card()
 
     def hear(self) -> None:
         """What has been found out of a peer that is doubted."""
@@ -125,9 +132,8 @@ def test_the_former_life_is_dropped_when_the_new_one_has_answered(room: Room) ->
 def test_two_engines_of_one_name_are_both_read_from(room: Room) -> None:
     room.gate.set()
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    card = msgspec.structs.replace(room.start("prefill", 2).card(), incarnation="next")
-    with contextlib.closing(Listener(Address("127.0.0.1", 0), card)) as listener:
-        following = RemoteEngine("prefill", "next", listener.address)
+    with contextlib.closing(Listener(Address("127.0.0.1", 0), room.next_card())) as listener:
+        following = RemoteEngine("prefill", NEXT_LIFE, listener.address)
         second = room.peers.get(room.me, following).result(PATIENCE_S)
         for _ in range(3):
             for remote, peer in ((room.remote, first), (following, second)):
@@ -162,7 +168,7 @@ def test_of_a_peer_that_was_met_anew_the_former_cannot_be_forgotten(room: Room) 
 
 def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
     room.gate.set()
-    other = RemoteEngine("prefill", "life", Address("localhost", room.remote.address.port))
+    other = RemoteEngine("prefill", LIFE, Address("localhost", room.remote.address.port))
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
     assert room.peers.get(room.me, other).result(PATIENCE_S) is room.peers.met(other) is first
     room.peers.forget(other)
@@ -171,7 +177,7 @@ def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
 
 def test_a_wrong_address_does_not_stand_in_the_way_of_the_right_one(room: Room) -> None:
     with contextlib.closing(Listener(Address("127.0.0.1", 0), room.start("another", 1).card())) as listener:
-        wrong = RemoteEngine("prefill", "life", listener.address)
+        wrong = RemoteEngine("prefill", LIFE, listener.address)
         asked = room.peers.get(room.me, wrong)
         right = room.peers.get(room.me, room.remote)
         room.gate.set()
@@ -256,7 +262,7 @@ def test_a_source_that_does_not_take_the_outcome_is_read_from_all_the_same(room:
         assert gate.wait(PATIENCE_S)
 
     listener = Listener(Address("127.0.0.1", 0), room.sides[0].card(), hear)
-    remote = RemoteEngine("prefill", "life", listener.address)
+    remote = RemoteEngine("prefill", LIFE, listener.address)
     with contextlib.closing(listener), contextlib.closing(patient(room)) as several:
         assert several.get(room.me, remote).result(PATIENCE_S) is several.met(remote)
         assert told.wait(PATIENCE_S)
@@ -266,7 +272,7 @@ def test_a_source_that_does_not_take_the_outcome_is_read_from_all_the_same(room:
 def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
     room.gate.set()
     peer = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    gone = RemoteEngine("gone", "life", room.listener.address)
+    gone = RemoteEngine("gone", LIFE, room.listener.address)
     room.peers.get(room.me, gone).exception(PATIENCE_S)
     ttl_s = EndpointOptions().peer_ttl_s
     for seconds, in_use, expected in ((61.0, (), 1), (ttl_s, (peer,), 1), (61.0, (), 0)):

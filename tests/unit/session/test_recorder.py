@@ -16,16 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.session.world import (
     LEASE,
+    LIFE,
     OPTIONS,
     REMOTE,
     WORD,
     Clock,
     World,
+    at_once,
     collect,
     make_world,
     meet,
     meet_engine,
     order_load,
+    seal,
 )
 from tests.work import count_bytecodes
 
@@ -56,12 +59,6 @@ def recorder(tmp_path: Path, clock: Clock) -> Recorder:
 
 
 NOW_S = 1_700_000_000.0
-
-
-def at_once(work: Callable[[], None]) -> bool:
-    """On the test's own thread."""
-    work()
-    return True
 
 
 @pytest.fixture
@@ -113,7 +110,7 @@ def test_the_card_of_a_pair_that_is_refused_is_kept_for_the_record(world: World)
     card = msgspec.structs.replace(world.src.card(), facts={"model": "large"})
     mine = msgspec.structs.replace(world.dst.card(), facts={"model": "small"})
     listener = Listener(Address("127.0.0.1", 0), card)
-    remote = RemoteEngine("prefill", "life", listener.address)
+    remote = RemoteEngine("prefill", LIFE, listener.address)
     me = Self(mine, world.dst.layout, 0, world.dst.transports[0], HostMemory(), None)
     with pytest.raises(LayoutMismatch, match="model is 'large' there and 'small' here"):
         meet_engine(me, remote, OPTIONS)
@@ -151,7 +148,7 @@ def test_a_request_that_cannot_be_bound_is_recorded_with_the_reason(world: World
     world.grant_and_offer()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load("d", REMOTE, LEASE, wanted, gives_back=True))
+        endpoint.submit(Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
     world.turn()
     meet(world)
     world.turn()
@@ -323,7 +320,7 @@ def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock
         num_tokens = 16 * num_pages
         table = PageTable(np.arange(1, num_pages + 1), num_tokens)
         wanted = Request({"g": table}, {"g": table}, {"g": [(0, num_tokens)]}, {"g": table.pages})
-        load = Load("d", REMOTE, LEASE, wanted, gives_back=True)
+        load = Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True)
         failure, card = Failure("transfer", "x"), world.src.card()
         crash = Crash(
             load,

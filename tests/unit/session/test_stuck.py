@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load
+from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load, seal
 
 from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Results
 from kvreshard.testing.small import request
@@ -98,9 +98,10 @@ def test_loads_end_in_time_when_the_sessions_thread_does_not_come_back(
     assert found.failed["d"].is_quarantined
     assert "has not come back from a turn within 110 s" in found.failed["d"].text
     assert found.stuck == ["turn"]
-    endpoint.submit(Load("late", REMOTE, LEASE, request(world.src.layout, world.dst.layout, 21), gives_back=True))
-    late = endpoint.collect()
-    assert (list(late.failed), late.stuck) == (["late"], [])
+    late = request(world.src.layout, world.dst.layout, 21)
+    endpoint.submit(Load("late", REMOTE, LEASE, late, seal(late), gives_back=True))
+    found = endpoint.collect()
+    assert (list(found.failed), found.stuck) == (["late"], [])
     gate.set()
     turning.join(60.0)
     assert not turning.is_alive()

@@ -31,6 +31,7 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.peers import Peer, Peers, Self, disconnect
 from kvreshard.session.recorder import Recorder
+from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging
 from kvreshard.testing.small import engine, request
 from kvreshard.transport.base import MemoryRegion, Transfer
@@ -38,9 +39,17 @@ from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
 
 WORD, SLOT = 0xABC, 5
+KEY = bytes(range(32))
+LIFE = incarnation_of(KEY)
 HOST: tuple[str, LocalMemory] = ("cpu", HostMemory())
 KIND = Attention(2, 8, "bfloat16")
 OPTIONS = EndpointOptions(load_timeout_s=100.0, settle_timeout_s=10.0, heartbeat_s=5.0, retry_s=5.0)
+
+
+def at_once(work: Callable[[], None]) -> bool:
+    """Recorders' work, on the test's own thread."""
+    work()
+    return True
 
 
 class Clock:
@@ -63,6 +72,7 @@ class Side:
     endpoints: dict[int, Endpoint]
     staging: list[np.ndarray] = field(default_factory=list)
     lease_s: float | msgspec.UnsetType = msgspec.UNSET
+    key: bytes = KEY
 
     def card(self) -> EngineCard:
         ranks = [
@@ -76,7 +86,7 @@ class Side:
             )
             for rank in self.transports
         ]
-        return make_card(self.layout, "life", {}, ranks, self.lease_s)
+        return make_card(self.layout, self.key, {}, ranks, self.lease_s)
 
     def turn(self, times: int = 3) -> None:
         for _ in range(times):
@@ -110,9 +120,11 @@ class World:
                 side.turn(1)
 
     def grant_and_offer(self, name: str = "r", ttl_s: float = 30.0) -> None:
+        """A lease of the pages that `order_load` reads."""
+        tables = request(self.src.layout, self.dst.layout, 21).src_tables
         for endpoint in self.src.endpoints.values():
             endpoint.submit(Grant(name, SLOT, WORD))
-            endpoint.submit(Offer(name, ttl_s))
+            endpoint.submit(Offer(name, ttl_s, tables))
 
     def close(self) -> None:
         for side in (self.src, self.dst):
@@ -123,8 +135,16 @@ class World:
         return {table[SLOT] for table in self.src.tables.values()}
 
 
-REMOTE = RemoteEngine("prefill", "life", Address("127.0.0.1", 1))
+REMOTE = RemoteEngine("prefill", LIFE, Address("127.0.0.1", 1))
 LEASE = RemoteLease("r", SLOT, WORD)
+
+
+def seal(
+    transfer: Request, lease: RemoteLease = LEASE, remote: RemoteEngine = REMOTE, key: bytes = KEY, facts: bytes = b""
+) -> Seal:
+    """What the source says of a transfer."""
+    named = lease.request, lease.slot, lease.word
+    return make_seal(key, (remote.engine, remote.incarnation), named, transfer.src_tables, facts)
 
 
 def make_side(
@@ -285,7 +305,7 @@ def meet(world: World) -> None:
 def order_load(world: World, name: str = "d", *, lease: RemoteLease = LEASE, gives_back: bool = True) -> Request:
     wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Load(name, REMOTE, lease, wanted, gives_back))
+        endpoint.submit(Load(name, REMOTE, lease, wanted, seal(wanted, lease), gives_back))
     return wanted
 
 

@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvreshard.session.seal import prompt_key
 from kvreshard.vllm.prompt import MAX_MARKS, MIN_STEP_TOKENS, Prompt, PromptDigest, count_matching, digest_prompt
 
 TOKENS = list(range(100, 400))
+SECRET = bytes(range(32))
 
 
 def matching(theirs: Prompt, num_tokens: int, mine: Prompt) -> int:
     """Through JSON, as the digests travel."""
-    travelled = json.loads(json.dumps(msgspec.to_builtins(digest_prompt(theirs, num_tokens))))
-    return count_matching(msgspec.convert(travelled, PromptDigest), mine)
+    travelled = json.loads(json.dumps(msgspec.to_builtins(digest_prompt(theirs, num_tokens, SECRET))))
+    return count_matching(msgspec.convert(travelled, PromptDigest), mine, SECRET)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 31, 32, 33, 299, 300])
@@ -55,10 +57,10 @@ def test_items_and_adapters_are_part_of_the_text() -> None:
 
 
 def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:
-    digest = digest_prompt(Prompt(range(131072)), 131072)
+    digest = digest_prompt(Prompt(range(131072)), 131072, SECRET)
     assert len(digest.marks) <= MAX_MARKS
     assert digest.step % MIN_STEP_TOKENS == 0
-    assert count_matching(digest, Prompt(range(131071))) >= 131072 - digest.step
+    assert count_matching(digest, Prompt(range(131071)), SECRET) >= 131072 - digest.step
 
 
 @pytest.mark.parametrize(
@@ -72,4 +74,23 @@ def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:
     ],
 )
 def test_digests_that_make_no_sense_match_nothing(digest: PromptDigest) -> None:
-    assert count_matching(digest, Prompt(TOKENS)) == 0
+    assert count_matching(digest, Prompt(TOKENS), SECRET) == 0
+
+
+def test_without_the_key_no_guess_is_confirmed() -> None:
+    """Whoever reads the digests knows the code and the text, and has every key but the right one."""
+    digest, prompt = digest_prompt(Prompt(TOKENS), 300, SECRET), Prompt(TOKENS)
+    assert count_matching(digest, prompt, SECRET) == 300
+    for wrong in (b"", bytes(32), SECRET[::-1], prompt_key(bytes(32), "r", 1)):
+        assert count_matching(digest, prompt, wrong) == 0
+        others = digest_prompt(prompt, 300, wrong)
+        assert not set(digest.marks) & set(others.marks)
+        assert digest.whole != others.whole
+
+
+def test_equal_prompts_of_two_requests_have_nothing_in_common() -> None:
+    digests = [
+        digest_prompt(Prompt(TOKENS), 300, prompt_key(SECRET, request, word))
+        for request, word in (("r", 1), ("s", 1), ("r", 2))
+    ]
+    assert len({mark for digest in digests for mark in (*digest.marks, digest.whole)}) == 3 * (18 + 1)

@@ -13,6 +13,7 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Load, RemoteEngine, RemoteLease
+from kvreshard.session.seal import Seal
 from kvreshard.testing.small import GROUP, engine, request
 from kvreshard.vllm.shadow_record import RecordingAgent
 from kvreshard.vllm.shadow_report import ShadowReport, compare_load
@@ -85,7 +86,14 @@ def report(
     src: EngineLayout, dst: EngineLayout, theirs: list[CopyList], num_tokens: int = 10, pages: list[int] | None = None
 ) -> ShadowReport:
     asked = request(src, dst, num_tokens, dst_pages=pages)
-    load = Load("r", RemoteEngine("prefill", "life", Address("h", 1)), RemoteLease("q", 0, 1), asked, gives_back=True)
+    load = Load(
+        "r",
+        RemoteEngine("prefill", "life", Address("h", 1)),
+        RemoteLease("q", 0, 1),
+        asked,
+        Seal(b"", b""),
+        gives_back=True,
+    )
     return compare_load(load, compile_route(src, dst, 0), src, dst, theirs, FACTS)
 
 

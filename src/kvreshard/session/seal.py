@@ -1,0 +1,91 @@
+"""The keyed seal that shows that a request's block ids and lease are those that its source gave it.
+
+1. An engine draws a random key when it starts (`new_key`). Its incarnation is a digest of the key (`incarnation_of`), so that only an
+   engine that has the key can answer under that incarnation.
+2. The key is handed out in the engine's card, hence only to peers that were let in. It stands in no log and in no `kv_transfer_params`.
+3. The source seals what it offers (`make_seal`): engine, incarnation, request, lease slot and word, block tables, and `facts`, which is
+   whatever else its parameters say.
+4. The reader checks the seal before it posts anything (`check_seal`).
+
+Whoever has the key can make seals: an engine without handshake keys gives its card, and so the key, to everybody who reaches its port.
+Refused: a seal that does not hold (SealError).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from kvreshard.model.errors import KvReshardError
+from kvreshard.model.tables import PageTable
+from kvreshard.model.text import plain
+
+KEY_BYTES = 32
+SEAL_BYTES = 16
+INCARNATION_BYTES = 16
+# Uses of one key must not be mixed up: BLAKE2 tells them apart.
+_FOR_INCARNATION, _FOR_SEAL, _FOR_PROMPT = b"kvr incarnation", b"kvr seal", b"kvr prompt"
+
+
+class SealError(KvReshardError):
+    """What a request refers to was not sealed by its source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """`facts`: what the source said of the request beside its lease and tables. `code`: the keyed digest, `SEAL_BYTES` long."""
+
+    facts: bytes
+    code: bytes
+
+
+def new_key() -> bytes:
+    """A random key for one start of an engine."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def incarnation_of(key: bytes) -> str:
+    """The incarnation that an engine with this key has: 32 hexadecimal digits. The key does not follow from it."""
+    return hashlib.blake2b(key, digest_size=INCARNATION_BYTES, person=_FOR_INCARNATION).hexdigest()
+
+
+def prompt_key(key: bytes, request: str, word: int) -> bytes:
+    """The key of one request's prompt digests: those of two requests cannot be compared without `key`."""
+    message = msgspec.msgpack.encode((request, word))
+    return hashlib.blake2b(message, key=key, digest_size=KEY_BYTES, person=_FOR_PROMPT).digest()
+
+
+def make_seal(
+    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], facts: bytes
+) -> Seal:
+    """`source`: engine and incarnation. `lease`: request, slot and word. `tables`: the source's block table of each group."""
+    return Seal(facts, _code(key, source, lease, tables, facts))
+
+
+def check_seal(
+    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], seal: Seal
+) -> None:
+    """Raises SealError unless whoever has `key` sealed exactly this. Takes the same time wherever two seals differ."""
+    if not hmac.compare_digest(seal.code, _code(key, source, lease, tables, seal.facts)):
+        raise SealError(
+            f"request '{plain(lease[0], 80)}' of engine '{plain(source[0], 80)}': its kv_transfer_params were not sealed by that engine: "
+            "lease, block ids, groups, tokens or prompt digests are not those that it returned. Nothing was read; pass "
+            "kv_transfer_params on unchanged, each with its own request"
+        )
+
+
+def _code(
+    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], facts: bytes
+) -> bytes:
+    """msgpack says where each value ends, so that no two statements have the same bytes."""
+    listed = [
+        (name, table.first_page, table.num_tokens, table.pages.astype("<i8").tobytes())
+        for name, table in sorted(tables.items())
+    ]
+    message = msgspec.msgpack.encode((source, lease, listed, facts))
+    return hashlib.blake2b(message, key=key, digest_size=SEAL_BYTES, person=_FOR_SEAL).digest()

@@ -1,0 +1,147 @@
+"""Does a request wait for its source's key, without blocks and for nothing longer, and does a source that is not there fail it by policy?"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, prefill, request
+
+from kvreshard.session.orders import Failure, Load, Release, Unwatch, Watch
+from kvreshard.session.seal import incarnation_of
+from kvreshard.vllm import consumer
+from kvreshard.vllm.options import read_options
+from kvreshard.vllm.prompt import Prompt, digest_prompt
+from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata, tell_hosts
+from kvreshard.vllm.source_hosts import SourceHosts
+
+pytestmark = pytest.mark.vllm
+BLOCKS = [1, 2, 3, 4, 5]
+GONE = Failure("handshake", "nobody is there")
+
+
+def params() -> dict[str, object]:
+    return prefill(groups(full(64)), TOKENS, [BLOCKS])
+
+
+def test_a_request_waits_for_the_key_of_a_source_that_is_new() -> None:
+    decode, first = Decode(full(64), has_met=False), params()
+    asked = decode.arrive(first, TOKENS)
+    assert [(type(order), order.asks_key) for order in decode.watched] == [(Watch, True)]
+    assert [decode.side.count_loadable(asked, 0) for _ in range(3)] == [None] * 3
+    decode.side.meet({"another": bytes(32)}, {"another": GONE})
+    assert decode.side.count_loadable(asked, 0) is None
+    decode.side.meet({"d-1": KEY}, {})
+    assert decode.side.count_loadable(asked, 0) == 299
+    load = decode.load(asked, blocks(BLOCKS), 299)
+    assert (load.refusal, decode.fallbacks) == (None, [])
+    list(decode.side.ended("d-1"))
+    asked = decode.arrive(params(), TOKENS)
+    assert [(type(order), order.asks_key) for order in decode.watched] == [(Watch, False)]
+    assert decode.side.count_loadable(asked, 0) == 299
+
+
+def test_another_prompt_is_not_loaded_under_the_right_key() -> None:
+    decode = Decode(full(64), has_met=False)
+    asked = decode.arrive(params(), [7, *TOKENS[1:]])
+    decode.side.meet({"d-1": KEY}, {})
+    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["prompt"])
+
+
+def test_a_request_that_needs_nothing_does_not_wait() -> None:
+    decode = Decode(full(64), has_met=False)
+    asked = decode.arrive(params(), TOKENS)
+    assert [decode.side.count_loadable(asked, hit) for hit in (256, 298, 299, 300)] == [None, None, 0, 0]
+    assert [type(order) for order in decode.side.allocate(asked, blocks(BLOCKS), 0)] == [Unwatch, Release]
+
+
+def test_a_source_that_cannot_be_met_fails_the_load_and_nothing_is_read() -> None:
+    """The load is ordered, so that vLLM's policy decides, and refused, whatever the ranks find by then."""
+    decode = Decode(full(64), has_met=False)
+    asked = decode.arrive(params(), [7, *TOKENS[1:]])
+    decode.side.meet({}, {"d-1": GONE})
+    assert decode.side.count_loadable(asked, 0) == 299
+    decode.side.meet({"d-1": KEY}, {})  # another rank has met it after all
+    assert decode.side.count_loadable(asked, 0) == 299
+    load = decode.load(asked, blocks(BLOCKS), 299)
+    assert (load.refusal, decode.fallbacks) == (GONE, [])
+    assert list(decode.side.ended("d-1")) == []  # whoever could not be met is not asked once more to be told so
+    decode.arrive(json.loads(json.dumps(asked.kv_transfer_params)), TOKENS)
+    assert [type(order) for order in decode.watched] == [Watch]
+
+
+def test_a_request_that_has_ended_hears_of_no_key() -> None:
+    decode = Decode(full(64), has_met=False)
+    decode.arrive(params(), TOKENS)
+    assert [type(order) for order in decode.side.abort("d-1")] == [Unwatch, Release]
+    decode.side.meet({"d-1": KEY}, {"d-1": GONE})
+    assert not decode.side._waiting
+
+
+def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "MAX_KEYS", 2)
+    decode, asked = Decode(full(64)), []
+    for number in range(5):
+        key = bytes([number]) * 32
+        named = dict(params(), remote_engine_id=f"p{number}")
+        named["kvreshard"] = dict(named["kvreshard"], incarnation=incarnation_of(key))
+        asked.append(request(f"d-{number}", TOKENS, kv_transfer_params=named))
+        list(decode.side.arrive(asked[-1], named))
+        decode.side.meet({f"d-{number}": key}, {})
+    assert len(decode.side._keys) == 2
+    assert all(decode.side.count_loadable(one, 0) is not None for one in asked)
+
+
+def test_what_ranks_say_of_keys_is_added_up_and_not_shown() -> None:
+    said = ReshardWorkerMetadata(keys={"a": KEY}).aggregate(ReshardWorkerMetadata(keys={"b": KEY}, unmet={"c": GONE}))
+    assert (said.keys, said.unmet, said.is_empty) == ({"a": KEY, "b": KEY}, {"c": GONE}, False)
+    assert ReshardWorkerMetadata().is_empty
+    shown = repr(said) + repr(ReshardMetadata(card=KEY)) + repr(Load)
+    assert repr(KEY)[2:20] not in shown
+
+
+def test_what_travels_confirms_no_guess() -> None:
+    """Two requests of one text: no mark of one is one of the other, and none is what the text gives without a key."""
+    first, second = (re.findall(r"[0-9a-f]{16}", json.dumps(params()["kvreshard"]["prompt"])) for _ in range(2))
+    plain = digest_prompt(Prompt(TOKENS), 300, b"")
+    assert len(first) == len(second) == 19
+    assert not set(first) & {*second, *plain.marks, plain.whole}
+
+
+def test_a_host_that_is_not_listed_is_not_contacted(caplog: pytest.LogCaptureFixture) -> None:
+    """No order goes to the ranks; the request is computed here, and the log line is one line."""
+    for host, is_asked in (("10.0.0.1", True), ("10.0.0.1.evil.example", False), ("11.0.0.1", False)):
+        decode = Decode(full(64), has_met=False, hosts=SourceHosts(["10.0.0.0/8"]))
+        asked = decode.arrive(dict(params(), remote_host=host), TOKENS)
+        assert bool(decode.watched) is is_asked
+        assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == ((None, []) if is_asked else (0, ["host"]))
+    assert "names tcp://11.0.0.1:5 as its source, which is not among source_hosts" in caplog.text
+
+
+def test_a_request_whose_id_has_lines_writes_one(caplog: pytest.LogCaptureFixture) -> None:
+    decode = Decode(full(64))
+    one = request("cmpl\nERROR forged\x1b[31m", TOKENS, kv_transfer_params={"do_remote_prefill": True})
+    assert list(decode.side.arrive(one, one.kv_transfer_params)) == []
+    (record,) = caplog.records
+    assert record.getMessage().isprintable()
+    assert "cmpl\\nERROR forged\\x1b[31m" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("extra", "level"),
+    [
+        ({}, "WARNING"),
+        ({"curve_secret_key_file": "a"}, "INFO"),
+        ({"source_hosts": ["10.0.0.0/8"]}, None),
+    ],
+)
+def test_that_any_host_may_be_named_is_said_once(
+    extra: dict[str, object], level: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvreshard")
+    tell_hosts(read_options(extra))
+    assert [record.levelname for record in caplog.records] == ([] if level is None else [level])
