@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, prefill, request
+from tests.vllm.schedulers import KEY, LIFE, TOKENS, Decode, blocks, full, groups, prefill, request
 
 from kvreshard.session.orders import Failure, Load, Release, Unwatch, Watch
 from kvreshard.session.seal import incarnation_of
@@ -80,6 +80,16 @@ def test_a_request_that_has_ended_hears_of_no_key() -> None:
     assert [type(order) for order in decode.side.abort("d-1")] == [Unwatch, Release]
     decode.side.meet({"d-1": KEY}, {"d-1": GONE})
     assert not decode.side._waiting
+
+
+def test_a_key_of_a_former_request_with_the_same_id_is_not_kept_for_others() -> None:
+    """It would make the seals of all later requests of that source fail."""
+    decode = Decode(full(64), has_met=False)
+    asked = decode.arrive(params(), TOKENS)
+    decode.side.meet({"d-1": bytes(32)}, {})
+    assert dict(decode.side._keys) == {}
+    decode.side.meet({"d-1": KEY}, {})
+    assert (decode.side.count_loadable(asked, 0), list(decode.side._keys)) == (299, [("p", LIFE)])
 
 
 def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

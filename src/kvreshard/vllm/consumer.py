@@ -27,7 +27,7 @@ from kvreshard.model.logs import get_logger
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.session.orders import Cancel, Failure, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.session.seal import prompt_key
+from kvreshard.session.seal import incarnation_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.first_tokens import first_needed, first_token
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
@@ -147,11 +147,16 @@ class Consumer:
         yield Watch(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
 
     def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
-        """The ranks have met the sources of some requests, whose keys these are, and could not meet those of others."""
+        """The ranks have met the sources of some requests, whose keys these are, and could not meet those of others.
+
+        A key that is not the source's, of a former request with the same id, is good for nothing and is not kept for others.
+        """
         for request_id, key in keys.items():
             waiting = self._waiting.get(request_id)
-            if waiting is not None:
-                waiting.key, remote = key, waiting.prefill.remote
+            if waiting is None:
+                continue
+            waiting.key, remote = key, waiting.prefill.remote
+            if incarnation_of(key) == remote.incarnation:
                 self._keys[remote.engine, remote.incarnation] = key
                 if len(self._keys) > MAX_KEYS:
                     self._keys.popitem(last=False)
