@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import queue
 import socket
 import threading
@@ -26,12 +25,13 @@ from typing import Any
 
 import zmq
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session.hello import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.knock import ask
 from kvreshard.session.poll import Exchange, Ready, Wait, poll_ms
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_AT_ONCE = 128
 TURN_S, AGAIN_S = 0.25, 2.0

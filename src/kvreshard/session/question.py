@@ -1,6 +1,7 @@
 """How is one rank asked for the digest of a part of a request, and how does it find the answer in its own memory?
 
-The reader's side, `make_questions`: the lanes of its route, cut so that a question covers at most `QUESTION_BYTES`. A digest is linear, so parts may be compared one by one. Each comes with the reader's own cells.
+The reader's side, `make_questions`: the lanes of its route, cut so that a question covers at most `QUESTION_BYTES`. A digest is
+linear, so parts may be compared one by one. Each comes with the reader's own cells.
 
 The source's side, `answer_question`:
 

@@ -12,15 +12,15 @@ A source that cannot be connected or told is a line in the log: its lease runs o
 from __future__ import annotations
 
 import contextlib
-import logging
 
+from kvreshard.model.logs import get_logger
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
 from kvreshard.session.notes import Report, write_note
 from kvreshard.session.orders import RemoteLease
 from kvreshard.transport.base import Transport, TransportError
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_ENGINES = 16
 

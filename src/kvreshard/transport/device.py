@@ -15,7 +15,6 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.logs import get_logger
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import MoveViews
 from kvreshard.transport.words import Rows, reach
@@ -32,7 +32,7 @@ from kvreshard.transport.words import Rows, reach
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Int64s = NDArray[np.int64]
 WIDEST_BYTES = 8

@@ -13,15 +13,15 @@ A call that keeps Python's own lock stops the whole process, and nobody is left 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from kvreshard.model.logs import get_logger
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MAX_GAP_S = 1.0
 # Memory is pinned page by page, which takes minutes for a terabyte.

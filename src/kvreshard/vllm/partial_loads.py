@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+from kvreshard.model.logs import get_logger
+
+logger = get_logger(__name__)
 
 
 class PartialLoads:

@@ -80,10 +80,9 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
 
-def tell_hosts(options: Options) -> SourceHosts:
-    """The hosts that may be sources, and a line about it where that is anybody."""
-    hosts = SourceHosts(options.source_hosts)
-    if hosts.allows_all:
+def tell_hosts(options: Options) -> None:
+    """A line in the log where any host may be named as a source."""
+    if not options.source_hosts:
         is_guarded = options.curve_secret_key_file is not None
         tell = logger.info if is_guarded else logger.warning
         tell(
@@ -91,7 +90,6 @@ def tell_hosts(options: Options) -> SourceHosts:
             "source_hosts, or let only the router send kv_transfer_params (SECURITY.md)",
             ", though only an engine with a trusted key is read from" if is_guarded else "",
         )
-    return hosts
 
 
 class SchedulerSide:
@@ -125,8 +123,10 @@ class SchedulerSide:
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
             partial_loads=PartialLoads(self._count_partial),
-            hosts=tell_hosts(options) if vllm_config.kv_transfer_config.is_kv_consumer else SourceHosts(),
+            hosts=SourceHosts(options.source_hosts),
         )
+        if vllm_config.kv_transfer_config.is_kv_consumer:
+            tell_hosts(options)
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._admission = Admission()
