@@ -38,7 +38,7 @@ def offered_leases(count: int) -> float:
     """One turn of a source that offers so many leases."""
     world = make_world(1, 1)
     endpoint = world.src.endpoints[0]
-    endpoint._book._table = LeaseTable(count)
+    endpoint._own.book._table = LeaseTable(count)
     for number in range(count):
         endpoint.submit(Grant(f"cmpl-{number:032x}", number, number + 1))
         endpoint.submit(Offer(f"cmpl-{number:032x}", 30.0))

@@ -94,12 +94,6 @@ MUTANTS = [
         "is_kept = False",
     ),
     Mutant(
-        "an engine's own lease is another's",
-        "session/endpoint.py",
-        "                if not self._release_own(order):\n",
-        "                if True:\n",
-    ),
-    Mutant(
         "a watch never ends",
         "session/endpoint.py",
         "            case Unwatch():\n                self._holder.unwatch(order.request)",

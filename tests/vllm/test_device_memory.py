@@ -101,7 +101,9 @@ def test_moves_as_host_memory_does(length: int, shift: int, has_kernel: bool) ->
     slots, caches = np.arange(1 << 14, dtype=np.uint32).view(np.uint8), [np.zeros(1 << 17, np.uint8) for _ in range(2)]
     step = 2 * length + shift
     arguments = (int(slots.ctypes.data) + shift, 8 * step)
-    pages, loops = np.array([5, 0, 2]) * 40 * step, [(2, step, 3 * step), (3, 2 * step, 7 * step)]
+    pages = (np.array([[5, 9], [0, 9], [2, 9]]) * 40 * step)[:, 0]  # a column of a table, as the planner hands out
+    assert not pages.flags.c_contiguous
+    loops = [(2, step, 3 * step), (3, 2 * step, 7 * step)]
     outcomes = []
     tensors = [torch.from_numpy(array) for array in (slots, *caches)]
     for kind in (HostMemory(), TensorMemory(tensors, has_kernel=has_kernel)):

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.schedulers import TOKENS, Decode, blocks, full, groups, picture, prefill, state, window
+from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, picture, prefill, state, window
 
 from kvreshard.vllm.partial_loads import PartialLoads
 
@@ -76,7 +76,7 @@ def test_vllm_may_take_less_than_there_is(
 
 def test_what_falls_back() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    itself, itself_noted = noting(full(64), me=("p", "life"))
+    itself, itself_noted = noting(full(64), me=("p", LIFE))
     itself.arrive(params, TOKENS)
     role, role_noted = noting(full(64), may_load=False)
     role.arrive(params, TOKENS)

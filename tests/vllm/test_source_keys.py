@@ -45,6 +45,17 @@ def test_a_request_waits_for_the_key_of_a_source_that_is_new() -> None:
     assert decode.side.count_loadable(asked, 0) == 299
 
 
+def test_a_source_that_one_rank_has_met_is_given_back_though_another_could_not_meet_it() -> None:
+    """The rank that has met it has loaded its part, and keeps it until it hears."""
+    decode = Decode(full(64), has_met=False)
+    asked = decode.arrive(params(), TOKENS)
+    decode.side.meet({"d-1": KEY}, {"d-1": GONE})
+    assert decode.side.count_loadable(asked, 0) == 299
+    load = decode.load(asked, blocks(BLOCKS), 299)
+    assert load.refusal is None
+    assert [type(order) for order in decode.side.ended("d-1")] == [Release]
+
+
 def test_another_prompt_is_not_loaded_under_the_right_key() -> None:
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), [7, *TOKENS[1:]])

@@ -26,15 +26,13 @@ from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.answers import Answerer
 from kvreshard.session.board import AnswerBoard
 from kvreshard.session.card import EngineCard
 from kvreshard.session.events import Events
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.jobs import Jobs
-from kvreshard.session.lease import LeaseBook, LeaseTable
-from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, read_note
+from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import (
     Cancel,
     CheckResult,
@@ -51,12 +49,13 @@ from kvreshard.session.orders import (
     Watch,
 )
 from kvreshard.session.outbox import Outbox
+from kvreshard.session.own_leases import OwnLeases
 from kvreshard.session.peers import Peer, Peers, Self
-from kvreshard.session.recorder import Crash, Recorder
+from kvreshard.session.recorder import Crash, Recorder, is_recorded
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
 from kvreshard.session.staging import Staging
-from kvreshard.transport.base import MemoryRegion, StuckCall, Transport, TransportError
+from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
 
@@ -65,10 +64,6 @@ logger = get_logger(__name__)
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
-# Longer than any rest: this rank, or all of its machine, stood still.
-STOOD_STILL_S = REST_IDLE_S + 0.1
-# How long it takes until all notifications have arrived that were sent meanwhile. Another thread fetches them.
-HEARING_S = 5.0
 MAX_OBSTACLES_LOGGED = 64
 CLOSE_S = 0.2
 
@@ -96,9 +91,7 @@ class Endpoint:
         self._rank, self._transport, self._memory = rank, transport, memory
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
-        self._book = LeaseBook(table)
-        self.board = AnswerBoard()
-        self._answerer = Answerer(rank, self.board, self._book, memory, clock)
+        self._own = OwnLeases(rank, transport, memory, table, clock)
         self._recorder = recorder
         self._obstacles: set[str] = set()
         self._peers = peers or Peers(options, clock, self.wake)
@@ -107,13 +100,12 @@ class Endpoint:
         self._me: Self | None = None
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._jobs = Jobs(self.wake)
-        self._collected_s = self._turned_s = clock()
-        self._hears_until_s: float | None = None
+        self._collected_s = clock()
         self._outbox = Outbox()
-        self._is_expecting = self._is_attentive = self._is_deaf = False
+        self._is_expecting = self._is_attentive = False
         self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
-            f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._now_s, session_is_stuck
+            f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._clock, session_is_stuck
         )
         self._is_told_stuck = False
         self._event = threading.Event()
@@ -121,9 +113,14 @@ class Endpoint:
         self._thread: threading.Thread | None = None
 
     @property
+    def board(self) -> AnswerBoard:
+        """Where readers find the answers to their questions."""
+        return self._own.board
+
+    @property
     def regions(self) -> tuple[MemoryRegion, ...]:
         """Memory of the endpoint itself that the transport must know."""
-        return (self._scratch.region, self.board.region)
+        return (self._scratch.region, self._own.board.region)
 
     def introduce(self, card: EngineCard, layout: EngineLayout) -> None:
         """Say which engine this rank belongs to; loads wait for it."""
@@ -141,7 +138,7 @@ class Endpoint:
             self._outbox.expect(order.request)
         elif isinstance(order, Grant):
             # The step that hands this in ends with the parameters that name the word.
-            self._book.foretell(order.slot, order.word)
+            self._own.book.foretell(order.slot, order.word)
         self._orders.put(order)
         self.wake()
 
@@ -154,9 +151,6 @@ class Endpoint:
     def wake(self) -> None:
         """End the current rest."""
         self._event.set()
-
-    def _now_s(self) -> float:
-        return self._clock()
 
     @property
     def num_quarantined(self) -> int:
@@ -176,7 +170,7 @@ class Endpoint:
     @property
     def num_leases(self) -> int:
         """Leases that are granted or offered here."""
-        return len(self._book)
+        return len(self._own.book)
 
     def close(self) -> None:
         """End the thread and the handshakes under way, and wait for neither longer than `CLOSE_S`. The caller closes the transport."""
@@ -202,9 +196,9 @@ class Endpoint:
         now_s = self._clock()
         self._event.clear()
         self._take_orders(now_s)
-        self._read_notes(now_s)
-        self._expire(now_s)
-        self._outbox.free(self._book.take_finished())
+        self._own.hear(now_s)
+        self._own.expire(now_s)
+        self._outbox.free(self._own.book.take_finished())
         self._look_at_transport(now_s)
         over, at_rest = self._jobs.advance(now_s)
         for job in over:
@@ -216,16 +210,15 @@ class Endpoint:
             job.close()
             self._free_scratch(job)
             self._outbox.settle(job.load.request)
-        if self._me is not None:
-            self._answerer.work(self._me.layout)
+        has_questions = self._own.answer(None if self._me is None else self._me.layout)
         self._peers.sweep(self._jobs.peers)
         self._holder.send_releases(self._me, now_s)
         self._tell_keys()
         quiet_s = self._renew(now_s)
         self._attend()
-        if self._me is not None and len(self._answerer):
+        if has_questions:
             return 0.0
-        if self._book.num_offered:
+        if self._own.book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
         return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
 
@@ -249,7 +242,7 @@ class Endpoint:
 
     def _attend(self) -> None:
         """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
-        is_attentive = bool(self._jobs or self._book.num_offered)
+        is_attentive = bool(self._jobs or self._own.book.num_offered)
         if is_attentive != self._is_attentive or self._is_expecting:
             self._transport.set_attentive(is_attentive)
         self._is_attentive, self._is_expecting = is_attentive, False
@@ -278,13 +271,13 @@ class Endpoint:
     def _obey(self, order: Order, now_s: float) -> None:
         match order:
             case Grant():
-                self._book.grant(order.request, order.slot, order.word)
+                self._own.book.grant(order.request, order.slot, order.word)
             case Offer():
                 self._is_expecting = True
-                if not self._book.offer(order.request, order.ttl_s, now_s, order.tables):
+                if not self._own.book.offer(order.request, order.ttl_s, now_s, order.tables):
                     self._outbox.free({order.request: "revoked"})
             case Revoke():
-                self._book.revoke(order.request)
+                self._own.book.revoke(order.request)
             case _:
                 self._obey_reader(order, now_s)
 
@@ -293,7 +286,9 @@ class Endpoint:
             case Load():
                 self._load(order, now_s)
             case Release():
-                if not self._release_own(order):
+                if self._me is not None and (order.remote.engine, order.remote.incarnation) == self._me.name:
+                    self._own.release(self._me.name, order.lease)
+                else:
                     self._holder.release(order)
             case Cancel():
                 self._holder.cancel(order.request)
@@ -319,14 +314,6 @@ class Endpoint:
             text = f"{MAX_PER_HOST} other engines that were named at {watch.remote.address.host} have not answered; are they there?"
             self._outbox.meet({}, {watch.request: Failure("handshake", text)})
 
-    def _release_own(self, release: Release) -> bool:
-        """End this rank's own lease, if it is one: every rank of an engine that was to read from itself is told so."""
-        if self._me is None or (release.remote.engine, release.remote.incarnation) != self._me.name:
-            return False
-        lease, consumer = release.lease, "/".join(self._me.name)
-        self._book.report(Report(VERSION, consumer, lease.request, lease.word, self._rank, (self._rank,)))
-        return True
-
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
             raise KvReshardError("a load was ordered before the endpoint knew its engine")
@@ -348,34 +335,6 @@ class Endpoint:
         events = Events(self._clock)
         events.add("refused", failure.text)
         self._record(load, None, events, failure)
-
-    def _read_notes(self, now_s: float) -> None:
-        try:
-            messages = self._transport.notifications()
-        except TransportError as error:  # closed: its transfers have failed, and their loads must end
-            if not self._is_deaf:
-                logger.error("rank %d hears nothing any more: %s", self._rank, error)
-            self._is_deaf, messages = True, ()
-        for message in messages:
-            note = read_note(message.payload)
-            if isinstance(note, Report):
-                self._book.report(note)
-            elif isinstance(note, Heartbeat):
-                self._book.renew(note, now_s)
-            elif isinstance(note, Question):
-                self._answerer.take(note)
-
-    def _expire(self, now_s: float) -> None:
-        """End the leases whose time has run out. A rank that stood still first hears its readers, who may have renewed them.
-
-        Short gaps do not add up: where each turn comes late, leases still end.
-        """
-        gap_s, self._turned_s = now_s - self._turned_s, now_s
-        if gap_s > HEARING_S or (gap_s > STOOD_STILL_S and self._hears_until_s is None):
-            self._hears_until_s = now_s + HEARING_S
-        if self._hears_until_s is None or now_s >= self._hears_until_s:
-            self._hears_until_s = None
-            self._book.expire(now_s)
 
     def _finish(self, job: Job) -> None:
         """A load is over."""
@@ -419,11 +378,8 @@ class Endpoint:
             logger.warning("loads are not compared with their source: %s", job.obstacle)
 
     def _record(self, load: Load, peer: Peer | None, events: Events, failure: Failure) -> None:
-        """Leave a record of a failed load; an aborted request is none, unless its pages were lost. Nor is one without its source's seal:
-        nothing was planned, and whoever may send requests could fill the directory.
-        """
-        is_no_case = failure.kind in ("cancelled", "seal") and not failure.is_quarantined
-        if self._recorder is None or self._me is None or is_no_case:
+        """Leave a record of a failed load."""
+        if self._recorder is None or self._me is None or not is_recorded(failure):
             return
         card = peer.card if peer is not None else self._me.refused.get(load.remote)
         self._recorder.record(

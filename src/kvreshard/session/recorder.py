@@ -63,6 +63,13 @@ class Crash:
     allow_mismatch: tuple[str, ...]
 
 
+def is_recorded(failure: Failure) -> bool:
+    """Whether a failure leaves a record. An aborted request does not, unless its pages were lost. Nor does one without its source's seal:
+    nothing was planned, and whoever may send requests could fill the directory.
+    """
+    return failure.is_quarantined or failure.kind not in ("cancelled", "seal")
+
+
 class Recorder:
     """Writes records to `directory`, which it makes. Used from one thread. `clock`: seconds; `now`: of the day, for names.
 

@@ -97,7 +97,7 @@ def _numbers_on(column: Int64s, device: torch.device) -> torch.Tensor:
     """Numbers on a device."""
     import torch
 
-    return torch.from_numpy(column).to(device)
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -66,6 +66,7 @@ def permute(
     for count in counts:
         page_elements *= count
     grid = (len(dst_bases) * len(dst_pages), triton.cdiv(page_elements, BLOCK))
+    dst_bases, dst_pages = dst_bases.contiguous(), dst_pages.contiguous()  # the kernel steps from number to number
     launch: Any = _permute[grid]
     launch(
         dst_bases, dst_pages, src_address, len(dst_pages), slot_bytes, run_elements, page_elements, *counts[1:], *src_steps, *dst_steps,

@@ -65,6 +65,11 @@ class _Waiting:
     is_loading: bool = False
     is_aborted: bool = False
 
+    @property
+    def is_unmet(self) -> bool:
+        """Whether the source could not be met and nothing was read. Ranks may differ: one that has met it may have loaded its part."""
+        return self.refusal is not None or (self.key is None and self.unmet is not None)
+
 
 class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
@@ -278,7 +283,7 @@ class Consumer:
         """The load is over on every rank: its source is given back, unless others here still have it."""
         waiting = self._forget(request_id)
         if waiting is not None:
-            yield from self._give_back(waiting.prefill, waiting.unmet)
+            yield from self._give_back(waiting.prefill, waiting.is_unmet)
 
     def incomplete_blocks(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
         """(group, blocks from the start) that the load leaves without some of their tokens: a window begins inside."""
@@ -328,15 +333,15 @@ class Consumer:
     def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
         self._forget(request_id)
         yield Unwatch(request_id)
-        yield from self._give_back(waiting.prefill, waiting.unmet)
+        yield from self._give_back(waiting.prefill, waiting.is_unmet)
 
-    def _give_back(self, prefill: RemotePrefill, unmet: Failure | None = None) -> Iterator[Order]:
+    def _give_back(self, prefill: RemotePrefill, is_unmet: bool = False) -> Iterator[Order]:
         """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later.
 
-        One that could not be met is not asked again for this.
+        One that no rank could meet is not asked again for this.
         """
         source = prefill.remote, prefill.lease
-        if source not in self._of_source and unmet is None:
+        if source not in self._of_source and not is_unmet:
             self._spent[source] = None
             if len(self._spent) > MAX_SPENT:
                 self._spent.popitem(last=False)

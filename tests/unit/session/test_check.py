@@ -83,7 +83,7 @@ def test_many_small_questions_say_the_same(world: World, monkeypatch: pytest.Mon
     world.clock.now_s += check.ASK_AGAIN_S  # two readers may have met at one place of the board
     world.turn(100)
     assert results(world) == ({"d"}, {"equal"}, [])
-    assert sum(endpoint._answerer.num_answered for endpoint in world.src.endpoints.values()) > 2 * check.WINDOW
+    assert sum(endpoint._own.answerer.num_answered for endpoint in world.src.endpoints.values()) > 2 * check.WINDOW
 
 
 @pytest.mark.parametrize("number", [0, 3, 17])
@@ -265,7 +265,7 @@ def test_nobody_is_asked_without_a_share() -> None:
     world = make_world(1, 2)
     load(world)
     assert results(world) == ({"d"}, set(), [])
-    assert [endpoint._answerer.num_answered for endpoint in world.src.endpoints.values()] == [0]
+    assert [endpoint._own.answerer.num_answered for endpoint in world.src.endpoints.values()] == [0]
     world.close()
 
 
@@ -364,7 +364,7 @@ def test_any_question_gets_a_word_and_never_a_fault(asked: Question) -> None:
 def test_a_flood_of_questions_is_answered_a_bounded_number_at_a_turn(
     source: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answerer = source.src.endpoints[0]._answerer
+    answerer = source.src.endpoints[0]._own.answerer
     monkeypatch.setattr(answers, "WORK_S", 0.0)
     monkeypatch.setattr(answers, "MAX_WAITING", 10)
     for token in range(100):

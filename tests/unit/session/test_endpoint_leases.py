@@ -15,7 +15,6 @@ from tests.unit.session.world import (
     order_load,
 )
 
-from kvreshard.session.endpoint import HEARING_S
 from kvreshard.session.lease import FREE
 from kvreshard.session.orders import (
     Grant,
@@ -24,6 +23,7 @@ from kvreshard.session.orders import (
     Unwatch,
     Watch,
 )
+from kvreshard.session.own_leases import HEARING_S
 
 
 def watch(world: World) -> None:
