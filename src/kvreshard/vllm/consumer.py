@@ -7,7 +7,8 @@
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
 5. Its load has failed and vLLM shall compute it: it steps back once behind the requests that hold blocks (`steps_back`).
 
-What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
+What cannot be loaded is computed here, with the reason in the log. Pictures, audio and video that are not here cannot be computed: what
+the prefill has of them is loaded to the last token, or the request is refused (`missing_items`). Never half of it: a state is loaded at exactly the
 position that the source stands at, or nothing is. Nothing is loaded from this very engine: its pages are given back, and what its
 prefix cache has of them is a hit. Nor is anything loaded by an engine that only prefills: vLLM frees an aborted request's blocks there
 while a step that is under way may still write them (0.32.0, `Scheduler.defer_block_free`), and they might be loaded into.
@@ -28,6 +29,8 @@ from kvreshard.model.tables import Request as Transfer
 from kvreshard.session.orders import Cancel, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
+from kvreshard.vllm.items import Positions
+from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.prompt import count_matching
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
@@ -58,7 +61,8 @@ class Consumer:
     """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
     cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
     here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset' or 'standstill'.
-    `may_load`: whether the engine's role is one that loads.
+    `may_load`: whether the engine's role is one that loads. `positions`: what those of a prompt's tokens depend on.
+    `placeholders`: token ids that stand for pictures, audio or video.
     """
 
     def __init__(
@@ -71,10 +75,13 @@ class Consumer:
         whole_prompts: bool = False,
         may_load: bool = True,
         adapters: Adapters | None = None,
+        positions: Positions = Positions.PLAIN,
+        placeholders: frozenset[int] = frozenset(),
     ) -> None:
         self._me, self._may_load = me, may_load
         self._groups = tuple(groups)
-        self._adapters = adapters or Adapters()
+        self._adapters, self._positions = adapters or Adapters(), positions
+        self.missing_items = MissingItems(positions, placeholders)
         self._note_fallback = note_fallback
         self._has_state = any(group.is_state for group in groups)
         self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
@@ -88,8 +95,10 @@ class Consumer:
             prefill = read_params(params)
         except ParamsError as error:
             self._note_fallback("params")
+            self.missing_items.arrive_unknown(request, str(error))
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
+        self.missing_items.arrive(request, prefill.prompt)
         if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
             self._note_fallback("itself")
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
@@ -109,6 +118,9 @@ class Consumer:
             logger.info(
                 "request %s: its prefill was read here before, and its source has its blocks back", request.request_id
             )
+            return
+        if self.missing_items.is_hopeless(request.request_id):
+            yield Release(prefill.remote, prefill.lease)
             return
         self._waiting[request.request_id] = _Waiting(prefill)
         yield Watch(request.request_id, prefill.remote, prefill.lease)
@@ -169,6 +181,7 @@ class Consumer:
     def abort(self, request_id: str) -> Iterator[Order]:
         """The request has ended, in whatever way."""
         self._stepping_back.discard(request_id)
+        self.missing_items.end(request_id)
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -231,8 +244,8 @@ class Consumer:
     def _count(self, request: Request, prefill: RemotePrefill) -> int:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is none."""
         name, num_prompt = request.request_id, int(request.num_prompt_tokens)
-        mine = read_prompt(request, self._adapters)
-        same = count_matching(prefill.prompt, mine)
+        mine = read_prompt(request, self._adapters, self._positions)
+        same = self.missing_items.narrow(request, prefill.prompt, mine, count_matching(prefill.prompt, mine))
         limit = num_prompt - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
         count = int(min(same, prefill.num_tokens, limit))
         if self._has_state or prefill.has_state:

@@ -10,6 +10,7 @@ series carry vLLM's labels.
 | `kvreshard_bytes_total{way}` | counter | cache that arrived, `direct` or `staged` |
 | `kvreshard_failures_total{cause}` | counter | loads of ranks that failed |
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
+| `kvreshard_refusals_total` | counter | requests ended with an error, since they need what only the prefill has and what could not be loaded |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
 | `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
@@ -39,6 +40,7 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "bytes": ("Bytes of cache that arrived, read directly or through staging.", "way"),
     "failures": ("Loads that failed, per rank.", "cause"),
     "fallbacks": ("Requests computed here although a prefill was offered.", "cause"),
+    "refusals": ("Requests that could be neither loaded nor computed here.", None),
     "leases": ("Leases that ended, per rank.", "end"),
     "digest_checks": ("Loads compared with their source, per rank.", "result"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),

@@ -24,6 +24,7 @@ from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.items import Positions
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
@@ -51,11 +52,12 @@ class Producer:
         lease_s: float,
         num_slots: int,
         adapters: Adapters | None = None,
+        positions: Positions = Positions.PLAIN,
     ) -> None:
         self._engine, self._incarnation, self._groups, self._sizes = engine, incarnation, tuple(groups), sizes
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
-        self._adapters = adapters or Adapters()
+        self._adapters, self._positions = adapters or Adapters(), positions
         self._computing: dict[str, Request] = {}
         self._offered: set[str] = set()
         self.last_pages = LastPages(groups)
@@ -160,7 +162,7 @@ class Producer:
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),
             tuple(ids for _, ids in pages),
-            digest_prompt(read_prompt(request, self._adapters), num_tokens),
+            digest_prompt(read_prompt(request, self._adapters, self._positions), num_tokens),
         )
 
     def reset(self) -> Iterator[Order]:

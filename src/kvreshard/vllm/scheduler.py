@@ -26,7 +26,8 @@ from kvreshard.vllm.options import Options
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import RankPart, Reception
-from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_sizes
+from kvreshard.vllm.refusal import refuse
+from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_placeholders, read_positions, read_sizes
 from kvreshard.vllm.standstill import Standstill
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class SchedulerSide:
         parallel = vllm_config.parallel_config
         groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
-        adapters = Adapters(vllm_config.lora_config)
+        adapters, positions = Adapters(vllm_config.lora_config), read_positions(vllm_config)
         self._reception = Reception(vllm_config, engine, options)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
@@ -85,6 +86,7 @@ class SchedulerSide:
             options.kv_lease_duration,
             options.lease_slots,
             adapters,
+            positions,
         )
         self.stats = ReshardStats()
         me = engine, self._reception.incarnation
@@ -96,6 +98,8 @@ class SchedulerSide:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            positions=positions,
+            placeholders=read_placeholders(vllm_config),
         )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
@@ -124,7 +128,13 @@ class SchedulerSide:
         if self._consumer.steps_back(request.request_id):
             return None
         params = request.kv_transfer_params or {}
-        return self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        reason = self._consumer.missing_items.why_refused(request, num_computed, count)
+        if reason:
+            self.stats.count("refusals")
+            refuse(request, reason)
+            return None
+        return count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks have been allocated."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.unit.session.world import Clock, ScriptedPeers
 from tests.vllm.simulation.engine import Engine, Shape
-from tests.vllm.simulation.text import VOCABULARY, Text
+from tests.vllm.simulation.text import VOCABULARY, Picture, Text
 
 from kvreshard.plan import compile_route
 from kvreshard.session.handshake import Address, HandshakeError
@@ -123,6 +123,7 @@ class World:
     num_loaded: int = 0
     num_misrouted: int = 0
     num_ended: int = 0
+    num_refused: int = 0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -233,11 +234,12 @@ class World:
         wants_load: bool,
         then: Callable[[dict[str, Any] | None], None] | None,
         stop: int | None = None,
+        picture: Picture | None = None,
     ) -> None:
         self._count += 1
         name = f"{engine.name}-{self._count}"
         self.asked[name] = Asked(name, engine, text, num_prompt, num_tokens, wants_load, then, stop)
-        engine.add(name, text, num_prompt, num_tokens, params, stop, self.rng.randrange(3))
+        engine.add(name, text, num_prompt, num_tokens, params, stop, self.rng.randrange(3), picture)
 
     def tick(self) -> None:
         """Somebody does something."""
@@ -275,13 +277,15 @@ class World:
             del self.asked[name]
             self.num_ended += 1
             is_failed = asked.engine.shape.failure_policy == "fail" and name in asked.engine.failed
+            if asked.text.is_blind and answer.reason == "error":
+                is_failed, self.num_refused = True, self.num_refused + 1
             if not asked.is_aborted and not is_failed:
                 assert answer.reason in ENDS, (name, answer)
             if answer.reason in ENDS:
                 self._check_answer(asked, answer.tokens)
             if asked.then is not None:
                 asked.then(answer.params)
-            if asked.wants_load:
+            if asked.wants_load and not is_failed:
                 self._check_loaded(asked)
 
     def _check_answer(self, asked: Asked, said: list[int]) -> None:
@@ -339,6 +343,7 @@ class World:
         assert not scheduling._producer._slots._granted, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
         assert not scheduling._consumer._stepping_back, engine.name
+        assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
             assert endpoint.num_scratch_places == 0, engine.name
