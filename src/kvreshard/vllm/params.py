@@ -6,6 +6,9 @@ digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal
 (lease, block lists, tokens) tells parameters that were mixed up or shortened on their way from those that arrived whole; other
 block ids would be read without complaint, and another request's text served. It is no secret and no signature.
 
+Routers decode them and encode them anew. What is unambiguous is read: a whole number as a double, an empty list as an empty object,
+a zero, an empty list or a null left out, a null for an empty list. The seal says whether that was meant.
+
 `read_params` believes nothing: a missing, wrong or oversized field gives a ParamsError with its name, and the decode engine
 computes the prompt itself. They come with a request, so whoever may send requests to this engine chooses which host it asks;
 that it believes the answer is a matter of keys (`session.keys`).
@@ -36,7 +39,9 @@ MAX_GROUPS = 256
 MAX_PAGES = 1 << 20
 MAX_SIZE = 1 << 40
 # Names and addresses only: ZeroMQ would read more into a text with ';' or '/'.
-_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}\Z")
+_HOST = re.compile(r"(\[[A-Za-z0-9_.:%-]{1,255}\]|[A-Za-z0-9_.:%-]{1,255})\Z")
+# Above it, a number that was a double on its way may have been another.
+MAX_EXACT = 1 << 53
 
 _Pages = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)], ...], msgspec.Meta(max_length=MAX_PAGES)]
 
@@ -53,7 +58,7 @@ class GroupParams(msgspec.Struct, frozen=True):
     """
 
     name: Name
-    first_page: int
+    first_page: int = 0
     page_tokens: int | None = None
     is_state: bool = False
     window_tokens: int | None = None
@@ -72,11 +77,11 @@ class ReshardParams(msgspec.Struct, frozen=True):
 
     version: int
     incarnation: Name
-    slot: int
     word: Annotated[str, msgspec.Meta(max_length=32)]
     groups: Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
     seal: str
+    slot: int = 0
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -119,11 +124,11 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], *, is_prefill
     ours = ReshardParams(
         VERSION,
         prefill.remote.incarnation,
-        prefill.lease.slot,
         f"{prefill.lease.word:016x}",
         prefill.groups,
         prefill.prompt,
         _seal(prefill),
+        prefill.lease.slot,
     )
     return {
         "do_remote_prefill": is_prefill,
@@ -149,13 +154,13 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
             "fields that it does not know"
         )
     version = params[KEY].get("version") if isinstance(params[KEY], Mapping) else None
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if type(version) not in (int, float) or version != VERSION:
         raise ParamsError(
             f"kv_transfer_params['{KEY}'] is of version {plain(version, 40)}; this side reads {VERSION}: use one version on "
             "both sides"
         )
     try:
-        read = msgspec.convert(params, _Params)
+        read = msgspec.convert(_restored(params), _Params)
         word = int(read.kvreshard.word, 16)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise ParamsError(f"kv_transfer_params cannot be used: {plain(error)}") from error
@@ -182,6 +187,25 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
             "the prefill engine returned; pass them on unchanged, each with its own request"
         )
     return prefill
+
+
+def _restored(value: Any) -> Any:
+    """What a router made of the parameters, as they were. Raises ParamsError for a number that cannot be known any more."""
+    if isinstance(value, Mapping):
+        kept = {key: _restored(part) for key, part in value.items() if part is not None}
+        return kept or []  # none of our fields is an empty object
+    if isinstance(value, list | tuple):
+        if all(type(part) is int for part in value):
+            return value
+        return [[] if part is None else _restored(part) for part in value]
+    if isinstance(value, float) and value.is_integer():
+        if abs(value) > MAX_EXACT:
+            raise ParamsError(
+                f"kv_transfer_params cannot be used: {value:g} is a number that was made a double on its way, and may have been another; "
+                "use a router that keeps whole numbers"
+            )
+        return int(value)
+    return value
 
 
 def _seal(prefill: RemotePrefill) -> str:

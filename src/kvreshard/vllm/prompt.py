@@ -46,8 +46,8 @@ class PromptDigest(msgspec.Struct, frozen=True):
 
     num_tokens: int
     step: int
-    marks: tuple[str, ...]
     whole: str
+    marks: tuple[str, ...] = ()
     items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     salt: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -58,7 +58,7 @@ def digest_prompt(prompt: Prompt, num_tokens: int) -> PromptDigest:
     ends = [*range(step, num_tokens + 1, step), num_tokens]
     *marks, whole = _digests(prompt, ends)
     items = tuple(item for item in prompt.items if item.first < num_tokens)
-    return PromptDigest(num_tokens, step, tuple(marks), whole, items, prompt.salt)
+    return PromptDigest(num_tokens, step, whole, tuple(marks), items, prompt.salt)
 
 
 def count_matching(theirs: PromptDigest, prompt: Prompt) -> int:

@@ -72,11 +72,11 @@ def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:
 @pytest.mark.parametrize(
     "digest",
     [
-        PromptDigest(10, 0, (), ""),
-        PromptDigest(-1, 16, (), ""),
-        PromptDigest(300, -16, ("x",) * 5, ""),
-        PromptDigest(5, 16, ("0" * 16,) * 1000, "0" * 16),
-        PromptDigest(10**12, 16, ("0" * 16,) * 3, "0" * 16),
+        PromptDigest(10, 0, "", ()),
+        PromptDigest(-1, 16, "", ()),
+        PromptDigest(300, -16, "", ("x",) * 5),
+        PromptDigest(5, 16, "0" * 16, ("0" * 16,) * 1000),
+        PromptDigest(10**12, 16, "0" * 16, ("0" * 16,) * 3),
     ],
 )
 def test_digests_that_make_no_sense_match_nothing(digest: PromptDigest) -> None:
