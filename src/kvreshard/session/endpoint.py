@@ -213,7 +213,7 @@ class Endpoint:
                     logger.exception("%s", order)
                     if isinstance(order, Load):
                         self._holder.unwatch(order.request)
-                        self._fail(order.request, to_failure(error))
+                        self._fail(order, to_failure(error))
 
     def _obey(self, order: Order, now_s: float) -> None:
         match order:
@@ -292,7 +292,7 @@ class Endpoint:
             self._let_go(job, is_good=not failed)
             self._tell_obstacle(job)
             if isinstance(outcome, Failure):
-                self._fail(request, outcome, job.check)
+                self._fail(job.load, outcome, job.check)
                 self._record(job, outcome)
                 self._look_after(job, outcome)
             elif outcome is not None:
@@ -320,9 +320,13 @@ class Endpoint:
         elif job.peer is not None and failure.kind == "timeout" and self._me is not None:
             self._peers.doubt(self._me, job.peer)
 
-    def _fail(self, request: str, failure: Failure, check: CheckResult | None = None) -> None:
-        logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)
-        self._outbox.end(request, failure, check)
+    def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
+        logger.warning(
+            "request %s was not loaded from engine %s at %s:%d (%s): %s",
+            *(load.request, load.remote.engine, load.remote.address.host, load.remote.address.port),
+            *(failure.kind, failure.text),
+        )
+        self._outbox.end(load.request, failure, check)
 
     def _tell_obstacle(self, job: Job) -> None:
         if job.obstacle and job.obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:

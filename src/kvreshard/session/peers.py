@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_MEETINGS_AT_ONCE = 64
 SWEEP_S = 60.0
 MAX_REFUSED = 16
+MAX_WARNED = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +124,7 @@ class Peers:
         self._swept_s = clock()
         self._doubted: set[Peer] = set()
         self._followed: set[tuple[RemoteEngine, RemoteEngine]] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._gone: queue.SimpleQueue[tuple[Peer, bool]] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(MAX_MEETINGS_AT_ONCE, thread_name_prefix="kvreshard-meet")
 
@@ -241,7 +243,16 @@ class Peers:
     def _note(self, remote: RemoteEngine, done: Future[Peer]) -> None:
         if not done.cancelled() and done.exception() is not None:
             self._failed_s[remote] = self._clock()
+        elif not done.cancelled():
+            self._warn(remote, done.result().route.warnings)
         self._wake()
+
+    def _warn(self, remote: RemoteEngine, warnings: Sequence[str]) -> None:
+        """Once per engine and warning, however often it is met anew."""
+        for warning in warnings:
+            if (remote.engine, warning) not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add((remote.engine, warning))
+                logger.warning("engine %s: %s", remote.engine, warning)
 
 
 def fetch_life(me: Self, remote: RemoteEngine, options: EndpointOptions) -> EngineCard:

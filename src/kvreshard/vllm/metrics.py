@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvreshard.session.orders import Results
+from kvreshard.session.lease import Cause
+from kvreshard.session.orders import CheckResult, FailureKind, Results
 from kvreshard.session.pull import Moved
+from kvreshard.vllm.options import read_load_timeout
 
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "load_seconds": ("Seconds from binding a load to its last byte, per rank.", SECONDS),
     "bind_seconds": ("Seconds to bind a load, per rank.", SECONDS),
@@ -45,6 +47,22 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "digest_checks": ("Loads compared with their source, per rank.", "result"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
 }
+
+
+# What a counter's label may say. Series exist from the start: a rate over one that appears with its first event misses that event.
+LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
+    "bytes": ("direct", "staged"),
+    "failures": get_args(FailureKind),
+    "fallbacks": ("params", "itself", "role", "spent", "state", "window", "prompt", "reset", "standstill"),
+    "leases": get_args(Cause),
+    "digest_checks": get_args(CheckResult),
+}
+
+
+def seconds_buckets(load_timeout_s: float) -> tuple[float, ...]:
+    """Bounds that reach past what a load may take."""
+    beyond = {load_timeout_s, load_timeout_s * 1.25}
+    return tuple(sorted({*SECONDS, *(bound for bound in beyond if bound > SECONDS[-1])}))
 
 
 def _samples() -> dict[str, list[float]]:
@@ -150,9 +168,13 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        loads = seconds_buckets(read_load_timeout(vllm_config.kv_transfer_config))
         self._histograms = {
             name: self._histogram_cls(
-                name=f"kvreshard_{name}", documentation=text, buckets=list(buckets), labelnames=labelnames
+                name=f"kvreshard_{name}",
+                documentation=text,
+                buckets=list(loads if name == "load_seconds" else buckets),
+                labelnames=labelnames,
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
@@ -162,6 +184,12 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
             )
             for name, (text, label) in COUNTERS.items()
         }
+        for labels in per_engine_labelvalues.values():
+            for histogram in self._histograms.values():
+                histogram.labels(*labels)
+            for name, (_, label) in COUNTERS.items():
+                for value in LABEL_VALUES[name] if label else ("",):
+                    self._counters[name].labels(*labels, *([value] if label else []))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take in what the ranks counted."""

@@ -320,3 +320,16 @@ def test_a_transport_that_was_closed_under_it_fails_the_loads(world: World) -> N
     received, failed, _ = collect(world.dst)
     assert (received, failed["d"].kind, failed["d"].is_quarantined) == (set(), "transfer", False)
     assert "was closed while this transfer was pending" in failed["d"].text
+
+
+def test_the_line_of_a_failed_load_names_where_its_source_listens(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    order_load(world)  # nothing was granted
+    world.turn()
+    meet(world)
+    for _ in range(20):
+        world.turn()
+        world.fabric.step()
+    assert set(collect(world.dst)[1]) == {"d"}
+    assert "request d was not loaded from engine prefill at 127.0.0.1:1 (stale lease): " in caplog.text

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 from tests.unit.session.world import KIND, OPTIONS, Clock, Side, make_side
 
+from kvreshard.model.changed import replace
 from kvreshard.session import peers
 from kvreshard.session.handshake import Address, HandshakeError, Listener
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
@@ -217,3 +219,20 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
         room.clock.now_s += seconds
         room.peers.sweep(in_use)
         assert room.peers.num_known == expected
+
+
+def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytest.LogCaptureFixture) -> None:
+    def meet(me: Self, remote: RemoteEngine, options: EndpointOptions) -> Peer:
+        peer = meet_engine(me, remote, options)
+        return replace(peer, route=replace(peer.route, warnings=("field 'draft.0.k': the draft's cache is missing",)))
+
+    room.gate.set()
+    known = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), room.clock, room.woken.set, meet)
+    for _ in range(2):
+        known.get(room.me, room.remote).result(PATIENCE_S)
+        known.close()
+        known.forget(room.remote)
+        known._pool = ThreadPoolExecutor(1)
+    known.close()
+    said = [record.message for record in caplog.records if "draft" in record.message]
+    assert said == ["engine prefill: field 'draft.0.k': the draft's cache is missing"]
