@@ -25,8 +25,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvreshard.session.orders import Release, Watch
-from kvreshard.vllm.items import Positions, isolate
+from kvreshard.vllm.items import Positions, digest_grid, digest_salt, isolate
+from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import KEY
+from kvreshard.vllm.prompt import Prompt, digest_prompt
 from kvreshard.vllm.requests import read_placeholders, read_positions
 
 pytestmark = pytest.mark.vllm
@@ -149,6 +151,38 @@ def test_what_is_isolated_shares_no_block_of_vllms_prefix_cache() -> None:
         request.append_output_token_ids(list(range(20)))
         assert len(request.block_hashes) == 5
     assert len({block for request in made for block in request.block_hashes}) == 15
+
+
+def element(value: Any) -> SimpleNamespace:
+    return SimpleNamespace(data=value)
+
+
+def test_a_grid_is_what_is_small_of_an_item() -> None:
+    grid, pixels = torch.tensor([1, 8, 8]), torch.zeros(64, 24)
+    found = digest_grid({"image_grid_thw": element(grid), "pixel_values": element(pixels)})
+    assert found
+    assert digest_grid({"image_grid_thw": element(grid[None]), "image_embeds": element(torch.ones(64, 99))}) == found
+    times = {"video_grid_thw": element(grid), "timestamps": element([0.5, 1.0])}
+    assert digest_grid(times) != digest_grid({**times, "timestamps": element([0.5, 2.0])})
+    assert digest_grid({"image_grid_thw": element(None), "pixel_values": element(pixels)}) == ""
+    assert digest_grid({"pixel_values": element(pixels)}) == digest_grid({}) == digest_grid(None) == ""
+
+
+def test_what_is_loaded_under_a_salt_is_found_by_requests_whose_prefill_had_it() -> None:
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    known = MissingItems(Positions.PLAIN, frozenset())
+
+    def blocks_of(theirs: str, mine: str | None) -> tuple[bytes, ...]:
+        made = Request("r", list(range(70)), SamplingParams(), None, cache_salt=mine, block_hasher=hasher)
+        known.arrive(made, digest_prompt(Prompt(range(70), salt=digest_salt(theirs)), 70))
+        return tuple(made.block_hashes)
+
+    plain = Request("r", list(range(70)), SamplingParams(), None, block_hasher=hasher)
+    assert blocks_of("", None) == tuple(plain.block_hashes)
+    assert blocks_of("a", None) == blocks_of("a", None)  # of one tenant, whose router drops the salt
+    found = [blocks_of("", None), blocks_of("a", None), blocks_of("b", None), blocks_of("a", "a"), blocks_of("a", "b")]
+    assert len({block for blocks in found for block in blocks}) == 5 * 4
 
 
 def test_a_source_is_given_back_at_once_where_nothing_helps() -> None:

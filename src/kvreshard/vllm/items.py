@@ -95,11 +95,15 @@ def read_items(features: Iterable[MultiModalFeatureSpec], positions: Positions) 
 
 
 def digest_grid(data: Mapping[str, Any] | None) -> str:
-    """A digest of an item's small fields (grid, lengths, timestamps), which say where its tokens stand; empty without the item."""
-    if data is None:
+    """A digest of an item's small fields (grid, lengths, timestamps), which say where its tokens stand.
+
+    Empty without the item, or where a part of it is in another process, and where it has no such field: then nothing is known.
+    """
+    parts = {} if data is None else {name: element.data for name, element in data.items()}
+    if any(part is None for part in parts.values()):
         return ""
-    fields = {name: _small(element.data) for name, element in data.items()}
-    return _digest(repr(sorted((name, value) for name, value in fields.items() if value is not None)).encode())
+    small = sorted((name, value) for name, part in parts.items() if (value := _small(part)) is not None)
+    return _digest(repr(small).encode()) if small else ""
 
 
 def compare(
@@ -177,7 +181,7 @@ def _small(value: Any) -> Any:
     if not hasattr(value, "numel"):
         return value
     is_small = value.numel() <= (MAX_FLOATS if value.is_floating_point() else MAX_INTEGERS)
-    return [tuple(value.shape), value.tolist()] if is_small else None
+    return value.flatten().tolist() if is_small else None
 
 
 def _digest(data: bytes) -> str:
