@@ -177,9 +177,19 @@ def read_pair(
     return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title, tuple(found))
 
 
+def called(layout: EngineLayout, what: str, path: Path) -> EngineLayout:
+    """The layout of a file by a name for messages: the one inside may be any other file's too."""
+    return replace(layout, engine=f"{what} ({escaped(path, MAX_NAME // 2)})")
+
+
+def find_lacking(decode: EngineLayout) -> tuple[str, ...]:
+    """What a decode engine's ranks lack together, which a proof of the others would not show."""
+    return tuple(f"engine '{decode.engine}': {found}" for found in find_unheld(decode))
+
+
 def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
-    """What the decode engine's ranks lack together, which a proof of the others would not show. Raises LayoutMismatch unless it may."""
-    lacking = tuple(f"engine '{decode.engine}': {found}" for found in find_unheld(decode))
+    """What is lacking, to be told. Raises LayoutMismatch unless it may."""
+    lacking = find_lacking(decode)
     if lacking and not may_lack:
         more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
         raise LayoutMismatch(
@@ -194,9 +204,7 @@ def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int 
     if asked.layout_file is not None and asked.engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
     if asked.layout_file is not None:
-        layout = read_layout(asked.layout_file, side)
-        # Two files may well name one engine: messages say which of them is meant.
-        return Described(replace(layout, engine=f"{side} ({escaped(asked.layout_file, MAX_NAME // 2)})"))
+        return Described(called(read_layout(asked.layout_file, side), side, asked.layout_file))
     if asked.engine is None:
         raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
     if read_model is None:
