@@ -55,7 +55,7 @@ reliability: ## every run behind docs/reliability.md that needs no vLLM, then it
 	@KVRESHARD_RESULTS=tests/results/hostile.json $(PYTEST) -q tests/faults/test_hostile_clients.py
 	@KVRESHARD_RESULTS=tests/results/faults.json $(PYTEST) -q tests/faults/test_incast.py
 	@$(PY) -m tests.fuzz.run --inputs 100000 > tests/results/fuzz.json
-	@$(PY) -m tests.faults.incast --json tests/results/incast.json
+	@$(PY) -m bench.incast --json tests/results/incast.json
 	@$(PY) -m tests.faults.leaks --json tests/results/leaks.json
 	@$(PY) -m tests.soak --seconds $(if $(filter full,$(BENCH)),3600,120) --json tests/results/soak.json
 	@$(PY) tests/mutations/run.py session/ transport/ --json tests/results/mutants.json

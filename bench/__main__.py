@@ -19,6 +19,7 @@ from bench import (
     rows_bind,
     rows_growth,
     rows_handshake,
+    rows_incast,
     rows_model,
     rows_mooncake,
     rows_session,
@@ -35,6 +36,7 @@ ROWS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "e": rows_growth.run,
     "f": rows_ttft.run,
     "g": rows_mooncake.run,
+    "h": rows_incast.run,
     "m": rows_model.run,
 }
 HERE = Path(__file__).parent

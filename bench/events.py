@@ -22,7 +22,8 @@ from kvreshard.session.handshake import Address
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import Grant, Offer, Release, RemoteEngine, RemoteLease, Watch
-from kvreshard.session.peers import Peer, Peers
+from kvreshard.session.peer import Peer
+from kvreshard.session.peers import Peers
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.pace import Pace

@@ -134,7 +134,7 @@ ROWS = (
         "leaks.json",
         _leaks,
     ),
-    Row("Many readers share one source", "`python -m tests.faults.incast`", "incast.json", _incast),
+    Row("Many readers share one source", "`python -m bench.incast`", "incast.json", _incast),
     Row(
         "A stopped source leaves its readers' other loads alone",
         "`tests/faults/test_incast.py`",

@@ -65,6 +65,16 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of random pixels; `is_embedded`: given as what the encoder would make of one, of that many tokens and that width."""
+
+    seed: int
+    is_embedded: bool = False
+    num_tokens: int = 40
+    width: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What came back for one request. `error` is None when the engine answered, even with no token. `first_token_s`: when the
     engine's process had the first one, on the monotonic clock, which all processes of a machine share.
@@ -134,9 +144,10 @@ class Engine:
         transfer: dict[str, Any] | None,
         request_id: str,
         rank: int | None = None,
+        picture: Picture | None = None,
     ) -> Future[Any]:
         """Start one request; `wait` turns the future into an `Output`."""
-        return self._call("generate", request_id, list(prompt), max_tokens, transfer, rank)
+        return self._call("generate", request_id, list(prompt), max_tokens, transfer, rank, picture)
 
     def wait(self, future: Future[Any], seconds: float = ANSWER_SECONDS) -> Output:
         try:

@@ -16,6 +16,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.e2e.engine import Picture
+
 TOP = 5
 # A producer stays until what it holds for others was read or its lease ran out; vLLM's own 5 s end in a kill.
 SHUTDOWN_SECONDS = 40.0
@@ -46,6 +48,21 @@ def main(connection: Connection, arguments: dict[str, Any]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if engine is not None:
             engine.shutdown(timeout=SHUTDOWN_SECONDS)
+
+
+def _media(picture: Picture | None) -> dict[str, Any]:
+    """A picture as vLLM takes it."""
+    if picture is None:
+        return {}
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    drawn = np.random.default_rng(picture.seed)
+    if picture.is_embedded:
+        shape = (1, picture.num_tokens, picture.width)
+        return {"multi_modal_data": {"image": torch.from_numpy(drawn.normal(size=shape).astype(np.float32))}}
+    return {"multi_modal_data": {"image": Image.fromarray(drawn.integers(0, 255, (56, 56, 3), dtype=np.uint8))}}
 
 
 class _Host:
@@ -115,7 +132,13 @@ class _Host:
         return generate_latest().decode()
 
     async def generate(
-        self, request_id: str, prompt: list[int], max_tokens: int, transfer: dict[str, Any] | None, rank: int | None
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        transfer: dict[str, Any] | None,
+        rank: int | None,
+        picture: Picture | None = None,
     ) -> dict[str, Any]:
         from vllm.sampling_params import SamplingParams
 
@@ -129,7 +152,7 @@ class _Host:
         )
         final, first_token_s = None, None
         async for output in self.engine.generate(
-            {"prompt_token_ids": prompt}, parameters, request_id, data_parallel_rank=rank
+            {"prompt_token_ids": prompt, **_media(picture)}, parameters, request_id, data_parallel_rank=rank
         ):
             final = output
             if first_token_s is None and output.outputs[0].token_ids:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import drafts
-from tests.e2e.tiny import BASE, SPECIAL, VOCABULARY, WIDTH
+from tests.e2e.tiny import BASE, PICTURE_TOKEN, SPECIAL, VOCABULARY, WIDTH, TinyModel
 from tests.e2e.zoo import MODELS
 
 
@@ -46,10 +46,13 @@ def make(name: str) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{name}-"))
     architecture = getattr(transformers, model.architecture)
     torch.manual_seed(model.seed)
-    built = architecture(architecture.config_class(**{**BASE, **model.config}))
+    base = {} if model.picture_tokens else BASE
+    built = architecture(architecture.config_class(**{**base, **model.config}))
     _fill(built, model.seed)
     built.to(getattr(torch, model.dtype)).save_pretrained(scratch)
     _tokenizer().save_pretrained(scratch)
+    if model.picture_tokens:
+        _processor(model).save_pretrained(scratch)
     if model.draft is not None:
         drafts.add_draft(model.draft, scratch)
     try:
@@ -66,11 +69,25 @@ def _tokenizer() -> Any:
 
     words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"<{number}>" for number in range(len(words), VOCABULARY)]
+    words[PICTURE_TOKEN] = "<image>"
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
+    )
+
+
+def _processor(model: TinyModel) -> Any:
+    """What makes pixels of a picture; a class that does without torchvision."""
+    from transformers import Blip2Processor
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    side = model.config["vision_config"]["image_size"]
+    return Blip2Processor(
+        BlipImageProcessorPil(size={"height": side, "width": side}),
+        _tokenizer(),
+        num_query_tokens=model.picture_tokens,
     )
 
 

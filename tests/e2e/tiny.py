@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VOCABULARY = 512
+# The token that stands for a part of a picture, in models that see.
+PICTURE_TOKEN = 300
 SPECIAL = ("<pad>", "<s>", "</s>")
 FORM = 4  # of the files; raised when what `make` writes changes
 WIDTH = 0.1
@@ -45,7 +47,8 @@ class TinyModel:
     """One model: its `transformers` class, what differs from `BASE`, and what an engine needs besides.
 
     `prefix_caching`: whether vLLM's CPU build runs it with prefix caching. `engine_args`: what every engine on this
-    model is started with. `draft`: what speculates for it, see `tests.e2e.drafts`.
+    model is started with. `draft`: what speculates for it, see `tests.e2e.drafts`. `picture_tokens`: how many a picture has;
+    0 for a model that sees none. Of one that does, `config` is all of it.
     """
 
     name: str
@@ -56,6 +59,7 @@ class TinyModel:
     prefix_caching: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     draft: str | None = None
+    picture_tokens: int = 0
 
     @property
     def digest(self) -> str:

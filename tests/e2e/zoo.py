@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.e2e.tiny import ROPE, VOCABULARY, YARN, TinyModel
+from tests.e2e.tiny import PICTURE_TOKEN, ROPE, VOCABULARY, WIDTH, YARN, TinyModel
 
 
 def _layers(pattern: str, names: Mapping[str, str]) -> list[str]:
@@ -62,6 +62,36 @@ _QWEN3_NEXT: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
+}
+
+# The smallest model of vLLM that sees and starts without torchvision: a picture is the first 40 tokens of its prompt.
+_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+_BLIP2 = {
+    "vision_config": {**_TOWER, "image_size": 56, "patch_size": 14, "initializer_range": WIDTH},
+    "qformer_config": {
+        **_TOWER,
+        "vocab_size": VOCABULARY,
+        "encoder_hidden_size": 64,
+        "cross_attention_frequency": 1,
+        "initializer_range": WIDTH,
+    },
+    "text_config": {
+        "model_type": "opt",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "word_embed_proj_dim": 256,
+        "ffn_dim": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+        "init_std": WIDTH,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+    "num_query_tokens": 40,
+    "image_token_index": PICTURE_TOKEN,
 }
 
 # What three ranks can share: heads, and words once vLLM has filled them up to a multiple of 64.
@@ -278,6 +308,13 @@ MODELS: dict[str, TinyModel] = {
             "exaone4",
             "Exaone4ForCausalLM",
             {**_MOSTLY_WINDOWS, "sliding_window": 130, "sliding_window_pattern": "LLLG"},
+        ),
+        TinyModel(
+            "blip2",
+            "Blip2ForConditionalGeneration",
+            _BLIP2,
+            engine_args={"skip_tokenizer_init": False, "enable_mm_embeds": True},
+            picture_tokens=40,
         ),
         TinyModel("mistral", "MistralForCausalLM", {"head_dim": 64, "sliding_window": 100, "rope_parameters": ROPE}),
         TinyModel(

@@ -21,6 +21,7 @@ from kvreshard.session.seal import incarnation_of
 from kvreshard.testing.small import engine
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
+from kvreshard.vllm.items import Item
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 
@@ -50,7 +51,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         40,
         (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
         ((4, 9, 3), (3,), (5,)),
-        digest_prompt(Prompt(range(40)), 40, KEY),
+        digest_prompt(Prompt(range(40), (Item(3, 20, "a" * 32, "b" * 32),), salt="c" * 32), 40, KEY),
     )
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
     told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)

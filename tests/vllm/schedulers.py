@@ -11,7 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +35,7 @@ from kvreshard.session.orders import Grant, Load, Offer
 from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
+from kvreshard.vllm.items import Positions
 from kvreshard.vllm.producer import Producer
 
 KEY = bytes(range(32))
@@ -77,6 +84,10 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "mm_features": [],
         "lora_request": None,
         "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+        "cache_salt": None,
+        "block_hashes": [],
+        "update_block_hashes": lambda: None,
         "max_tokens": 1,
         "num_output_tokens": 1,
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -87,22 +98,40 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
     return SimpleNamespace(**fields)
 
 
-def producer(some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4) -> Producer:
-    made = Producer("p", KEY, some, {"tp_size": 1, "dcp_size": 1, "pp_size": 1}, backoff, 30.0, slots)
+def producer(
+    some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4, positions: Positions = Positions.PLAIN
+) -> Producer:
+    sizes = {"tp_size": 1, "dcp_size": 1, "pp_size": 1}
+    made = Producer("p", KEY, some, sizes, backoff, 30.0, slots, positions=positions)
     made.address = Address("127.0.0.1", 5)
     return made
 
 
-def picture(name: str, first: int, num_tokens: int) -> MultiModalFeatureSpec:
-    """A multimodal item, as a request has it."""
-    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(first, num_tokens), mm_hash=name)
+def picture(
+    name: str, first: int, num_tokens: int, grid: tuple[int, ...] | None = None, modality: str = "image"
+) -> MultiModalFeatureSpec:
+    """A multimodal item, as a request has it: without its data, or with a grid and pixels."""
+    data = None
+    if grid is not None:
+        fields = {
+            f"{modality}_grid_thw": torch.tensor(grid),
+            "pixel_values": torch.full((num_tokens, 8), 1.0 * len(name)),
+        }
+        batched = MultiModalBatchedField()
+        data = MultiModalKwargsItem({key: MultiModalFieldElem(value, batched) for key, value in fields.items()})
+    return MultiModalFeatureSpec(data, modality, name, PlaceholderRange(first, num_tokens), mm_hash=name)
 
 
 def prefill(
-    some: tuple[CacheGroup, ...], tokens: list[int], block_ids: list[list[int]], backoff: int = 0, **more: Any
+    some: tuple[CacheGroup, ...],
+    tokens: list[int],
+    block_ids: list[list[int]],
+    backoff: int = 0,
+    positions: Positions = Positions.PLAIN,
+    **more: Any,
 ) -> dict[str, Any]:
     """What the router gets for a prompt."""
-    side, asked = producer(some, backoff), request("p-1", tokens, **more)
+    side, asked = producer(some, backoff, positions=positions), request("p-1", tokens, **more)
     side.arrive(asked)
     asked.num_computed_tokens = asked.num_prompt_tokens
     assert [type(order) for order in side.schedule(asked)] == [Grant]
@@ -142,7 +171,7 @@ class Decode:
             self.side._keys["p", LIFE] = KEY
 
     def arrive(self, params: dict[str, Any], tokens: list[int], **more: Any) -> Any:
-        asked = request("d-1", tokens, kv_transfer_params=params, **more)
+        asked = request("d-1", tokens, kv_transfer_params=params, **({"block_hashes": []} | more))
         self.watched = list(self.side.arrive(asked, params))
         return asked
 

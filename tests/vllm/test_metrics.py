@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import kvreshard.vllm
 from kvreshard.session.orders import Failure, Results
-from kvreshard.vllm.metrics import COUNTERS, ReshardStats
+from kvreshard.vllm import consumer
+from kvreshard.vllm.metrics import COUNTERS, LABEL_VALUES, SECONDS, ReshardPromMetrics, ReshardStats, seconds_buckets
 
 pytestmark = pytest.mark.vllm
 
@@ -46,3 +52,34 @@ def test_multi_connector_finds_our_statistics_by_our_name() -> None:
     found = MultiConnector.build_kv_connector_stats({"ReshardConnector": stats.data})
     assert found is not None
     assert found["ReshardConnector"].data == stats.data
+
+
+def test_every_series_is_there_before_anything_happens() -> None:
+    registry = CollectorRegistry()
+    types = {
+        kind: lambda *words, kind=kind, **more: kind(*words, **more, registry=registry)
+        for kind in (Counter, Gauge, Histogram)
+    }
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"load_timeout_s": 1000}))
+    ReshardPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
+    page = generate_latest(registry).decode()
+    lines = {frozenset(re.split(r"[{},]", line)) for line in page.splitlines()}
+    for engine in "01":
+        for name, (_, label) in COUNTERS.items():
+            for value in LABEL_VALUES[name] if label else [""]:
+                labels = {f'engine="{engine}"', *([f'{label}="{value}"'] if label else [])}
+                assert frozenset({f"kvreshard_{name}_total", *labels, " 0.0"}) in lines
+        assert f'kvreshard_load_seconds_bucket{{engine="{engine}",le="1250.0"}} 0.0' in page
+
+
+def test_loads_that_take_as_long_as_they_may_are_told_from_longer_ones() -> None:
+    assert list(SECONDS) == sorted(SECONDS)
+    assert seconds_buckets(120.0)[-2:] == (120.0, 150.0)
+    assert seconds_buckets(600.0)[-3:] == (120.0, 600.0, 750.0)
+    assert seconds_buckets(5.0) == SECONDS
+
+
+def test_every_cause_of_a_fallback_is_among_the_label_values() -> None:
+    causes = set(re.findall(r'_note_fallback\("(.+?)"\)', Path(consumer.__file__).read_text()))
+    assert causes == set(LABEL_VALUES["fallbacks"])
+    assert {name for name, (_, label) in COUNTERS.items() if label} == set(LABEL_VALUES)

@@ -16,7 +16,6 @@ from tests.vllm.schedulers import (
     blocks,
     full,
     groups,
-    picture,
     prefill,
     producer,
     request,
@@ -104,25 +103,6 @@ def test_only_the_same_text_is_loaded(mine: list[int], expected: int) -> None:
     asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), mine)
     assert decode.side.count_loadable(asked, 0) == expected
     assert decode.fallbacks == ([] if expected else ["prompt"])
-
-
-@pytest.mark.parametrize(
-    ("mine", "expected"),
-    [
-        ([picture("cat", 20, 64), picture("dog", 150, 64)], 300),
-        ([picture("cat", 20, 64), picture("cow", 150, 64)], 144),
-        ([picture("cow", 20, 64), picture("dog", 150, 64)], 16),
-        ([picture("cat", 20, 64)], 144),
-        ([picture("cat", 20, 48), picture("dog", 150, 64)], 16),  # another engine's processor makes less of it
-        ([], 16),
-    ],
-)
-def test_tokens_that_stand_for_another_picture_are_not_loaded(mine: list[Any], expected: int) -> None:
-    theirs = [picture("cat", 20, 64), picture("dog", 150, 64)]
-    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], mm_features=theirs)
-    decode = Decode(full(128))
-    asked = decode.arrive(params, [*TOKENS, 7], mm_features=mine)
-    assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (expected, [])
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,19 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
+from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.draw import MODELS
+from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.world import World
 from vllm.config import KVTransferConfig, ModelConfig
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker import gpu_worker
 
+import kvreshard
 from kvreshard.model import LayoutError
+from kvreshard.vllm import connector
+from kvreshard.vllm.options import Options
 from kvreshard.vllm.start_check import check_outer_role, check_outputs, check_start
 
 pytestmark = pytest.mark.vllm
@@ -192,3 +199,14 @@ def test_a_child_loads_only_where_the_outer_role_does(
         return
     with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
         check_outer_role(child)
+
+
+def test_the_first_line_says_version_backend_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(connector.logger, "info", lambda text, *words: said.append(text % words))
+    world = World({"p": Shape(MODELS[0].layers(16, 0), role="kv_producer", lease_s=7.0)}, base_config(), 0)
+    world.close()
+    params = Options().nixl.params
+    assert said == [
+        f"kvreshard {kvreshard.__version__}: engine p, kv_role kv_producer, NIXL backend UCX {params}, options: kv_lease_duration=7.0"
+    ]

@@ -34,12 +34,15 @@ def warnings(model: Model, spec: EngineSpec) -> list[str]:
 
 
 def assumed(model: Model, spec: EngineSpec) -> list[str]:
-    """What is taken for granted of an engine that does not say it; empty if all is in the model's file or in the engine."""
+    """What is taken for granted of an engine; empty if all is in the model's file or in the engine, and nothing speaks against it."""
     depends = spec.dtype == NATIVE or any(layer.kind.is_state for layer in model.layers)
     if not model.cast_from or not depends:
-        return []
+        return [*model.doubts]
     says = f"the model's file says {model.cast_from}, which vLLM 0.32 runs as {model.dtype}, on GPUs before SM80 as another"
-    return [f"{says}; if the engine has a --dtype, give dtype= for the cache, or say it in a copy of the file"]
+    return [
+        *model.doubts,
+        f"{says}; if the engine has a --dtype, give dtype= for the cache, or say it in a copy of the file",
+    ]
 
 
 def _tensor_parallel(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:

@@ -9,7 +9,7 @@
 Groups are named by what they keep: `full`, `window`, `latent`, `compressor`, `state`, with a number where there are several
 (`window.0`). Names of layers and fields never depend on parallel sizes. Refused: stages that do not add up to the model's
 layers, `page.<group>` of a group that the engine does not have or that keeps states, `pcp` of models that have other caches than latents, and
-what `assemble` refuses.
+what `assemble` refuses. So are options of caches that the engine does not have: `draft` of a model without one, `conv`, `interior`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from functools import cache
 from kvreshard.catalog.layers import Model, ModelLayer
 from kvreshard.catalog.paging import LayerPage, TableGroup, group_layers, hybrid_page_tokens
 from kvreshard.catalog.spec import EngineSpec, unknown
-from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, ShortConv, Style
+from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
 
 DEFAULT_PAGES = 128
+CONVOLUTIONAL = (GatedDelta, Mamba1, Mamba2, ShortConv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
     style = Style(spec.interior, spec.conv_dim_first, spec.spec, spec.kernel)
     layers = engine_layers(model, spec)
     _check_prefill_context(model, spec, layers)
+    _check_style(model, spec, layers)
     page_bytes = _PageBytes(spec, style)
     page_tokens = _page_tokens(layers, spec.page or model.default_page, page_bytes)
     pages = _layer_pages(layers, page_tokens, page_bytes)
@@ -91,13 +93,35 @@ def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
 def engine_layers(model: Model, spec: EngineSpec) -> tuple[ModelLayer, ...]:
     """The caches that this engine has, in its dtype."""
     model.check_dtype(spec.dtype)
+    _check_draft(model, spec)
     # vLLM 0.32 speculates in one way: with a separate draft, the model's own prediction layers are not made.
-    num_drafts = 0 if spec.draft and any(layer.optional and not layer.predicts for layer in model.layers) else spec.spec
+    has_draft = spec.draft is not False
+    num_drafts = 0 if has_draft and any(layer.optional and not layer.predicts for layer in model.layers) else spec.spec
     return tuple(
         replace(layer, kind=layer.kind_for(spec.dtype))
         for layer in model.layers
-        if not layer.optional or (num_drafts >= layer.min_drafts if layer.predicts else spec.draft)
+        if not layer.optional or (num_drafts >= layer.min_drafts if layer.predicts else has_draft)
     )
+
+
+def _check_draft(model: Model, spec: EngineSpec) -> None:
+    if spec.draft is not None and not any(layer.optional and not layer.predicts for layer in model.layers):
+        raise LayoutError(
+            f"engine option 'draft': {'on' if spec.draft else 'off'}, but model '{model.name}' comes with no draft model; leave it out, or "
+            "give --draft"
+        )
+
+
+def _check_style(model: Model, spec: EngineSpec, layers: Sequence[ModelLayer]) -> None:
+    """Refuse what is asked of caches that the engine does not have."""
+    if spec.conv_dim_first and not any(isinstance(layer.kind, CONVOLUTIONAL) for layer in layers):
+        raise LayoutError(
+            f"engine option 'conv': dim-first, but model '{model.name}' has no convolution states; leave it out"
+        )
+    if spec.interior != EngineSpec().interior and not any(isinstance(layer.kind, Attention) for layer in layers):
+        raise LayoutError(
+            f"engine option 'interior': {spec.interior}, but model '{model.name}' has no attention over heads; leave it out"
+        )
 
 
 def _check_prefill_context(model: Model, spec: EngineSpec, layers: Sequence[ModelLayer]) -> None:

@@ -11,7 +11,9 @@ Raises LayoutError naming the field, its value and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvreshard.catalog import (
@@ -26,6 +28,7 @@ from kvreshard.catalog import (
 from kvreshard.catalog.config import PER_LAYER, Config, language_part
 from kvreshard.catalog.declared import read_with_dtype
 from kvreshard.catalog.layers import Model
+from kvreshard.model.text import escaped
 
 Reader = Callable[[Config], Model]
 
@@ -107,6 +110,7 @@ READERS: Mapping[str, Reader] = {
 READ_PER_LAYER = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 WINDOW = "sliding_window"
 QUERY_HEADS = "num_attention_heads"
+_ROLE = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)\Z")
 HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
 
 
@@ -121,7 +125,30 @@ def read_config(config: Config) -> Model:
         config = config.with_fields(**{WINDOW: None})
     if config.model_type not in READ_PER_LAYER:
         _check_per_layer(config)
-    return read_with_dtype(READERS.get(config.model_type, read_unknown.read_unknown), config)
+    model = read_with_dtype(READERS.get(config.model_type, read_unknown.read_unknown), config)
+    return replace(model, doubts=tuple(_doubts(config)))
+
+
+def _doubts(config: Config) -> Iterator[str]:
+    """Architectures of another type than the one that was read. Two types with one reader that is theirs alone have equal caches."""
+    around = config.fields if config.outer is None else config.outer
+    listed = around.get("architectures")
+    own = {_bare(str(said)) for fields in (config.fields, around) if (said := fields.get("model_type"))}
+    mine = READERS.get(config.model_type)
+    for name in listed if isinstance(listed, list) else ():
+        base = _bare(_ROLE.sub("", name)) if isinstance(name, str) else ""
+        other = next((known for known in READERS if _bare(known) == base), None)
+        is_family = other is not None and READERS[other] is mine and mine is not read_attention.read_plain
+        if other is not None and base not in own and not is_family:
+            yield (
+                f"the file's architectures say {escaped(name, 60)}, which is of model type '{other}', and its model_type says "
+                f"'{escaped(config.model_type, 60)}', by which it was read; vLLM goes by architectures"
+            )
+
+
+def _bare(name: str) -> str:
+    """A type or an architecture without what tells their spellings apart."""
+    return name.lower().replace("_", "").replace("-", "").removesuffix("text")
 
 
 def _check_per_layer(config: Config) -> None:

@@ -73,7 +73,7 @@ class Model:
     """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them.
 
     `dtype`: what vLLM runs the model in, `auto` if the file does not say it; `cast_from`: what the file says, where that is another;
-    `declared`: of the caches, where the file says another.
+    `declared`: of the caches, where the file says another. `doubts`: what in the file speaks against how it was read.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Model:
     notes: tuple[str, ...] = ()
     declared: str = NATIVE
     cast_from: str = ""
+    doubts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]

@@ -14,11 +14,11 @@
 | `conv` | convolution states `dim-first` or `dim-last` |
 | `dtype` | of the cache; `auto` is what the model's file declares (`declared`), else the model's |
 | `spec` | speculative tokens; above 0, a model's own prediction layers cache too |
-| `draft` | `on` or `off`: whether a separate draft model's layers are there |
+| `draft` | `on` or `off`: whether a separate draft model's layers are there; left out: if the model has one |
 | `interior`, `kernel` | the inside of an attention page; tokens of a kernel block |
 | `pages` | pages of the pool |
 
-Refused: a text that says nothing, a key or a value with a typo (the nearest one is named), a key given twice, sizes that are not
+Refused: a text that says nothing, an empty part, a part that changes nothing of this engine (`interleave` without `dcp`; more in `engine`), a key or a value with a typo (the nearest one is named), a key given twice, sizes that are not
 positive whole numbers in ASCII digits, more ranks than any engine has.
 """
 
@@ -71,7 +71,7 @@ class EngineSpec:
     conv_dim_first: bool = False
     dtype: str = NATIVE
     spec: int = 0
-    draft: bool = True
+    draft: bool | None = None
     interior: str = "cell"
     kernel: int | None = None
     pages: int | None = None
@@ -90,6 +90,8 @@ class EngineSpec:
             raise LayoutError(
                 f"engine option 'tp': {self.tp} x pp={self.pp}{more} are {num_ranks} ranks; at most {MAX_RANKS} are described"
             )
+        if self.pages == 1:
+            raise LayoutError("engine option 'pages': 1; page 0 stands for no page, so a pool has at least 2")
         if self.spec > MAX_DRAFTS:
             raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; at most {MAX_DRAFTS}")
         if self.spec < 0:
@@ -109,6 +111,10 @@ class EngineSpec:
 
     def _check_sequence(self) -> None:
         """What vLLM 0.32 asks of DCP (`config/parallel.py:588`)."""
+        if self.interleave > 1 and self.dcp == 1:
+            raise LayoutError(
+                f"engine option 'interleave': {self.interleave}, but without dcp no ranks share the sequence; leave it out, or give dcp"
+            )
         if self.pcp == 1 and self.tp % self.dcp:
             raise LayoutError(f"engine option 'dcp': {self.dcp} does not divide tp={self.tp}; use a divisor of it")
         allowed = sorted({1, self.pcp, self.tp * self.pcp})
@@ -142,7 +148,8 @@ class EngineSpec:
         words = [f"pp={'+'.join(map(str, self.stages))}" if w.startswith("pp=") and self.stages else w for w in words]
         words += [f"page.{group}={tokens}" for group, tokens in self.page_of]
         words += ["conv=dim-first"] if self.conv_dim_first else []
-        return ",".join(words if self.draft else [*words, "draft=off"])
+        words += [] if self.draft is None else [f"draft={'on' if self.draft else 'off'}"]
+        return ",".join(words)
 
 
 def parse_engine(text: str) -> EngineSpec:
@@ -150,10 +157,15 @@ def parse_engine(text: str) -> EngineSpec:
     given: dict[str, Any] = {}
     page_of: dict[str, int] = {}
     seen: set[str] = set()
-    words = [word for part in text.split(",") if (word := part.strip())]
-    if not words:
+    words = [part.strip() for part in text.split(",")]
+    if not any(words):
         raise LayoutError(
             f"engine '{escaped(text, MAX_SHOWN)}': says nothing; write tp=1 for one rank, and see whether a variable of the shell is unset"
+        )
+    if not all(words):
+        raise LayoutError(
+            f"engine '{escaped(text, MAX_SHOWN)}': has a comma with nothing beside it; leave the comma out, and see whether a variable of the "
+            "shell is unset"
         )
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
@@ -174,6 +186,10 @@ def parse_engine(text: str) -> EngineSpec:
             given[name] = read(key, value)
         else:
             raise unknown("engine option", key, engine_keys(), f" (value '{escaped(value, MAX_SHOWN)}')")
+    if "interleave" in given and "dcp" not in given:
+        raise LayoutError(
+            "engine option 'interleave': without dcp no ranks share the sequence; leave it out, or give dcp"
+        )
     return EngineSpec(**given, page_of=tuple(page_of.items()))
 
 

@@ -25,7 +25,7 @@ from kvreshard.cli import doctor_host as host
 from kvreshard.cli.doctor_line import Check, Line, bounded
 from kvreshard.cli.doctor_nixl import check_loopback, check_nixl, check_ucx
 from kvreshard.cli.doctor_peer import Peer, check_pair, check_peer, check_route, parse_peer
-from kvreshard.cli.inputs import Described, InputError, describe_side, read_layout
+from kvreshard.cli.inputs import Described, InputError, called, describe_side, find_lacking, read_layout
 from kvreshard.cli.terminal import Column, Sheet, show_line, show_sheet, write_json
 from kvreshard.model.text import counted
 
@@ -107,7 +107,8 @@ def read_side(
     if draft is not None and model is None:
         raise InputError(f"--draft {draft}: goes with --model; a layout file says all there is")
     if layout is not None:
-        return Described(read_layout(layout))
+        mine = called(read_layout(layout), "this side", layout)
+        return Described(mine, find_lacking(mine))
     if model is None:
         return None
     return describe_side(load(model, draft), "decode" if decode else "prefill", str(decode or prefill), None)

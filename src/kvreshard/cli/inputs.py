@@ -20,10 +20,12 @@ import typer
 
 from kvreshard.catalog import EngineSpec, Model, assumed, describe, load, parse_engine, warnings
 from kvreshard.cli.output import tell
-from kvreshard.model import EngineLayout, KvReshardError, wire
+from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch, wire
+from kvreshard.model.changed import replace
 from kvreshard.model.parts import MAX_MESSAGE_BYTES
 from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
 from kvreshard.plan.cost import CostModel, usual_cost
+from kvreshard.plan.coverage import find_unheld
 from kvreshard.session.constants import host_facts, require_constants
 from kvreshard.transport.base import is_device
 
@@ -77,13 +79,14 @@ def read_bytes(path: Path, max_bytes: int, what: str) -> bytes:
     return content
 
 
-def read_layout(path: Path) -> EngineLayout:
-    """The layout that `kvreshard describe` wrote. Every error names the file."""
-    content = read_bytes(path, MAX_MESSAGE_BYTES, "layout file")
+def read_layout(path: Path, side: Side | None = None) -> EngineLayout:
+    """The layout that `kvreshard describe` wrote. Every error names the file, and its side of a pair."""
+    what = "layout file" if side is None else f"{side} layout file"
+    content = read_bytes(path, MAX_MESSAGE_BYTES, what)
     try:
         return wire.decode(content, "json")
     except KvReshardError as error:
-        raise type(error)(f"layout file '{path}': {error}") from None
+        raise type(error)(f"{what} '{path}': {error}") from None
 
 
 def check_device(device: str) -> None:
@@ -124,9 +127,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def describe_engine(model: str, engine: str, name: str, pages: int | None, draft: str | None) -> Described:
     """An engine as a person writes it, of a model of the catalog or a path."""
-    if not is_name(name):
+    if not is_name(name) or not name.strip():
         raise InputError(
-            f"engine name '{escaped(name, 60)}': may have {MAX_NAME} characters, all of them visible; choose another"
+            f"engine name '{escaped(name, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
         )
     return _describe(load(model, draft), engine, name, pages)
 
@@ -159,8 +162,10 @@ def warn(found: tuple[str, ...]) -> None:
         tell(f"warning: {warning}")
 
 
-def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | None, draft: str | None) -> Pair:
-    """Both engines, each from a model and an engine or from a layout file."""
+def read_pair(
+    model: str | None, prefill: Asked, decode: Asked, pages: int | None, draft: str | None, *, may_lack: bool = False
+) -> Pair:
+    """Both engines, each from a model and an engine or from a layout file. `may_lack`: a decode layout need not be all of its engine."""
     for option, value in (("model", model), ("draft", draft), ("pages", pages)):
         if value is not None and prefill.layout_file and decode.layout_file:
             raise InputError(
@@ -176,9 +181,33 @@ def read_pair(model: str | None, prefill: Asked, decode: Asked, pages: int | Non
         layout = described.layout
         layouts.append(layout)
         found += described.warnings
-        words.append(f"{layout.engine} ({asked.engine or asked.layout_file}, {counted(len(layout.ranks), 'rank')})")
+        words.append(f"{asked.side} ({asked.engine or asked.layout_file}, {counted(len(layout.ranks), 'rank')})")
+    if decode.layout_file is not None:
+        found += _check_whole(layouts[1], may_lack)
     title = " -> ".join(words)
     return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title, tuple(found))
+
+
+def called(layout: EngineLayout, what: str, path: Path) -> EngineLayout:
+    """The layout of a file by a name for messages: the one inside may be any other file's too."""
+    return replace(layout, engine=f"{what} ({escaped(path, MAX_NAME // 2)})")
+
+
+def find_lacking(decode: EngineLayout) -> tuple[str, ...]:
+    """What a decode engine's ranks lack together, which a proof of the others would not show."""
+    return tuple(f"engine '{decode.engine}': {found}" for found in find_unheld(decode))
+
+
+def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
+    """What is lacking, to be told. Raises LayoutMismatch unless it may."""
+    lacking = find_lacking(decode)
+    if lacking and not may_lack:
+        more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+        raise LayoutMismatch(
+            f"{lacking[0]}{more}: its ranks {sorted(decode.rank_by_number)} are not a whole engine; add what is missing, or give --incomplete "
+            "to plan what is there"
+        )
+    return lacking
 
 
 def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int | None) -> Described:
@@ -186,7 +215,7 @@ def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int 
     if asked.layout_file is not None and asked.engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
     if asked.layout_file is not None:
-        return Described(read_layout(asked.layout_file))
+        return Described(called(read_layout(asked.layout_file, side), side, asked.layout_file))
     if asked.engine is None:
         raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
     if read_model is None:

@@ -1,6 +1,7 @@
 """`kvreshard plan`: who reads what from whom, and with block tables, exactly which bytes.
 
-1. Both layouts, from a model and two engines or from files that `describe` wrote.
+1. Both layouts, from a model and two engines or from files that `describe` wrote. A decode layout that lacks ranks, heads or fields
+   is refused, since the rest of it is proved all the same; with `--incomplete` it is told.
 2. The route of every decode rank, proved.
 3. Either their explanation, or with `--copies` and a tables file the copy list of one request, as JSON lines: one object per
    copy, in no promised order. `--fills` adds the ranges that are zeroed. The whole request is checked before the first line.
@@ -63,6 +64,9 @@ def plan(
         Path | None, typer.Option(help="JSON file with the request's block tables (docs/wire.md).")
     ] = None,
     fills: Annotated[bool, typer.Option("--fills", help="Print the ranges of new pages that are zeroed.")] = False,
+    incomplete: Annotated[
+        bool, typer.Option("--incomplete", help="Plan a decode layout that lacks ranks, heads or fields.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show who reads what from whom between two engines, or exactly which bytes a request copies."""
@@ -73,7 +77,8 @@ def plan(
             f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
         )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
-    pair = read_pair(model, Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1]), pages, draft)
+    asked = Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1])
+    pair = read_pair(model, *asked, pages, draft, may_lack=incomplete)
     routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model, device))
     warn(pair.warnings)
     if tables is not None:

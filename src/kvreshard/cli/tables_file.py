@@ -7,7 +7,7 @@ The JSON form that `docs/wire.md` describes:
      "intervals": {"full": [[0, 24]]}}
 
 1. Decoded strictly by type: unknown keys, negative numbers and words in place of numbers are refused with their path.
-2. Compared with both layouts: group names, every page id inside its pool.
+2. Compared with both layouts: group names, every page id inside its pool, every new page once.
 3. What the planner checks (lengths, null pages, positions, pages used twice) stays with the planner.
 
 Raises TablesError naming the file, the side, the group, both values and the remedy.
@@ -116,3 +116,16 @@ def _check_side(side: str, tables: Mapping[str, _SrcTable] | Mapping[str, _DstTa
                     f"{side}, group '{name}': {key} names page {largest}, but pool '{group.pool}' of engine "
                     f"'{layout.engine}' has pages [0, {group.num_pages})"
                 )
+    new = [
+        (layout.group_by_name[name].pool, page, name)
+        for name, t in tables.items()
+        for page in getattr(t, "new_pages", [])
+    ]
+    given: dict[tuple[str, int], str] = {}
+    for pool, page, name in new:
+        if (pool, page) in given:
+            raise TablesError(
+                f"{side}, group '{name}': new_pages names page {page} of pool '{pool}', which new_pages of group '{given[pool, page]}' "
+                "names too; a page is new once"
+            )
+        given[pool, page] = name

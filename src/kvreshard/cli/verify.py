@@ -7,12 +7,14 @@
 3. Move all requests at once and compare all memory of the decode ranks with the slow oracle (`testing.trial`).
 4. Print what moved and the verdict; exit 1 if anything is wrong, naming the first wrong field, rank and token.
 
-Refused: NIXL that is not installed, `--way staged` with `--push`, `--device` with `--transport memory`, a device that is not there, more memory than there is, and whatever the engines refuse.
+Refused: NIXL that is not installed, more than `RANKS_PER_CORE` processes per core without a yes, `--way staged` with `--push`, `--device` with `--transport memory`, a device that
+is not there, more memory than there is, and whatever the engines refuse.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from enum import StrEnum
@@ -45,6 +47,7 @@ STAGES = {
     "oracle": "comparing with the oracle",
 }
 EXIT_WRONG = 1
+RANKS_PER_CORE = 8
 
 
 class TransportOption(StrEnum):
@@ -78,6 +81,7 @@ def verify(
     cost_model: CostModelFile = None,
     draft: Annotated[str | None, typer.Option(help="Model of a draft whose caches come behind: id or path.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of tables, lengths and contents.")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="Start however many processes it takes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
@@ -90,6 +94,8 @@ def verify(
     fitted = fit(found, *specs, requests, tokens, layers)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
     check_room(fitted, num_ranks if transport is TransportOption.NIXL else 0)
+    if transport is TransportOption.NIXL and not yes:
+        ask_for_processes(num_ranks, len(os.sched_getaffinity(0)))
     warnings = (*judge(found, specs[0], "prefill"), *judge(found, specs[1], "decode"))
     warn(warnings)
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
@@ -117,6 +123,16 @@ def verify(
     if not result.passed:
         sys.stdout.flush()
         raise typer.Exit(EXIT_WRONG)
+
+
+def ask_for_processes(num_ranks: int, num_cores: int) -> None:
+    """So many ranks poll for one another that a machine may stand still. Raises InputError where nobody can be asked."""
+    if num_ranks <= RANKS_PER_CORE * num_cores:
+        return
+    fact = f"{num_ranks} ranks are {num_ranks} processes on {counted(num_cores, 'core')}, which may take very long"
+    if not sys.stdin.isatty():
+        raise InputError(f"{fact}; give --yes to start them, fewer ranks, or --transport memory")
+    typer.confirm(f"{fact}. Start them?", abort=True, err=True)
 
 
 def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int, device: str = "cpu") -> Ranks:

@@ -5,6 +5,7 @@ from kvreshard.kinds.linear import GatedDelta, LinearState, ShortConv
 from kvreshard.kinds.mamba import Mamba1, Mamba2
 from kvreshard.kinds.mla import Latent
 from kvreshard.kinds.opaque import Opaque, OpaqueState
+from kvreshard.kinds.options import dtype_option
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
@@ -28,5 +29,6 @@ __all__ = [
     "ShortConv",
     "Style",
     "TensorShape",
+    "dtype_option",
     "indexer",
 ]

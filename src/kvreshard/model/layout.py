@@ -74,6 +74,11 @@ class Group(msgspec.Struct, frozen=True):
         ):
             if size is not None and size <= 0:
                 raise LayoutError(f"group '{self.name}': {size} {label}; a size must be positive")
+        if self.null_page is not None and not 0 <= self.null_page < self.num_pages:
+            raise LayoutError(
+                f"group '{self.name}': null page {self.null_page} is not one of its pages [0, {self.num_pages}); leave it out, or name one "
+                "of them"
+            )
 
 
 class Geometry(msgspec.Struct, frozen=True):

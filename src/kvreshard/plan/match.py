@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvreshard.model.encoding_options import remedy_for
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
@@ -43,7 +44,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
-            (warnings if field.optional else findings)[_one_sided(field, dst, src)].append(field.name)
+            (warnings if field.optional else findings)[_one_sided(field, dst, src, is_needed=True)].append(field.name)
             continue
         shapes = src.fields.kind_of(field.name), dst.fields.kind_of(field.name)
         if shapes not in found_of:
@@ -54,7 +55,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:
-            (warnings if field.optional else findings)[_one_sided(field, src, dst)].append(field.name)
+            (warnings if field.optional else findings)[_one_sided(field, src, dst, is_needed=False)].append(field.name)
     if findings:
         more = f" (and {len(findings) - SHOWN} more)" if len(findings) > SHOWN else ""
         raise LayoutMismatch("; ".join(_told(findings)[:SHOWN]) + more)
@@ -83,9 +84,14 @@ def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:
     return told
 
 
-def _one_sided(field: Field, having: EngineLayout, lacking: EngineLayout) -> str:
+def _one_sided(field: Field, having: EngineLayout, lacking: EngineLayout, *, is_needed: bool) -> str:
     if field.optional:
-        return f": in engine '{having.engine}' but not in engine '{lacking.engine}', so not moved"
+        lost = (
+            "; its draft begins without a cache of what is loaded, and guesses worse: draft on both sides"
+            if is_needed
+            else ""
+        )
+        return f": in engine '{having.engine}' but not in engine '{lacking.engine}', so not moved{lost}"
     return (
         f": in engine '{having.engine}' but not in engine '{lacking.engine}'; "
         "both must run the same model; a draft's fields may be declared optional"
@@ -105,9 +111,9 @@ def differences(src_engine: str, src: Field, dst_engine: str, dst: Field) -> lis
         )
 
     if src.encoding != dst.encoding:
-        differ("encoding", f"'{src.encoding}'", f"'{dst.encoding}'", "use the same cache dtype and quantisation")
+        differ("encoding", f"'{src.encoding}'", f"'{dst.encoding}'", remedy_for(dst))
     elif src.element_bytes != dst.element_bytes:
-        differ("element size in bytes", src.element_bytes, dst.element_bytes, "use the same cache dtype")
+        differ("element size in bytes", src.element_bytes, dst.element_bytes, remedy_for(dst))
     src_names, dst_names = [a.name for a in src.axes], [a.name for a in dst.axes]
     if src_names != dst_names:
         differ("the list of axes", src_names, dst_names, "describe both engines with the same version")

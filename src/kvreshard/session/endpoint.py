@@ -50,7 +50,8 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.outbox import Outbox
 from kvreshard.session.own_leases import OwnLeases
-from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peers import Peers
 from kvreshard.session.recorder import Crash, Recorder, is_recorded
 from kvreshard.session.scratch import Scratch
 from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
@@ -266,7 +267,7 @@ class Endpoint:
                     logger.exception("%s", order)
                     if isinstance(order, Load):
                         self._holder.unwatch(order.request)
-                        self._fail(order.request, to_failure(error))
+                        self._fail(order, to_failure(error))
 
     def _obey(self, order: Order, now_s: float) -> None:
         match order:
@@ -286,9 +287,7 @@ class Endpoint:
             case Load():
                 self._load(order, now_s)
             case Release():
-                if self._me is not None and (order.remote.engine, order.remote.incarnation) == self._me.name:
-                    self._own.release(self._me.name, order.lease)
-                else:
+                if self._me is None or not self._own.release(self._me.name, order):
                     self._holder.release(order)
             case Cancel():
                 self._holder.cancel(order.request)
@@ -331,7 +330,7 @@ class Endpoint:
         """The engine knows that its source cannot be met: nobody is asked again for it."""
         self._holder.unwatch(load.request)
         self._source_keys.forget(load.request)
-        self._fail(load.request, failure)
+        self._fail(load, failure)
         events = Events(self._clock)
         events.add("refused", failure.text)
         self._record(load, None, events, failure)
@@ -345,7 +344,7 @@ class Endpoint:
         self._let_go(job, is_good=not failed)
         self._tell_obstacle(job)
         if isinstance(outcome, Failure):
-            self._fail(request, outcome, job.check)
+            self._fail(job.load, outcome, job.check)
             self._record(job.load, job.peer, job.events, outcome)
             self._look_after(job, outcome)
         elif outcome is not None:
@@ -368,9 +367,10 @@ class Endpoint:
         elif job.peer is not None and failure.kind == "timeout" and self._me is not None:
             self._peers.doubt(self._me, job.peer)
 
-    def _fail(self, request: str, failure: Failure, check: CheckResult | None = None) -> None:
-        logger.warning("request %s was not loaded (%s): %s", request, failure.kind, failure.text)
-        self._outbox.end(request, failure, check)
+    def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
+        source = f"engine {load.remote.engine} at {str(load.remote.address).removeprefix('tcp://')}"
+        logger.warning("request %s was not loaded from %s (%s): %s", load.request, source, failure.kind, failure.text)
+        self._outbox.end(load.request, failure, check)
 
     def _tell_obstacle(self, job: Job) -> None:
         if job.obstacle and job.obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:

@@ -56,10 +56,14 @@ class Answer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine listens."""
+    """Where an engine listens. An IPv6 address may be given in brackets, and is kept without."""
 
     host: str
     port: int
+
+    def __post_init__(self) -> None:
+        if self.host.startswith("[") and self.host.endswith("]"):
+            object.__setattr__(self, "host", self.host[1:-1])
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from kvreshard.model.logs import get_logger
 from kvreshard.session.notes import Report, heartbeats, write_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
-from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peers import Peers
 from kvreshard.session.refusals import Refusals
 from kvreshard.session.renewals import Renewals
 from kvreshard.transport.base import Transport, TransportError

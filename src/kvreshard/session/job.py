@@ -19,7 +19,7 @@ from kvreshard.session.events import Events
 from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.orders import CheckResult, EndpointOptions, Failure, FailureKind, Load
-from kvreshard.session.peers import Peer
+from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
 from kvreshard.session.question import readable
 from kvreshard.session.seal import SealError, check_seal

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 
 from kvreshard.session.job import Job
 from kvreshard.session.orders import Failure
-from kvreshard.session.peers import Peer
+from kvreshard.session.peer import Peer
 
 
 class Jobs:

@@ -18,7 +18,7 @@ from kvreshard.session.answers import Answerer
 from kvreshard.session.board import AnswerBoard
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, read_note
-from kvreshard.session.orders import RemoteLease
+from kvreshard.session.orders import Release
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 
@@ -77,6 +77,10 @@ class OwnLeases:
         self.answerer.work(layout)
         return len(self.answerer) > 0
 
-    def release(self, me: tuple[str, str], lease: RemoteLease) -> None:
-        """End one: every rank of an engine that was to read from itself is told so. `me`: the engine and its incarnation."""
+    def release(self, me: tuple[str, str], release: Release) -> bool:
+        """End one, if it is of this engine: every rank of an engine that was to read from itself is told so. `me`: its name and incarnation."""
+        lease = release.lease
+        if (release.remote.engine, release.remote.incarnation) != me:
+            return False
         self.book.report(Report(VERSION, "/".join(me), lease.request, lease.word, self._rank, (self._rank,)))
+        return True

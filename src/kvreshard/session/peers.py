@@ -21,27 +21,21 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
 
-from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route, compile_route
-from kvreshard.session import notes
 from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, check_facts
 from kvreshard.session.handshake import HandshakeError, card_hello, outcome_hello, read_card
 from kvreshard.session.handshake_client import HandshakeClient
 from kvreshard.session.hello import MAX_HELLO_BYTES
-from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import EndpointOptions, RemoteEngine, RemoteLease
-from kvreshard.session.pull import LeaseProof
-from kvreshard.session.staging import Staging
+from kvreshard.session.orders import EndpointOptions, RemoteEngine
+from kvreshard.session.peer import Peer, Self, disconnect
 from kvreshard.session.workers import Workers
-from kvreshard.transport.base import Transport, TransportError
-from kvreshard.transport.local import LocalMemory
+from kvreshard.transport.base import TransportError
 
 logger = get_logger(__name__)
 
@@ -49,64 +43,7 @@ logger = get_logger(__name__)
 NUM_WORKERS = 4
 SWEEP_S = 60.0
 MAX_REFUSED = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Peer:
-    """A source engine that this rank can read from."""
-
-    remote: RemoteEngine
-    card: EngineCard
-    layout: EngineLayout
-    route: Route
-    mover: Mover
-
-    def lease_proof(self, lease: RemoteLease, scratch_address: int) -> LeaseProof:
-        """Where the words of a lease stand. Raises LayoutMismatch for a slot that a source rank does not have."""
-        addresses, cards = {}, self.card.rank_by_number
-        for rank in self.route.src_ranks:
-            card = cards[rank]
-            if not 0 <= lease.slot < card.lease_slots:
-                raise LayoutMismatch(
-                    f"request '{lease.request}' of engine '{self.remote.engine}': lease slot {lease.slot}, but rank {rank} "
-                    f"has {card.lease_slots}; were the kv_transfer_params changed on their way?"
-                )
-            addresses[rank] = card.lease_address + lease.slot * WORD_BYTES
-        return LeaseProof(lease.word, addresses, scratch_address)
-
-    @property
-    def note_version(self) -> int:
-        """The newest version of notes that both sides know."""
-        return min(notes.VERSION, self.card.reads_notes)
-
-    @property
-    def told_ranks(self) -> tuple[int, ...]:
-        """Source ranks that hear from this rank."""
-        mine = self.route.dst_rank
-        return tuple(rank for rank, reporters in self.route.reporters.items() if mine in reporters)
-
-
-@dataclass(frozen=True)
-class Self:
-    """This rank: its engine's card and layout, its memory and what it moves bytes with.
-
-    `refused`: cards of engines that could not be worked with, for the record of a failed load. `kept`: what the routes from all of
-    its sources keep.
-    """
-
-    card: EngineCard
-    layout: EngineLayout
-    rank: int
-    transport: Transport
-    memory: LocalMemory
-    staging: Staging | None
-    refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
-    kept: Kept = field(default_factory=Kept, compare=False)
-
-    @property
-    def name(self) -> tuple[str, str]:
-        """The engine and its incarnation."""
-        return self.card.engine, self.card.incarnation
+MAX_WARNED = 1000
 
 
 class Peers:
@@ -138,6 +75,7 @@ class Peers:
         self._doubted: set[Peer] = set()
         # Of a life that has answered, the former ones that were doubted for it.
         self._followed: dict[RemoteEngine, set[RemoteEngine]] = {}
+        self._warned: set[tuple[str, str]] = set()
         self._gone: queue.SimpleQueue[tuple[Peer, bool]] = queue.SimpleQueue()
         self._client = HandshakeClient()
         self._workers = Workers("kvreshard-compile", NUM_WORKERS)
@@ -314,8 +252,16 @@ class Peers:
         sentence = describe_route(found.route)
         logger.info("engine %s at %s: %s", remote.engine, remote.address, sentence)
         self._note_met(remote)
+        self._warn(remote, found.route.warnings)
         self._end(remote, peer, found)
         self._tell(me, remote, sentence, is_good=True)
+
+    def _warn(self, remote: RemoteEngine, warnings: Sequence[str]) -> None:
+        """Once per engine and warning, however often it is met anew."""
+        for warning in warnings:
+            if (remote.engine, warning) not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add((remote.engine, warning))
+                logger.warning("engine %s: %s", remote.engine, warning)
 
     def _end(self, remote: RemoteEngine, peer: Future[Peer], outcome: Peer | BaseException) -> None:
         with contextlib.suppress(InvalidStateError):
@@ -358,14 +304,6 @@ def check_life(remote: RemoteEngine, card: EngineCard) -> EngineCard:
             f"incarnation {remote.incarnation[:12]}: it has restarted, and what the request refers to is gone"
         )
     return card
-
-
-def disconnect(peer: Peer) -> None:
-    """Make the transport forget a peer's ranks, and keep nothing of its route."""
-    peer.route.drop_kept()
-    for name in peer.mover.peers.values():
-        with contextlib.suppress(TransportError):
-            peer.mover.transport.remove_peer(name)
 
 
 def describe_route(route: Route) -> str:

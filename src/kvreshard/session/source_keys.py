@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvreshard.session.orders import RemoteEngine, Watch
-from kvreshard.session.peers import Peer
+from kvreshard.session.peer import Peer
 
 # More than the engines of one machine that can start at one moment.
 MAX_PER_HOST = 32

@@ -22,7 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvreshard import __version__
 from kvreshard.model import KvReshardError
+from kvreshard.model.logs import get_logger
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+logger = get_logger(__name__)
 
 
 class ReshardHandshake(KVConnectorHandshakeMetadata):
@@ -66,6 +71,10 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            logger.info(
+                "kvreshard %s: engine %s, kv_role %s, NIXL backend %s %s, options: %s",
+                *(__version__, config.engine_id, config.kv_role, options.backend, options.nixl.params, options),
+            )
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config.engine_id, options)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, config.engine_id, options)

@@ -8,7 +8,8 @@
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
 
-What cannot be loaded is computed here, with the reason in the log. Never half of it: a state is loaded at exactly the
+What cannot be loaded is computed here, with the reason in the log. Pictures, audio and video that are not here cannot be computed: what
+the prefill has of them is loaded to the last token, or the request is refused (`missing_items`). Never half of it: a state is loaded at exactly the
 position that the source stands at, or nothing is. Nothing is loaded from this very engine: its pages are given back, and what its
 prefix cache has of them is a hit. Nor is anything loaded by an engine that only prefills: vLLM frees an aborted request's blocks there
 while a step that is under way may still write them (0.32.0, `Scheduler.defer_block_free`), and they might be loaded into.
@@ -27,14 +28,15 @@ from kvreshard.model.logs import get_logger
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.session.orders import Cancel, Failure, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.session.seal import incarnation_of, prompt_key
+from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm.adapters import Adapters
-from kvreshard.vllm.first_tokens import first_needed, first_token
+from kvreshard.vllm.first_tokens import first_token
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
+from kvreshard.vllm.items import Positions
+from kvreshard.vllm.loadable import LoadableTokens
+from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.partial_loads import PartialLoads
-from kvreshard.vllm.prompt import count_matching
-from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, read_prompt
 from kvreshard.vllm.source_hosts import SourceHosts
 
 if TYPE_CHECKING:
@@ -44,10 +46,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Source = tuple[RemoteEngine, RemoteLease]
-# Sources whose keys are known. A request of one that was forgotten asks for it again.
-MAX_KEYS = 4096
-# Further choices of a request come together, retries within minutes.
-MAX_SPENT = 10_000
+# Sources whose keys are known: who was forgotten is asked again. Spent leases: further choices of a request come together, retries within minutes.
+MAX_KEYS, MAX_SPENT = 4096, 10_000
 
 
 @dataclass(slots=True)
@@ -72,11 +72,10 @@ class _Waiting:
 
 
 class Consumer:
-    """`me`: this engine and its incarnation. `num_backoff_tokens`: trailing tokens that it must compute itself. `whole_prompts`: the
-    cache of a prefix is only right for one prompt (`requests.needs_whole_prompts`). `note_fallback`: hears why a request is computed
+    """`me`: this engine and its incarnation. `num_backoff_tokens`, `whole_prompts`, `positions`: see `LoadableTokens`. `note_fallback`: hears why a request is computed
     here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'standstill' or
     'pool'. `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
-    `compares`: prompts are compared; otherwise what is as long counts as equal.
+    `compares`: prompts are compared; otherwise what is as long counts as equal. `placeholders`: token ids that stand for pictures, audio or video.
     """
 
     def __init__(
@@ -92,16 +91,19 @@ class Consumer:
         partial_loads: PartialLoads | None = None,
         compares: bool = True,
         hosts: SourceHosts | None = None,
+        positions: Positions = Positions.PLAIN,
+        placeholders: frozenset[int] = frozenset(),
     ) -> None:
         self._me, self._may_load, self._compares = me, may_load, compares
         self._hosts = hosts or SourceHosts()
         self._keys: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._groups = tuple(groups)
-        self._adapters = adapters or Adapters()
+        self.missing_items = MissingItems(positions, placeholders)
+        self._loadable = LoadableTokens(
+            groups, num_backoff_tokens, whole_prompts, adapters or Adapters(), positions, self.missing_items
+        )
         self._note_fallback, self._partial_loads = note_fallback, partial_loads
         self._largest_page = max((group.page_tokens or 1 for group in groups), default=1)
-        self._has_state = any(group.is_state for group in groups)
-        self._num_backoff_tokens, self._whole_prompts = num_backoff_tokens, whole_prompts
         self._waiting: dict[str, _Waiting] = {}
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
@@ -114,8 +116,10 @@ class Consumer:
             prefill = read_params(params)
         except ParamsError as error:
             self._note_fallback("params")
+            self.missing_items.arrive_unknown(request, str(error))
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
+        self.missing_items.arrive(request, prefill.prompt)
         if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
             self._fall_back(request.request_id, "itself", prefill)
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
@@ -144,6 +148,9 @@ class Consumer:
                 "load or was not needed",
                 request.request_id,
             )
+            return
+        if self.missing_items.is_hopeless(request.request_id):
+            yield Release(prefill.remote, prefill.lease)
             return
         key = self._keys.get((prefill.remote.engine, prefill.remote.incarnation))
         self._forget(request.request_id)
@@ -187,7 +194,7 @@ class Consumer:
         waiting.num_computed = num_computed
         if waiting.num_loadable is None:
             if self._compares and waiting.key is None:
-                if num_computed >= min(waiting.prefill.num_tokens, self._limit(request)):
+                if num_computed >= min(waiting.prefill.num_tokens, self._loadable.limit(request)):
                     return 0
                 if waiting.unmet is None:
                     return None
@@ -262,6 +269,7 @@ class Consumer:
 
     def abort(self, request_id: str) -> Iterator[Order]:
         """The request has ended, in whatever way."""
+        self.missing_items.end(request_id)
         waiting = self._waiting.get(request_id)
         if waiting is None:
             return
@@ -348,72 +356,15 @@ class Consumer:
             yield Release(*source)
 
     def _count(self, request: Request, waiting: _Waiting) -> int:
-        """How many leading tokens of the prompt can be loaded; the reason is logged if it is none.
-
-        Prompts that cannot be compared count as equal: the source is not met, and the load is refused; or its seal does not hold, and
-        the ranks refuse the load; or it is not carried out here.
-        """
-        prefill, name, num_prompt = waiting.prefill, request.request_id, int(request.num_prompt_tokens)
-        mine = read_prompt(request, self._adapters)
-        same = min(prefill.num_tokens, num_prompt)
-        if waiting.key is not None and prefill.is_sealed(waiting.key):
-            lease = prefill.lease
-            same = count_matching(prefill.prompt, mine, prompt_key(waiting.key, lease.request, lease.word))
-        limit = self._limit(request)
-        count = int(min(same, prefill.num_tokens, limit))
-        if self._has_state or prefill.has_state:
-            if prefill.num_tokens > limit or same < prefill.num_tokens:
-                reason = (
-                    f"its source stands at token {prefill.num_tokens}, the prompts agree on {same} tokens, and this engine "
-                    f"must resume at token {limit} or before: a state cannot be taken back"
-                )
-                self._fall_back(name, "state", prefill)
-                logger.warning("request %s will be computed here: %s", name, reason)
-                return 0
-            return prefill.num_tokens
-        if self._whole_prompts and not same == prefill.num_tokens == num_prompt:
-            self._fall_back(name, "prompt", prefill)
-            logger.warning(
-                "request %s will be computed here: its prompt of %d tokens is not the source's of %d, and this model's tokens look at "
-                "those behind them too",
-                name, num_prompt, prefill.num_tokens,
-            )  # fmt: skip
-            return 0
-        missing = self._find_missing(prefill, count)
-        if missing:
-            self._fall_back(name, "window", prefill)
-            logger.warning("request %s will be computed here: of its first %d tokens %s", name, count, missing)
-            return 0
-        if not same:
-            self._note_fallback("prompt")
-        adapter = f" with adapter {mine.adapter}" if mine.adapter else ""
-        if num_prompt < prefill.num_tokens and num_prompt - same < prefill.prompt.step:  # as far as digests tell
-            why = f"the prompt here has {num_prompt} tokens; ask a prefill engine for one token only"
-            self._note_partial(name, "length", count, prefill, why)
-        elif count < min(prefill.num_tokens, limit):
-            why = f"the prompts{adapter} agree on {same} of {num_prompt} tokens"
-            self._note_partial(name, "prompt", count, prefill, why)
-        return max(0, count)
-
-    def _limit(self, request: Request) -> int:
-        """The last position from which this engine can go on."""
-        return int(request.num_prompt_tokens) - max(self._num_backoff_tokens, MIN_COMPUTED_TOKENS)
-
-    def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
-        """What the source no longer has of what this engine needs; empty if nothing."""
-        for group in self._groups:
-            needed, first = first_needed(prefill, group, num_tokens), first_token(prefill, group)
-            if needed < num_tokens and first > needed:
-                return f"group {group.name} needs token {needed}, and its source begins at token {first}"
-        mine = {group.reach for group in self._groups}
-        for theirs in prefill.groups:
-            first = theirs.first_held
-            if (theirs.window_tokens, theirs.chunk_tokens) not in mine and first > 0:
-                return (
-                    f"this engine keeps all where its source keeps a window of {theirs.window_tokens or theirs.chunk_tokens} "
-                    f"tokens (group {theirs.name} begins at token {first}); enable the hybrid KV cache manager on both sides"
-                )
-        return ""
+        """How many leading tokens of the prompt can be loaded; the reason is logged if it is not all of them."""
+        found, name = self._loadable.count(request, waiting.prefill, waiting.key), request.request_id
+        if found.fallback:
+            self._note_fallback(found.fallback)
+        if found.reason:
+            logger.warning("request %s will be computed here: %s", name, found.reason)
+        if found.partial:
+            self._note_partial(name, found.partial, found.num_tokens, waiting.prefill, found.why)
+        return found.num_tokens
 
     def _transfer(self, prefill: RemotePrefill, blocks: KVCacheBlocks, num_tokens: int) -> Transfer:
         tables: dict[str, PageTable] = {}

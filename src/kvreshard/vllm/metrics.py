@@ -12,6 +12,7 @@ series carry vLLM's labels.
 | `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
 | `kvreshard_partial_loads_total{cause}` | counter | requests of which fewer tokens were loaded than had been prefilled, or none |
 | `kvreshard_tokens_not_loaded_total{cause}` | counter | tokens that had been prefilled for them and were not loaded |
+| `kvreshard_refusals_total` | counter | requests ended with an error, since they need what only the prefill has and what could not be loaded |
 | `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
 | `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
 | `kvreshard_stuck_calls_total{call}` | counter | calls into NIXL of ranks that did not come back within `call_timeout_s`, and turns of their sessions |
@@ -23,15 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvreshard.session.orders import Results
+from kvreshard.session.lease import Cause
+from kvreshard.session.orders import CheckResult, FailureKind, Results
 from kvreshard.session.pull import Moved
+from kvreshard.vllm.options import read_load_timeout
 
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "load_seconds": ("Seconds from binding a load to its last byte, per rank.", SECONDS),
     "bind_seconds": ("Seconds to bind a load, per rank.", SECONDS),
@@ -45,12 +48,29 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "fallbacks": ("Requests computed here although a prefill was offered.", "cause"),
     "partial_loads": ("Requests of which fewer tokens were loaded than had been prefilled.", "cause"),
     "tokens_not_loaded": ("Tokens that had been prefilled and were not loaded.", "cause"),
+    "refusals": ("Requests that could be neither loaded nor computed here.", None),
     "leases": ("Leases that ended, per rank.", "end"),
     "digest_checks": ("Loads compared with their source, per rank.", "result"),
     "stuck_calls": ("Calls into NIXL that did not come back in time, per rank.", "call"),
     "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
     "quarantined_blocks": ("Blocks kept back, and blocks freed again; the difference is out of the pool.", "event"),
 }
+
+
+# What a counter's label may say. Series exist from the start: a rate over one that appears with its first event misses that event.
+LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
+    "bytes": ("direct", "staged"),
+    "failures": get_args(FailureKind),
+    "fallbacks": ("params", "itself", "role", "spent", "state", "window", "prompt", "reset", "standstill"),
+    "leases": get_args(Cause),
+    "digest_checks": get_args(CheckResult),
+}
+
+
+def seconds_buckets(load_timeout_s: float) -> tuple[float, ...]:
+    """Bounds that reach past what a load may take."""
+    beyond = {load_timeout_s, load_timeout_s * 1.25}
+    return tuple(sorted({*SECONDS, *(bound for bound in beyond if bound > SECONDS[-1])}))
 
 
 def _samples() -> dict[str, list[float]]:
@@ -158,9 +178,13 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        loads = seconds_buckets(read_load_timeout(vllm_config.kv_transfer_config))
         self._histograms = {
             name: self._histogram_cls(
-                name=f"kvreshard_{name}", documentation=text, buckets=list(buckets), labelnames=labelnames
+                name=f"kvreshard_{name}",
+                documentation=text,
+                buckets=list(loads if name == "load_seconds" else buckets),
+                labelnames=labelnames,
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
@@ -170,6 +194,12 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
             )
             for name, (text, label) in COUNTERS.items()
         }
+        for labels in per_engine_labelvalues.values():
+            for histogram in self._histograms.values():
+                histogram.labels(*labels)
+            for name, (_, label) in COUNTERS.items():
+                for value in LABEL_VALUES[name] if label else ("",):
+                    self._counters[name].labels(*labels, *([value] if label else []))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take in what the ranks counted."""

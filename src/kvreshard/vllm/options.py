@@ -1,7 +1,14 @@
 """What can be set in `kv_connector_extra_config`?
 
 Each option has a default that works. A name that is neither ours nor one of vLLM's own NixlConnector is refused, since it is
-likely a typo; NixlConnector's, which a configuration may still carry, are ignored with a warning.
+likely a typo. NixlConnector's six others, which a configuration may still carry, are never ignored:
+
+| option of NixlConnector (vLLM 0.32, `v1/nixl/*.py`) | here |
+|---|---|
+| `backends` | its one entry is `backend`; several are refused |
+| `enforce_handshake_compat` | `true` is what this connector does; otherwise refused: `allow_mismatch` names what may differ |
+| `bidirectional_kv_xfer` | `false` is what this connector does; otherwise refused |
+| `decoder_kv_blocks_ttl`, `kv_recompute_threshold`, `push_registration_timeout` | refused: they are about reading back and pushing |
 """
 
 from __future__ import annotations
@@ -16,7 +23,6 @@ from typing import Any
 import msgspec
 
 from kvreshard.model import KvReshardError
-from kvreshard.model.logs import get_logger
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
@@ -26,20 +32,15 @@ from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
 from kvreshard.vllm.source_hosts import SourceHosts
 
-logger = get_logger(__name__)
-
-# vLLM 0.32.0, v1/nixl/*.py: what NixlConnector reads from the same place and this connector does not need.
-OF_NIXL_CONNECTOR = frozenset(
-    {
-        "backends",
-        "bidirectional_kv_xfer",
-        "decoder_kv_blocks_ttl",
-        "enforce_handshake_compat",
-        "kv_recompute_threshold",
-        "push_registration_timeout",
-    }
-)
-
+BACKENDS = "backends"
+# Of NixlConnector: the value that says what this connector does anyway, and what to do instead of another.
+OF_NIXL_CONNECTOR: Mapping[str, tuple[object, str]] = {
+    "enforce_handshake_compat": (True, "name what may differ in allow_mismatch"),
+    "bidirectional_kv_xfer": (False, "nothing is read back from decode engines; leave it out"),
+    "decoder_kv_blocks_ttl": (None, "nothing is read back from decode engines; leave it out"),
+    "kv_recompute_threshold": (None, "nothing is read back from decode engines; leave it out"),
+    "push_registration_timeout": (None, "decode engines read, and nothing is pushed; leave it out"),
+}
 
 USUAL_LEASE_S = 30.0
 # A reader's thread and the owner of its agent may rest for tenths of a second; blocks that nobody reads are lost to an engine for so long.
@@ -130,6 +131,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if not 0.0 <= self.digest_share <= 1.0:
             raise ValueError(f"digest_share is {self.digest_share}; it is a share of all requests, 0 to 1")
 
+    def __str__(self) -> str:
+        """What differs from the defaults, for a log line."""
+        usual = Options()
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        given = [f"{name}={value!r}" for name, value in values.items() if value != getattr(usual, name)]
+        return ", ".join(given) or "all by default"
+
     @property
     def keys(self) -> Keys | None:
         """The keys of this engine, read from their files; None where none are configured. Raises KvReshardError."""
@@ -172,10 +180,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def read_options(extra: Mapping[str, Any]) -> Options:
     """The options of an engine. Raises KvReshardError that names the option and the ones there are."""
     known = set(Options.__struct_fields__)
-    ignored = sorted(OF_NIXL_CONNECTOR & extra.keys())
-    if ignored:
-        logger.warning("ReshardConnector does not use these options of NixlConnector: %s", ", ".join(ignored))
-    for name in extra.keys() - known - OF_NIXL_CONNECTOR:
+    extra = _translated(extra)
+    for name in sorted(extra.keys() - known):
         close = difflib.get_close_matches(name, known, 1)
         meant = f"did you mean '{close[0]}'? " if close else ""
         raise KvReshardError(
@@ -185,3 +191,34 @@ def read_options(extra: Mapping[str, Any]) -> Options:
         return msgspec.convert({name: extra[name] for name in known & extra.keys()}, Options)
     except msgspec.ValidationError as error:
         raise KvReshardError(f"kv_connector_extra_config: {error}") from error
+
+
+def read_load_timeout(config: Any) -> float:
+    """`load_timeout_s` of an engine's `KVTransferConfig`, or the longest of its children's."""
+    extra = config.kv_connector_extra_config
+    children = [child.get("kv_connector_extra_config") or {} for child in extra.get("connectors", ())]
+    found = [float(given["load_timeout_s"]) for given in (extra, *children) if "load_timeout_s" in given]
+    return max(found, default=Options().load_timeout_s)
+
+
+def _translated(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """NixlConnector's options as ours. Raises KvReshardError for one that asks for something else."""
+    given = dict(extra)
+    for name in sorted(OF_NIXL_CONNECTOR.keys() & given.keys()):
+        harmless, remedy = OF_NIXL_CONNECTOR[name]
+        value = given.pop(name)
+        if harmless is None or value is not harmless:
+            raise KvReshardError(
+                f"kv_connector_extra_config: {name} is {value!r}, an option of NixlConnector that ReshardConnector does not have; {remedy}"
+            )
+    if BACKENDS in given:
+        backends = given.pop(BACKENDS)
+        if not isinstance(backends, list | tuple) or len(backends) != 1:
+            raise KvReshardError(
+                f"kv_connector_extra_config: backends is {backends!r}; ReshardConnector uses one: give its name as backend"
+            )
+        if given.setdefault("backend", backends[0]) != backends[0]:
+            raise KvReshardError(
+                f"kv_connector_extra_config: backends is {backends!r} and backend is {given['backend']!r}; give one of them"
+            )
+    return given

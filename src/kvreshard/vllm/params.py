@@ -8,6 +8,9 @@ The prefill engine seals everything that decides what is read (`session.seal`): 
 tokens and prompt digests. The ranks check the seal before they read, with the key from that engine's card, so that a client which
 changes or mixes parameters reads nothing. Host and port are not sealed, since a router may rewrite them.
 
+Routers decode them and encode them anew. What is unambiguous is read: a whole number as a double, an empty list as an empty object,
+a zero, an empty list or a null left out, a null for an empty list. The seal says whether that was meant.
+
 `read_params` believes nothing: a missing, wrong or oversized field gives a ParamsError with its name, and the decode engine
 computes the prompt itself.
 """
@@ -38,7 +41,9 @@ MAX_GROUPS = 256
 MAX_PAGES = 1 << 20
 MAX_SIZE = 1 << 40
 # Names and addresses only: ZeroMQ would read more into a text with ';' or '/'.
-_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}\Z")
+_HOST = re.compile(r"(\[[A-Za-z0-9_.:%-]{1,255}\]|[A-Za-z0-9_.:%-]{1,255})\Z")
+# Above it, a number that was a double on its way may have been another.
+MAX_EXACT = 1 << 53
 
 _Pages = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)], ...], msgspec.Meta(max_length=MAX_PAGES)]
 
@@ -55,7 +60,7 @@ class GroupParams(msgspec.Struct, frozen=True):
     """
 
     name: Name
-    first_page: int
+    first_page: int = 0
     page_tokens: int | None = None
     is_state: bool = False
     window_tokens: int | None = None
@@ -74,11 +79,11 @@ class ReshardParams(msgspec.Struct, frozen=True):
 
     version: int
     incarnation: Name
-    slot: int
     word: Annotated[str, msgspec.Meta(max_length=32)]
     groups: Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
     seal: Annotated[str, msgspec.Meta(min_length=2 * SEAL_BYTES, max_length=2 * SEAL_BYTES)]
+    slot: int = 0
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -146,11 +151,11 @@ def write_params(
     ours = ReshardParams(
         VERSION,
         prefill.remote.incarnation,
-        prefill.lease.slot,
         f"{prefill.lease.word:016x}",
         prefill.groups,
         prefill.prompt,
         prefill.make_seal(key).code.hex(),
+        prefill.lease.slot,
     )
     return {
         "do_remote_prefill": is_prefill,
@@ -176,13 +181,13 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
             "fields that it does not know"
         )
     version = params[KEY].get("version") if isinstance(params[KEY], Mapping) else None
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if type(version) not in (int, float) or version != VERSION:
         raise ParamsError(
             f"kv_transfer_params['{KEY}'] is of version {plain(version, 40)}; this side reads {VERSION}: use one version on "
             "both sides"
         )
     try:
-        read = msgspec.convert(params, _Params)
+        read = msgspec.convert(_restored(params), _Params)
         word, code = int(read.kvreshard.word, 16), bytes.fromhex(read.kvreshard.seal)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise ParamsError(f"kv_transfer_params cannot be used: {plain(error)}") from error
@@ -203,6 +208,25 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     )
     lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
     return RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt, code)
+
+
+def _restored(value: Any) -> Any:
+    """What a router made of the parameters, as they were. Raises ParamsError for a number that cannot be known any more."""
+    if isinstance(value, Mapping):
+        kept = {key: _restored(part) for key, part in value.items() if part is not None}
+        return kept or []  # none of our fields is an empty object
+    if isinstance(value, list | tuple):
+        if all(type(part) is int for part in value):
+            return value
+        return [[] if part is None else _restored(part) for part in value]
+    if isinstance(value, float) and value.is_integer():
+        if abs(value) > MAX_EXACT:
+            raise ParamsError(
+                f"kv_transfer_params cannot be used: {value:g} is a number that was made a double on its way, and may have been another; "
+                "use a router that keeps whole numbers"
+            )
+        return int(value)
+    return value
 
 
 def _check_numbers(read: _Params, groups: Sequence[GroupParams], word: int) -> None:

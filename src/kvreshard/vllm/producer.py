@@ -26,6 +26,7 @@ from kvreshard.session.seal import incarnation_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.choices import Choices
 from kvreshard.vllm.groups import CacheGroup
+from kvreshard.vllm.items import Positions
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
@@ -53,11 +54,12 @@ class Producer:
         lease_s: float,
         num_slots: int,
         adapters: Adapters | None = None,
+        positions: Positions = Positions.PLAIN,
     ) -> None:
         self._engine, self._key, self._groups, self._sizes = engine, key, tuple(groups), sizes
         self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
         self._slots = Slots(num_slots)
-        self._adapters = adapters or Adapters()
+        self._adapters, self._positions = adapters or Adapters(), positions
         self._computing: dict[str, Request] = {}
         self._offered: set[str] = set()
         self._choices = Choices()
@@ -122,7 +124,7 @@ class Producer:
         if not good or self.address is None or num_tokens < 1 or self._has_moved_on(request, num_tokens):
             self.freed(request.request_id)
             return None, Revoke(grant.request)
-        prompt = read_prompt(request, self._adapters)
+        prompt = read_prompt(request, self._adapters, self._positions)
         params = self._choices.find(request.request_id, prompt, num_tokens)
         if params is not None:
             self.freed(request.request_id)
@@ -169,7 +171,7 @@ class Producer:
                 for group, (first, _) in zip(self._groups, pages, strict=True)
             ),
             tuple(ids for _, ids in pages),
-            digest_prompt(read_prompt(request, self._adapters), num_tokens, key),
+            digest_prompt(read_prompt(request, self._adapters, self._positions), num_tokens, key),
         )
 
     def reset(self) -> Iterator[Order]:

@@ -1,14 +1,14 @@
 """How much of the decode engine's prompt is what the prefill engine computed?
 
-A router may send another text to the decode engine: a placeholder, one token more or less, another image. The prefill side
-sends digests of its prompt's prefixes, every `step` tokens and at the end; the decode side computes its own and takes the
-longest prefix on which both agree. Only those tokens are loaded, so that no tail of another text is ever kept.
+A router may send another text to the decode engine: a placeholder, or one token more or less. The prefill side sends digests of
+its prompt's prefixes, every `step` tokens and at the end; the decode side computes its own and takes the longest prefix on which
+both agree. Only those tokens are loaded, so that no tail of another text is ever kept.
 
 Digests have a key that the two engines share (`session.seal`), another one for each request: whoever reads them on their way can neither
 guess a text piece by piece nor compare those of two requests.
 
-A digest covers the token ids, what multimodal items stand where (vLLM's hash of each, and how many tokens it has: two engines may make
-more or less of one image), and the adapter (LoRA).
+A digest covers the token ids, the adapter (LoRA) and prompt embeddings. Multimodal items and the `cache_salt` are not in it: they travel
+beside it, since platforms send the decode engine another item, or none, on purpose (`kvreshard.vllm.items`).
 """
 
 from __future__ import annotations
@@ -16,31 +16,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from kvreshard.vllm.items import Item
+
 DIGEST_BYTES = 8
 MIN_STEP_TOKENS = 16
 MAX_MARKS = 1024
+MAX_ITEMS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens of a request, and what they do not say: (first token, hash) of multimodal items, and the adapter (`adapters`)."""
+    """Tokens of a request, and what they do not say: multimodal items, the adapter (`adapters`), a digest of prompt embeddings, and a
+    digest of the `cache_salt`; empty where there is none.
+    """
 
     token_ids: Sequence[int]
-    items: tuple[tuple[int, str], ...] = ()
+    items: tuple[Item, ...] = ()
     adapter: str = ""
+    embeds: str = ""
+    salt: str = ""
 
 
 class PromptDigest(msgspec.Struct, frozen=True):
-    """Digests of prefixes: `marks[i]` of the first `(i + 1) * step` tokens, `whole` of all `num_tokens`; hexadecimal."""
+    """Digests of prefixes: `marks[i]` of the first `(i + 1) * step` tokens, `whole` of all `num_tokens`; hexadecimal. `items`: those
+    that begin among these tokens. `salt`: a digest of the `cache_salt`.
+    """
 
     num_tokens: int
     step: int
-    marks: tuple[str, ...]
     whole: str
+    marks: tuple[str, ...] = ()
+    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
+    salt: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 def digest_prompt(prompt: Prompt, num_tokens: int, key: bytes) -> PromptDigest:
@@ -48,7 +60,8 @@ def digest_prompt(prompt: Prompt, num_tokens: int, key: bytes) -> PromptDigest:
     step = -(-num_tokens // MAX_MARKS // MIN_STEP_TOKENS) * MIN_STEP_TOKENS or MIN_STEP_TOKENS
     ends = [*range(step, num_tokens + 1, step), num_tokens]
     *marks, whole = _digests(prompt, ends, key)
-    return PromptDigest(num_tokens, step, tuple(marks), whole)
+    items = tuple(item for item in prompt.items if item.first < num_tokens)
+    return PromptDigest(num_tokens, step, whole, tuple(marks), items, prompt.salt)
 
 
 def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:
@@ -68,14 +81,10 @@ def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:
 def _digests(prompt: Prompt, ends: Sequence[int], key: bytes) -> list[str]:
     """Keyed digests of the prefixes that end there; ascending, within the prompt."""
     tokens = np.asarray(prompt.token_ids[: ends[-1]] if ends else [], dtype="<i8").tobytes()
-    state = hashlib.blake2b(prompt.adapter.encode(), key=key, digest_size=DIGEST_BYTES)
-    items = sorted(prompt.items)
-    found, start, item = [], 0, 0
+    state = hashlib.blake2b(repr((prompt.adapter, prompt.embeds)).encode(), key=key, digest_size=DIGEST_BYTES)
+    found, start = [], 0
     for end in ends:
         state.update(tokens[start * 8 : end * 8])
-        while item < len(items) and items[item][0] < end:
-            state.update(repr(items[item]).encode())
-            item += 1
         found.append(state.copy().hexdigest())
         start = end
     return found

@@ -66,9 +66,10 @@ class Reception:
             first = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if default_port is None else default_port
         port = first + self._vllm_config.parallel_config.data_parallel_index if first else 0
         self._listener = Listener(Address(host, port), card, self._hear_outcome, keys=self._options.keys)
+        address = self._listener.address
         # An engine that listens everywhere must still be told by an address that peers can reach.
-        told = get_ip() if host in ("0.0.0.0", "::") else host
-        address = Address(told, self._listener.address.port)
+        if address.host in ("0.0.0.0", "::", "*"):
+            address = Address(get_ip(), address.port)
         guarded = "to engines with a trusted key" if self._options.curve_secret_key_file else "without keys"
         logger.info("kvreshard: engine %s hands out its layout at %s %s", self._engine, address, guarded)
         return address

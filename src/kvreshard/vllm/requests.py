@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.items import Positions, digest_salt, read_items
 from kvreshard.vllm.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -15,20 +17,19 @@ if TYPE_CHECKING:
 MIN_COMPUTED_TOKENS = 1
 
 
-def read_prompt(request: Request, adapters: Adapters) -> Prompt:
-    """All tokens of a request so far, with what stands for them: multimodal items by vLLM's hash and their tokens, the adapter by its
-    name and digest.
+def read_prompt(request: Request, adapters: Adapters, positions: Positions = Positions.PLAIN) -> Prompt:
+    """All tokens of a request so far, with what stands for them: multimodal items, the adapter by its name and digest, prompt embeddings
+    and the `cache_salt` by their digests.
 
-    A prompt given as embeddings has no token ids; vLLM puts zeros there, and the embeddings' bytes are an item at its start.
+    A prompt given as embeddings has no token ids; vLLM puts zeros there.
     """
-    items = [
-        (int(f.mm_position.offset), f"{f.mm_hash or f.identifier}/{int(f.mm_position.length)}")
-        for f in request.mm_features
-    ]
-    embeds = getattr(request, "prompt_embeds", None)
-    if embeds is not None:
-        items.append((0, hash_tensor(embeds)))
-    return Prompt(request.all_token_ids, tuple(items), adapters.identify(request.lora_request))
+    return Prompt(
+        request.all_token_ids,
+        read_items(request.mm_features, positions),
+        adapters.identify(request.lora_request),
+        digest_embeds(request),
+        digest_salt(request.cache_salt),
+    )
 
 
 def count_settled(request: Request) -> int:
@@ -40,13 +41,34 @@ def count_settled(request: Request) -> int:
     return int(min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids)))
 
 
-def hash_tensor(tensor: Any) -> str:
-    """A digest of a tensor's bytes."""
-    import hashlib
-
+def digest_embeds(request: Request) -> str:
+    """A digest of a request's prompt embeddings and of which tokens they stand for; empty without."""
+    if request.prompt_embeds is None:
+        return ""
     import torch
 
-    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    embeds = request.prompt_embeds.detach().cpu().contiguous()
+    about = (str(embeds.dtype), tuple(embeds.shape), bytes(request.prompt_is_token_ids or ()))
+    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+    digest.update(embeds.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_positions(vllm_config: Any) -> Positions:
+    """What the positions of a prompt's tokens depend on."""
+    model = vllm_config.model_config
+    if not model.uses_mrope:
+        return Positions.PLAIN
+    is_pruned = model.multimodal_config is not None and model.multimodal_config.is_multimodal_pruning_enabled()
+    return Positions.PRUNED if is_pruned else Positions.GRID
+
+
+def read_placeholders(vllm_config: Any) -> frozenset[int]:
+    """Token ids that stand for pictures, videos and audio, as far as the model's configuration names them."""
+    config = vllm_config.model_config.hf_config
+    names = (f"{kind}_{word}" for kind in ("image", "video", "audio") for word in ("token_id", "token_index"))
+    found = (getattr(config, name, None) for name in names)
+    return frozenset(number for number in found if isinstance(number, int))
 
 
 def count_backoff(vllm_config: Any, has_state: bool) -> int:

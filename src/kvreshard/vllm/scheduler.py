@@ -28,7 +28,8 @@ from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.reception import RankPart, Reception
-from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_sizes
+from kvreshard.vllm.refusal import refuse
+from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_placeholders, read_positions, read_sizes
 from kvreshard.vllm.source_hosts import SourceHosts
 from kvreshard.vllm.standstill import Standstill
 
@@ -99,7 +100,7 @@ class SchedulerSide:
         parallel = vllm_config.parallel_config
         groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
-        adapters = Adapters(vllm_config.lora_config)
+        adapters, positions = Adapters(vllm_config.lora_config), read_positions(vllm_config)
         self._reception = Reception(vllm_config, engine, options)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
@@ -111,6 +112,7 @@ class SchedulerSide:
             options.kv_lease_duration,
             options.lease_slots,
             adapters,
+            positions,
         )
         self.stats = ReshardStats()
         me = engine, self._reception.incarnation
@@ -124,6 +126,8 @@ class SchedulerSide:
             adapters=adapters,
             partial_loads=PartialLoads(self._count_partial),
             hosts=SourceHosts(options.source_hosts),
+            positions=positions,
+            placeholders=read_placeholders(vllm_config),
         )
         if vllm_config.kv_transfer_config.is_kv_consumer:
             tell_hosts(options)
@@ -157,7 +161,14 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
         is_behind = self._admission.puts_behind(request.request_id, count or 0)
-        return None if is_behind else count
+        if is_behind or count is None:
+            return None
+        reason = self._consumer.missing_items.why_refused(request, num_computed, count)
+        if reason:
+            self.stats.count("refusals")
+            refuse(request, reason)
+            return None
+        return count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks have been allocated."""

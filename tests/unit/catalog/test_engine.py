@@ -8,9 +8,11 @@ import random
 
 import pytest
 
-from kvreshard.catalog import MODELS, describe, fit_stages, load, parse_engine, shrink, warnings
-from kvreshard.catalog.engine import even_stages, stage_of_layers
+from kvreshard.catalog import MODELS, EngineSpec, Model, describe, fit_stages, load, parse_engine, shrink, warnings
+from kvreshard.catalog.engine import CONVOLUTIONAL, even_stages, stage_of_layers
+from kvreshard.kinds import Attention
 from kvreshard.model import Cyclic, EngineLayout, LayoutError, Ownership, wire
+from kvreshard.model.changed import replace
 from kvreshard.plan import compile_route, elect, match_fields
 
 ENGINES = (
@@ -45,8 +47,39 @@ def layouts(model: str, engines: tuple[str, ...]) -> list[EngineLayout]:
         if model == "deepseek-v4-flash":
             for page, fitting in V4_PAGES.items():
                 engine = engine.replace(page, fitting)
-        made.append(describe(small, fit_stages(parse_engine(engine), small.num_layers), engine, 3))
+        spec = fit_stages(applied(small, parse_engine(engine)), small.num_layers)
+        made.append(describe(small, spec, engine, 3))
     return made
+
+
+def applied(model: Model, spec: EngineSpec) -> EngineSpec:
+    """The engine without what is asked of caches that the model does not have, which `describe` refuses."""
+    kinds = [layer.kind for layer in model.layers]
+    interior = spec.interior if any(isinstance(kind, Attention) for kind in kinds) else "cell"
+    conv = spec.conv_dim_first and any(isinstance(kind, CONVOLUTIONAL) for kind in kinds)
+    return replace(spec, interior=interior, conv_dim_first=conv)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "told"),
+    [
+        ("llama-3.1-8b", "draft=on", "'draft': on, but model 'llama-3.1-8b' comes with no draft model; leave it out, or give --draft"),
+        ("deepseek-v3", "spec=1,draft=off", "'draft': off, but model 'deepseek-v3' comes with no draft model"),
+        ("llama-3.1-8b", "conv=dim-first", "'conv': dim-first, but model 'llama-3.1-8b' has no convolution states"),
+        ("deepseek-v3", "interior=planes", "'interior': planes, but model 'deepseek-v3' has no attention over heads"),
+    ],
+)  # fmt: skip
+def test_an_option_that_changes_nothing_is_refused(model: str, engine: str, told: str) -> None:
+    with pytest.raises(LayoutError, match=told):
+        describe(load(model), parse_engine(engine), "e")
+
+
+def test_a_draft_is_there_unless_it_is_said_not_to_be() -> None:
+    model = load("kimi-k2.5-eagle3")
+    fields = [
+        set(describe(model, parse_engine(f"tp=1{more}"), "e").field_by_name) for more in ("", ",draft=on", ",draft=off")
+    ]
+    assert fields[0] == fields[1] > fields[2]
 
 
 @pytest.mark.parametrize("model", MODELS)

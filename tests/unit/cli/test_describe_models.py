@@ -78,9 +78,11 @@ def test_models_lists_all_with_their_doubts(run) -> None:
         assert ("unsure" in line) == bool(entry.unconfirmed)
 
 
-@pytest.mark.parametrize("name", ["left\n", "\x1b[31mleft", "x" * 257], ids=["line break", "colour", "long"])
+@pytest.mark.parametrize(
+    "name", ["left\n", "\x1b[31mleft", "x" * 257, "", "  "], ids=["line break", "colour", "long", "empty", "blank"]
+)
 def test_a_name_that_plan_would_refuse_is_not_written(run, tmp_path: Path, name: str) -> None:
     result = run("describe", "--model", "llama-3.1-8b", "--name", name, "--output", tmp_path / "left.json")
     assert (result.exit_code, result.stderr.count("\n"), "\x1b" in result.stderr) == (2, 1, False)
-    assert "may have 256 characters, all of them visible" in result.stderr
+    assert "must have 1 to 256 characters, all of them visible" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from kvreshard.cli import doctor as command
 from kvreshard.cli import doctor_nixl, doctor_peer
 from kvreshard.cli.doctor_line import Line, bounded
 from kvreshard.model import EngineLayout, wire
+from kvreshard.model.changed import replace
 from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.keys import read_keys, write_keys
@@ -194,9 +195,18 @@ def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     life = incarnation_of(bytes(32))[:12]
     assert f"engine 'prefill', incarnation {life}: 2 ranks, 2 fields in 1 group," in result.stdout
-    assert "route prefill -> decode" in result.stdout
+    assert f"route prefill -> this side ({path})" in result.stdout
     assert "proved; 2 lanes" in result.stdout
     assert "the handshake does not tell it" in result.stdout
+
+
+def test_a_file_of_this_side_that_lacks_a_rank_is_told(run: Run, serve: Serve, tmp_path: Path) -> None:
+    where, whole, path = serve(engine("prefill")), engine("engine", tp=2), tmp_path / "mine.json"
+    path.write_bytes(wire.encode(replace(whole, ranks=whole.ranks[:1]), "json"))
+    found = json.loads(run("doctor", "--no-loopback", "--json", "--peer", where, "--layout", path).stdout)
+    (told,) = [line for line in found["lines"] if line["check"] == "this side"]
+    assert told["status"] == "warning"
+    assert told["text"].startswith(f"engine 'this side ({path})': no rank holds head [1, 2) of 2 fields")
 
 
 def test_a_peer_that_does_not_fit_says_what_differs(run: Run, serve: Serve) -> None:

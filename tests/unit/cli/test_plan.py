@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from kvreshard.cli.app import app
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "wire"
 PAIR = [GOLDEN / "prefill-v1.json", GOLDEN / "decode-v1.json"]
@@ -67,7 +70,8 @@ def test_a_layout_file_and_an_engine_go_together(run, tmp_path: Path) -> None:
     )
     from_file = run("plan", *model, "--prefill-layout", tmp_path / "a.json", "--decode", "tp=4", "--json")
     from_model = run("plan", *model, "--prefill", "tp=2", "--decode", "tp=4", "--json")
-    assert from_file.stdout == from_model.stdout != ""
+    named = from_file.stdout.replace(f"prefill ({tmp_path / 'a.json'})", "prefill")
+    assert from_file.stdout != named == from_model.stdout
 
 
 def test_only_some_ranks_and_a_forced_way(run) -> None:
@@ -97,8 +101,8 @@ BAD_TABLES = [
         "the destination's pages [1, 2), but its block table has pages [0, 1)",
     ),
     (lambda t: t["prefill"].pop("full"), "group 'full': the source gives no block table"),
-    (lambda t: t["decode"].update(fool=t["decode"]["full"]), "decode: group 'fool' is not one of engine 'decode'"),
-    (lambda t: t["intervals"].update(fool=[]), "intervals: group 'fool' is not one of engine 'decode'"),
+    (lambda t: t["decode"].update(fool=t["decode"]["full"]), "decode: group 'fool' is not one of engine 'decode ("),
+    (lambda t: t["intervals"].update(fool=[]), "intervals: group 'fool' is not one of engine 'decode ("),
     (lambda t: t["intervals"].pop("state"), "intervals: group 'state' is missing"),
     (lambda t: t["intervals"].update(full=[[-1, 3]]), "Expected `int` >= 0 - at `$.intervals[...][0][0]`"),
     (lambda t: t["intervals"].update(full=[[3, 3]]), "token intervals [(3, 3)] must be ascending"),
@@ -106,7 +110,7 @@ BAD_TABLES = [
     (lambda t: t["intervals"].update(full=[[0, 4, 6]]), "$.intervals"),
     (lambda t: t["intervals"].update(full=[[0, 7]]), "tokens up to 7 are to be moved, but the source's pages hold 6"),
     (lambda t: t["prefill"]["full"].update(pages=[3, "1"]), "Expected `int`, got `str`"),
-    (lambda t: t["prefill"]["full"].update(pages=[3, 4]), "pages names page 4, but pool 'pages' of engine 'prefill'"),
+    (lambda t: t["prefill"]["full"].update(pages=[3, 4]), "pages names page 4, but pool 'pages' of engine 'prefill ("),
     (lambda t: t["prefill"]["full"].update(pages=[3, 1 << 80]), "$.prefill"),
     (lambda t: t["prefill"]["full"].update(pages=[3, 0]), "null page 0"),
     (lambda t: t["prefill"]["full"].update(first_page=1), "need the source's pages [0, 2)"),
@@ -117,6 +121,11 @@ BAD_TABLES = [
         "page 2 of destination pool 'pages' is written twice",
     ),
     (lambda t: t["decode"]["full"].update(new_pages=[3]), "page 3 is called new, but is not in"),
+    (
+        lambda t: t["decode"]["full"].update(new_pages=[1, 1]),
+        "new_pages names page 1 of pool 'pages', which new_pages of group 'full' names too",
+    ),
+    (lambda t: t["decode"]["full"].update(new_pages=t["decode"]["state"]["new_pages"]), "a page is new once"),
     (lambda t: t["decode"]["full"].update(new_pages=[9]), "new_pages names page 9"),
     (lambda t: t.update(version=2), "is of version 2; this command reads versions 1 to 1"),
     (lambda t: t.pop("decode"), "missing required field `decode`"),
@@ -179,8 +188,72 @@ def test_bad_layout_files_are_refused_by_name(run, tmp_path: Path, change, told:
     file.write_text(change(PAIR[1].read_text()))
     result = run("plan", PAIR[0], file)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: layout file '{file}': ")
+    assert result.stderr.startswith(f"error: decode layout file '{file}': ")
     assert told in result.stderr
+
+
+def changed_layout(file: Path, change: Callable[[dict[str, Any]], object], *engine: str) -> Path:
+    """A layout of a file of `describe`, changed by hand."""
+    CliRunner().invoke(app, ["describe", "--output", str(file), *engine])
+    layout = json.loads(file.read_text())
+    change(layout)
+    file.write_text(json.dumps(layout))
+    return file
+
+
+def drop_rank(number: int) -> Callable[[dict[str, Any]], None]:
+    return lambda layout: layout.update(ranks=[rank for rank in layout["ranks"] if rank["rank"] != number])
+
+
+def test_two_files_of_one_name_are_told_apart(run, tmp_path: Path) -> None:
+    llama, qwen = (
+        changed_layout(tmp_path / f"{model}.json", lambda layout: None, "--model", model)
+        for model in ("llama-3.1-8b", "qwen3-32b")
+    )
+    result = run("plan", llama, qwen)
+    assert result.exit_code == 2
+    assert f"'prefill ({llama})'" in result.stderr
+    assert f"'decode ({qwen})'" in result.stderr
+    assert "'engine'" not in result.stderr
+    result = run("plan", llama, tmp_path / "none.json")
+    assert (
+        result.stderr
+        == f"error: decode layout file '{tmp_path / 'none.json'}' cannot be read: No such file or directory; check the path\n"
+    )
+    assert run("plan", llama, llama).stdout.startswith(f"prefill ({llama}, 1 rank) -> decode ({llama}, 1 rank)\n")
+
+
+@pytest.mark.parametrize(
+    ("engine", "change", "told"),
+    [
+        ("tp=5", drop_rank(3), "no rank holds head [4, 6) of 64 fields"),
+        ("tp=2,pp=2", drop_rank(3), "no rank holds head [4, 8) of 32 fields"),
+        ("pp=2", drop_rank(1), "no rank holds anything of 32 fields"),
+        ("tp=4,dcp=2", drop_rank(3), "no rank holds token 1 of every 2 from 1, head [4, 8) of 64 fields"),
+        ("tp=16", drop_rank(3), ""),
+    ],
+    ids=["rank", "rank of a stage", "stage", "turn", "replica"],
+)
+def test_a_decode_layout_that_lacks_something_is_refused_unless_asked_for(
+    run, tmp_path: Path, engine: str, change: Callable[[dict[str, Any]], object], told: str
+) -> None:
+    model = ("--model", "llama-3.1-8b")
+    file = changed_layout(tmp_path / "d.json", change, *model, "--engine", engine)
+    options = ("plan", *model, "--prefill", "tp=2", "--decode-layout", file)
+    result = run(*options)
+    assert result.exit_code == (2 if told else 0)
+    if told:
+        assert f"engine 'decode ({file})': {told}" in result.stderr
+        assert "give --incomplete" in result.stderr
+        allowed = run(*options, "--incomplete", "--json")
+        assert allowed.exit_code == 0
+        assert any(told in warning for warning in json.loads(allowed.stdout)["warnings"])
+
+
+def test_a_null_page_outside_of_its_pool_is_refused(run, tmp_path: Path) -> None:
+    model = ("--model", "llama-3.1-8b", "--pages", "5")
+    file = changed_layout(tmp_path / "d.json", lambda layout: layout["groups"][0].update(null_page=5), *model)
+    assert "null page 5 is not one of its pages [0, 5)" in run("plan", file, file).stderr
 
 
 def test_a_directory_is_no_layout(run, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`kvreshard verify`: does it pass what is right, and name what is wrong?"""
 
+import io
 import json
 import re
 
 import pytest
 
 from kvreshard.cli import verify
+from kvreshard.model import KvReshardError
 from kvreshard.testing.ranks import LocalRanks, RankDiedError, Ranks
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
 
@@ -134,3 +136,30 @@ def test_over_nixl_between_processes(run) -> None:
     document = json.loads(run(*SMALL, "--transport", "nixl", "--tokens", "40", "--json").stdout)
     assert document["passed"]
     assert document["transport"] == "nixl"
+
+
+@pytest.mark.parametrize(("num_ranks", "is_asked"), [(16, False), (17, True)])
+def test_many_more_processes_than_cores_are_asked_for(monkeypatch, num_ranks: int, *, is_asked: bool) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    if not is_asked:
+        verify.ask_for_processes(num_ranks, 2)
+        return
+    with pytest.raises(KvReshardError, match=r"17 ranks are 17 processes on 2 cores, .*give --yes"):
+        verify.ask_for_processes(num_ranks, 2)
+
+
+def test_nothing_is_started_before_a_yes(run, monkeypatch) -> None:
+    started: list[int] = []
+
+    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
+        started.append(num_ranks)
+        fabric = Fabric()
+        return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
+
+    monkeypatch.setattr(verify, "RANKS_PER_CORE", 0)
+    monkeypatch.setattr(verify, "make_ranks", make_ranks)
+    refused = run(*SMALL, "--transport", "nixl")
+    assert (refused.exit_code, started) == (2, [])
+    assert "give --yes to start them" in refused.stderr
+    assert run(*SMALL, "--transport", "nixl", "--yes").exit_code == 0
+    assert started == [3]

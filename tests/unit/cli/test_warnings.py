@@ -56,3 +56,25 @@ def test_what_is_assumed_of_an_engine_is_told(run, tmp_path: Path, dtype: str, *
 def test_usual_pairs_are_told_nothing(run, model: str) -> None:
     result = run("plan", "--model", model, "--prefill", "tp=1", "--decode", "tp=2")
     assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "told"),
+    [
+        ("LlamaForCausalLM", ""),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("Qwen3ForCausalLM", "qwen3"),
+        ("NewForCausalLM", ""),
+    ],
+)
+def test_architectures_of_another_type_are_told(run, tmp_path: Path, architecture: str, told: str) -> None:
+    config = tmp_path / "config.json"
+    content = {**json.loads((CONFIGS / "llama-3.1-8b.json").read_text()), "architectures": [architecture]}
+    config.write_text(json.dumps(content))
+    result = run("plan", "--model", config, "--prefill", "tp=1", "--decode", "tp=2", "--json")
+    found = [line for line in json.loads(result.stdout)["warnings"] if "architectures" in line]
+    says = (
+        f"the file's architectures say {architecture}, which is of model type '{told}', and its model_type says 'llama'"
+    )
+    assert [says in line for line in found] == ([True, True] if told else [])
+    assert result.exit_code == 0

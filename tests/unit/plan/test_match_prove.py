@@ -29,6 +29,7 @@ from kvreshard.model.fields import Fields
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove
+from kvreshard.plan.match import differences
 from kvreshard.plan.pattern import Bases
 from kvreshard.testing.small import GROUP, engine
 
@@ -127,12 +128,33 @@ def test_each_finding_is_told_once_with_its_fields() -> None:
         match_fields(src, six_layers("decode", Attention(2, 2, "float16")))
     assert str(caught.value) == (
         "fields 'layers.0.k', 'layers.0.v', 'layers.1.k' and 9 more: encoding is 'bfloat16' in engine 'prefill' and 'float16' "
-        "in engine 'decode': use the same cache dtype and quantisation"
+        "in engine 'decode': use the same cache dtype and quantisation: the same --kv-cache-dtype (and --dtype, where that is auto) on both engines"
     )
     dst = six_layers("decode", Attention(4, 2, "bfloat16", 3))
     told = "fields 'layers.0.k', 'layers.0.v', 'layers.1.k' and 9 more: the extent of axis 'head'"
     also = "; fields 'layers.0.v', 'layers.1.v', 'layers.2.v' and 3 more: the extent of axis 'channel'"
     mismatch(f"{told}|{also}", lambda: match_fields(src, dst))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "option"),
+    [
+        ("layers.0.attn.k", (Axis("token", None), Axis("head", 2)), "use the same cache dtype and quantisation: the same --kv-cache-dtype"),
+        ("layers.0.mixer.ssm", (Axis("head", 2), Axis("channel", 4)), "the same --mamba-ssm-cache-dtype"),
+        ("layers.0.mixer.conv.x", (Axis("channel", 4), Axis("tap", 3)), "the same --mamba-cache-dtype on both"),
+    ],
+)  # fmt: skip
+def test_a_refusal_of_encodings_names_the_option_that_sets_it(name: str, axes: tuple[Axis, ...], option: str) -> None:
+    (told,) = differences("p", Field(name, axes, 4, "float32"), "d", Field(name, axes, 2, "bfloat16"))
+    assert option in told
+
+
+def test_a_draft_that_begins_without_a_cache_is_told() -> None:
+    lost = "its draft begins without a cache of what is loaded, and guesses worse: draft on both sides"
+    (told,) = match_fields(engine("p"), with_draft("d", optional=True)).warnings
+    assert lost in told
+    (told,) = match_fields(with_draft("p", optional=True), engine("d")).warnings
+    assert lost not in told
 
 
 def test_of_many_different_findings_the_first_are_told() -> None:

@@ -344,3 +344,16 @@ def test_an_endpoint_ends_while_a_source_does_not_answer(world: World) -> None:
         ending.start()
         ending.join(PATIENCE_S)
         assert not ending.is_alive()
+
+
+def test_the_line_of_a_failed_load_names_where_its_source_listens(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    order_load(world)  # nothing was granted
+    world.turn()
+    meet(world)
+    for _ in range(20):
+        world.turn()
+        world.fabric.step()
+    assert set(collect(world.dst)[1]) == {"d"}
+    assert "request d was not loaded from engine prefill at 127.0.0.1:1 (stale lease): " in caplog.text

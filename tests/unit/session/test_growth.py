@@ -14,7 +14,8 @@ from kvreshard.model.tables import Request
 from kvreshard.session.handshake import Address
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.orders import Cancel, Grant, Load, Offer, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.session.peers import Peer, Peers, Self
+from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peers import Peers
 from kvreshard.session.scratch import Scratch
 from kvreshard.transport.memory import Fault
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -219,3 +220,17 @@ def replace_facts(card: EngineCard, other: EngineCard) -> EngineCard:
 
 def test_an_address_is_written_as_zeromq_wants_it() -> None:
     assert (str(Address("::1", 5)), str(replace(LOCAL, port=7))) == ("tcp://[::1]:5", "tcp://127.0.0.1:7")
+    assert Address("[::1]", 5) == Address("::1", 5)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_engines_meet_over_ipv6(host: str) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        if probe.connect_ex(("::1", 9)) == errno.EADDRNOTAVAIL:
+            pytest.skip("no IPv6 on the loopback of this machine")
+    listener = Listener(Address(host, 0), card(model="m"))
+    try:
+        assert fetch_card(Address(host, listener.address.port), "decode", 0, 5.0) == card(model="m")
+    finally:
+        listener.close()

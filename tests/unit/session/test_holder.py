@@ -12,7 +12,7 @@ from kvreshard.model.tables import Request
 from kvreshard.session.holder import RELEASE_PATIENCE_S, LeaseHolder
 from kvreshard.session.notes import Heartbeat, Note, Report, read_note
 from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
-from kvreshard.session.peers import Peer
+from kvreshard.session.peer import Peer
 from kvreshard.transport.base import TransportError
 
 OTHER = RemoteLease("s", SLOT + 1, 0xDEF)

@@ -15,7 +15,7 @@ from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_car
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Self, disconnect
+from kvreshard.session.peer import Self, disconnect
 from kvreshard.testing.small import engine
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side
 
+from kvreshard.model.changed import replace
 from kvreshard.session.card import EngineCard
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Peer, Peers, Self, connect_engine
+from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peers import Peers, connect_engine
 from kvreshard.session.seal import incarnation_of
 from kvreshard.testing.small import engine
 from kvreshard.transport.local import HostMemory
@@ -279,3 +281,19 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
         room.clock.now_s += seconds
         room.peers.sweep(lambda in_use=in_use: in_use)
         assert room.peers.num_known == expected
+
+
+def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytest.LogCaptureFixture) -> None:
+    def connect(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+        peer = connect_engine(me, remote, card, options)
+        return replace(peer, route=replace(peer.route, warnings=("field 'draft.0.k': the draft's cache is missing",)))
+
+    room.gate.set()
+    with contextlib.closing(
+        Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), room.clock, room.woken.set, connect)
+    ) as known:
+        for _ in range(2):
+            known.get(room.me, room.remote).result(PATIENCE_S)
+            known.forget(room.remote)
+    said = [record.message for record in caplog.records if "draft" in record.message]
+    assert said == ["engine prefill: field 'draft.0.k': the draft's cache is missing"]

@@ -40,7 +40,7 @@ from kvreshard.session.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.session.flight import FlightRequest, decode_flight, encode_flight
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
-from kvreshard.session.peers import Self
+from kvreshard.session.peer import Self
 from kvreshard.session.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, Crash, Recorder
 from kvreshard.testing.replay import replay, summarize
 from kvreshard.testing.small import request

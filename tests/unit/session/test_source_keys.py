@@ -12,7 +12,7 @@ from kvreshard.model.changed import replace
 from kvreshard.session.flight import decode_flight
 from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.orders import Failure, Load, RemoteEngine, Unwatch, Watch
-from kvreshard.session.peers import Peer
+from kvreshard.session.peer import Peer
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
 from kvreshard.testing.small import request

@@ -29,7 +29,8 @@ from kvreshard.session.orders import (
     RemoteEngine,
     RemoteLease,
 )
-from kvreshard.session.peers import Peer, Peers, Self, disconnect
+from kvreshard.session.peer import Peer, Self, disconnect
+from kvreshard.session.peers import Peers
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging

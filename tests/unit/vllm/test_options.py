@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
 from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.transport.pace import Pace
-from kvreshard.vllm.options import Options, read_options
+from kvreshard.vllm.options import BACKENDS, OF_NIXL_CONNECTOR, Options, read_load_timeout, read_options
 from kvreshard.vllm.slots import Slots
 from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
 
@@ -82,10 +83,52 @@ def test_keys_are_read_where_they_are_needed_and_a_missing_file_is_named(tmp_pat
         _ = options.endpoint()
 
 
-def test_options_of_the_other_connector_are_ignored_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert read_options({"backends": ["UCX"], "kv_lease_duration": 60}).kv_lease_duration == 60
-    assert "does not use these options of NixlConnector: backends" in caplog.text
+def test_options_of_the_other_connector_are_taken_for_ours_or_say_what_is_done_anyway() -> None:
+    read = read_options({"backends": ["LIBFABRIC"], "kv_lease_duration": 60, "enforce_handshake_compat": True})
+    assert (read.backend, read.kv_lease_duration) == ("LIBFABRIC", 60)
+    assert read_options({"backends": ["UCX"], "backend": "UCX", "bidirectional_kv_xfer": False}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"backends": ["UCX", "GDS"]}, r"backends is \['UCX', 'GDS'\]; ReshardConnector uses one: give its name as backend"),
+        ({"backends": "UCX"}, "backends is 'UCX'; ReshardConnector uses one"),
+        ({"backends": ["UCX"], "backend": "GDS"}, r"backends is \['UCX'\] and backend is 'GDS'; give one of them"),
+        ({"enforce_handshake_compat": False}, "enforce_handshake_compat is False, an option of NixlConnector .*; name what may differ in allow_mismatch"),
+        ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer is True, .*nothing is read back"),
+        ({"decoder_kv_blocks_ttl": 480}, "decoder_kv_blocks_ttl is 480, .*leave it out"),
+        ({"kv_recompute_threshold": 64}, "kv_recompute_threshold is 64, .*leave it out"),
+        ({"push_registration_timeout": 30}, "push_registration_timeout is 30, .*nothing is pushed; leave it out"),
+    ],
+)  # fmt: skip
+def test_what_the_other_connector_would_do_and_this_one_does_not_is_refused(
+    extra: dict[str, object], told: str
+) -> None:
+    with pytest.raises(KvReshardError, match=told):
+        read_options(extra)
+
+
+def test_the_page_has_a_row_for_each_of_them() -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/use-with-vllm.md").read_text()
+    rows = page.partition("| option of NixlConnector |")[2].partition("\n\n")[0]
+    assert all(f"`{name}`" in rows for name in (BACKENDS, *OF_NIXL_CONNECTOR))
+
+
+def test_what_differs_from_the_defaults_is_told_in_a_line() -> None:
+    assert str(Options()) == "all by default"
+    told = str(read_options({"digest_share": 0.5, "curve_secret_key_file": "/etc/k.key_secret"}))
+    assert told == "curve_secret_key_file='/etc/k.key_secret', digest_share=0.5"
+
+
+def test_the_longest_load_of_an_engine_or_of_its_children() -> None:
+    def config(**extra: object) -> SimpleNamespace:
+        return SimpleNamespace(kv_connector_extra_config=extra)
+
+    assert read_load_timeout(config()) == 120.0
+    assert read_load_timeout(config(load_timeout_s=7)) == 7.0
+    children = [{"kv_connector": "A"}, {"kv_connector_extra_config": {"load_timeout_s": 900}}]
+    assert read_load_timeout(config(connectors=children)) == 900.0
 
 
 def test_the_threads_of_the_other_connector_are_used_as_they_are_told(

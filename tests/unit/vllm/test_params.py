@@ -49,6 +49,80 @@ def test_an_address_may_be_rewritten_on_the_way() -> None:
     assert read_params(moved).remote.address == Address("prefill-3.example", 6000)
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_may_have_brackets(host: str) -> None:
+    assert read_params(params() | {"remote_host": host}).remote.address == Address("::1", 5600)
+
+
+# Of a prompt that is shorter than a digest's step, in slot 0, with an empty group: all that a router may leave out.
+SPARSE = replace(
+    PREFILL,
+    lease=RemoteLease("cmpl-1", 0, 5),
+    num_tokens=9,
+    groups=(GroupParams("g0", 0, 128, False, 512), GroupParams("g1", 0, None, True)),
+    pages=((), (0,)),
+    prompt=digest_prompt(Prompt(range(9)), 9, SECRET),
+)
+
+
+def re_encoded(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A router's copy: `change` gives what becomes of each part, `DROPPED` for nothing."""
+    if isinstance(value, dict):
+        parts = {key: re_encoded(part, change) for key, part in value.items()}
+        return change({key: part for key, part in parts.items() if part is not DROPPED})
+    return change([re_encoded(part, change) for part in value] if isinstance(value, list) else value)
+
+
+DROPPED = object()
+
+
+def as_double(value: Any) -> Any:
+    return float(value) if type(value) is int else value
+
+
+def as_object(value: Any) -> Any:
+    return {} if value == [] else value
+
+
+def as_null(value: Any) -> Any:
+    return None if value == [] else value
+
+
+def without_nulls(value: Any) -> Any:
+    return DROPPED if value is None else value
+
+
+@pytest.mark.parametrize("change", [as_double, as_object, as_null, without_nulls])
+@pytest.mark.parametrize("prefill", [PREFILL, SPARSE])
+def test_what_a_router_encodes_anew_is_read(prefill: RemotePrefill, change: Callable[[Any], Any]) -> None:
+    written = json.loads(json.dumps(write_params(prefill, SIZES, SECRET)))
+    read = read_params(json.loads(json.dumps(re_encoded(written, change))))
+    assert replace(read, code=b"") == prefill
+    assert read.seal == prefill.make_seal(SECRET)
+
+
+def test_zeros_and_empty_lists_may_be_left_out() -> None:
+    """As Go does with `omitempty`: of objects, not of lists."""
+    written = json.loads(json.dumps(write_params(SPARSE, SIZES, SECRET)))
+
+    def pruned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: pruned(part) for key, part in value.items() if part or isinstance(part, dict)}
+        return [pruned(part) for part in value] if isinstance(value, list) else value
+
+    assert replace(read_params(pruned(written)), code=b"") == SPARSE
+    assert read_params(pruned(written)).is_sealed(SECRET)
+    assert "slot" not in pruned(written)[KEY]
+
+
+def test_a_number_that_lost_bits_is_told() -> None:
+    wrong = params() | {"remote_block_ids": [[float(2**60)], [3], [5]]}
+    with pytest.raises(ParamsError, match="was made a double on its way"):
+        read_params(wrong)
+    with pytest.raises(ParamsError, match="Expected `int`, got `float`"):
+        read_params(params() | {"remote_port": 5600.5})
+
+
 def test_words_do_not_lose_bits_in_a_router_written_in_javascript() -> None:
     assert all(not isinstance(v, int) or abs(v) < 2**53 for v in params()[KEY].values())
 
@@ -106,7 +180,7 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
         (put(0, KEY, "groups", 2, "ring_tokens"), "group 'g2' has a size"),
         (put(None, KEY, "prompt"), "prompt"),
         (without_seal(), "seal"),
-        (put(None, KEY, "seal"), "Expected `str`, got `null` - at `$.kvreshard.seal`"),
+        (put(None, KEY, "seal"), "missing required field `seal`"),
         (put(7, KEY, "seal"), "Expected `str`, got `int` - at `$.kvreshard.seal`"),
         (put(["00"] * 16, KEY, "seal"), "Expected `str`, got `array` - at `$.kvreshard.seal`"),
         (put("", KEY, "seal"), "length >= 32 - at `$.kvreshard.seal`"),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.session.seal import prompt_key
+from kvreshard.vllm.items import Item
 from kvreshard.vllm.prompt import MAX_MARKS, MIN_STEP_TOKENS, Prompt, PromptDigest, count_matching, digest_prompt
 
 TOKENS = list(range(100, 400))
@@ -48,12 +49,21 @@ def test_never_more_than_the_common_prefix_and_less_than_a_step_fewer(
     assert min(common, num_tokens) - MIN_STEP_TOKENS < found <= min(common, num_tokens)
 
 
-def test_items_and_adapters_are_part_of_the_text() -> None:
-    image, other = Prompt(TOKENS, ((40, "cat"),)), Prompt(TOKENS, ((40, "dog"),))
-    assert matching(image, 300, image) == 300
-    assert matching(image, 300, other) == 32
-    assert matching(Prompt(TOKENS), 300, image) == 32
+def test_adapters_and_embeddings_are_part_of_the_text() -> None:
     assert matching(Prompt(TOKENS, adapter="a"), 300, Prompt(TOKENS, adapter="b")) == 0
+    assert matching(Prompt(TOKENS, embeds="a"), 300, Prompt(TOKENS, embeds="b")) == 0
+    assert matching(Prompt(TOKENS, adapter="a", embeds="b"), 300, Prompt(TOKENS, adapter="a", embeds="b")) == 300
+    assert matching(Prompt(TOKENS, adapter="a"), 300, Prompt(TOKENS, embeds="a")) == 0
+
+
+def test_items_and_salts_travel_beside_the_text() -> None:
+    image = Item(40, 100, "cat")
+    assert matching(Prompt(TOKENS, (image,), salt="s"), 300, Prompt(TOKENS)) == 300
+    digest = digest_prompt(
+        Prompt(TOKENS, (image, Item(290, 20, "cut"), Item(300, 5, "said later")), salt="s"), 300, SECRET
+    )
+    assert digest.items == (image, Item(290, 20, "cut"))
+    assert digest.salt == "s"
 
 
 def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:
@@ -66,11 +76,11 @@ def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:
 @pytest.mark.parametrize(
     "digest",
     [
-        PromptDigest(10, 0, (), ""),
-        PromptDigest(-1, 16, (), ""),
-        PromptDigest(300, -16, ("x",) * 5, ""),
-        PromptDigest(5, 16, ("0" * 16,) * 1000, "0" * 16),
-        PromptDigest(10**12, 16, ("0" * 16,) * 3, "0" * 16),
+        PromptDigest(10, 0, "", ()),
+        PromptDigest(-1, 16, "", ()),
+        PromptDigest(300, -16, "", ("x",) * 5),
+        PromptDigest(5, 16, "0" * 16, ("0" * 16,) * 1000),
+        PromptDigest(10**12, 16, "0" * 16, ("0" * 16,) * 3),
     ],
 )
 def test_digests_that_make_no_sense_match_nothing(digest: PromptDigest) -> None:

@@ -19,11 +19,13 @@ import numpy as np
 from tests.unit.session.world import Clock
 from tests.vllm.engines import Side, build
 from tests.vllm.simulation.runner import Runner
-from tests.vllm.simulation.text import Text
+from tests.vllm.simulation.text import Picture, Text
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
@@ -81,6 +83,13 @@ class Shape:
     failure_policy: str = "recompute"
     order_policy: str = "fcfs"
     lease_s: float = 30.0
+
+
+def feature(picture: Picture) -> MultiModalFeatureSpec:
+    """As a request has it: the same picture has as many tokens wherever it stands."""
+    name = f"{picture.number} of {picture.num_tokens}"
+    place = PlaceholderRange(picture.first, picture.num_tokens)
+    return MultiModalFeatureSpec(None, "image", name, place, mm_hash=name)
 
 
 def _speculation(num_drafts: int, is_multi_module: bool) -> Any:
@@ -161,6 +170,9 @@ class Engine:
             block_size=block_size,
             hash_block_size=self.hash_block_size,
         )
+        # Of a model with pictures; this one has none.
+        self.scheduler.max_num_encoder_input_tokens = 10_000
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(10_000)
         # The runner is vLLM's choice by platform; nothing else in a scheduler asks for it.
         self.scheduler.use_v2_model_runner = shape.is_v2
         self.connector: Any = self.scheduler.connector
@@ -297,14 +309,23 @@ class Engine:
         params: dict[str, Any] | None,
         stop: int | None = None,
         priority: int = 0,
+        picture: Picture | None = None,
     ) -> None:
-        """A request for so many tokens, or up to the token `stop`."""
+        """A request for so many tokens, or up to the token `stop`, with a picture."""
         self.texts[name] = text
         extra = None if params is None else {"kv_transfer_params": json.loads(json.dumps(params))}
         stops = None if stop is None else [stop]
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, stop_token_ids=stops, extra_args=extra)
         self.scheduler.add_request(
-            Request(name, text.tokens[:num_prompt], sampling, None, priority=priority, block_hasher=self.hasher)
+            Request(
+                name,
+                text.tokens[:num_prompt],
+                sampling,
+                None,
+                priority=priority,
+                block_hasher=self.hasher,
+                mm_features=None if picture is None else [feature(picture)],
+            )
         )
 
     def turn_away(self, params: dict[str, Any]) -> None:

@@ -123,6 +123,8 @@ class Runner:
         one = self.running[name]
         start, end = one.start, one.start + num_tokens - len(drafts)
         is_saying = end >= one.num_known_tokens
+        if not one.text.can_compute(start, end):
+            raise WrongCache(f"{name}, step {start} to {end}: computes {one.text.picture}, which is not here")
         assert is_saying or not drafts, (name, start, end, one.num_known_tokens)
         num_accepted = self.count_accepted(len(drafts)) if drafts else 0
         right_end = end + num_accepted

@@ -27,7 +27,7 @@ from kvreshard.session.endpoint import REST_IDLE_S
 from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peers import Peer, Self
+from kvreshard.session.peer import Peer, Self
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fabric, Fault
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
@@ -134,6 +134,7 @@ class World:
     num_loaded: int = 0
     num_misrouted: int = 0
     num_ended: int = 0
+    num_refused: int = 0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -327,6 +328,8 @@ class World:
             del self.asked[name]
             self.num_ended += 1
             is_failed = asked.engine.shape.failure_policy == "fail" and name in asked.engine.failed
+            if asked.text.is_blind and answer.reason == "error":
+                is_failed, self.num_refused = True, self.num_refused + 1
             if not asked.is_aborted and not is_failed:
                 assert answer.reason in ENDS, (name, answer)
             if answer.reason in ENDS:
@@ -335,7 +338,7 @@ class World:
                 asked.engine.turn_away(asked.params)
             if asked.then is not None:
                 asked.then(answer.params)
-            if asked.wants_load:
+            if asked.wants_load and not is_failed:
                 self._check_loaded(asked)
 
     def _check_answer(self, asked: Asked, said: list[int]) -> None:
@@ -350,7 +353,10 @@ class World:
             there = asked.engine.loadable.get(asked.name, 0)
             backoff = max(
                 MIN_COMPUTED_TOKENS,
-                *(engine.connector._scheduler._consumer._num_backoff_tokens for engine in self.by_name.values()),
+                *(
+                    engine.connector._scheduler._consumer._loadable.num_backoff_tokens
+                    for engine in self.by_name.values()
+                ),
             )
             assert there >= asked.num_prompt - backoff, (asked.name, there, asked.num_prompt)
             is_one_token = asked.num_prompt <= backoff  # there is no state to load
@@ -397,6 +403,8 @@ class World:
         assert not scheduling._producer._slots._granted, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
         assert not scheduling._admission.num_failed, engine.name
+        assert not scheduling._consumer._stepping_back, engine.name
+        assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
             assert endpoint.num_scratch_places == 0, engine.name

@@ -1,11 +1,11 @@
 """How fairly do many readers share one source, and how much of what it gives does each get?
 
-    python -m tests.faults.incast                       every case, as a table
-    python -m tests.faults.incast --json FILE           and its figures
+    python -m bench.incast                       every case, as a table
+    python -m bench.incast --json FILE           and its figures
 
 1. One source process and several readers, each a process with a NIXL agent of its own; all start to read at one moment.
-2. Each reader keeps so many transfers of 8 MiB on their way for some seconds, and counts the bytes that settled in them.
-   In the greedy cases the first reader keeps many more than the others.
+2. Each reader keeps so many transfers of 8 MiB on their way for some seconds, and counts the bytes that settled in them (`measure`); or
+   it reads a given number of them, however long that takes (`read_all`). In the greedy cases the first reader keeps many more than the others.
 3. Jain's index of the counts: 1 where all got as much, 1/n where one got everything.
 
 Over shared memory (CMA) the readers' own processors copy; over TCP the source sends, and what it sends whom is its choice. There NIXL's
@@ -107,7 +107,7 @@ def _source(pipe: Connection, network: str) -> None:
     transport.close()
 
 
-def _reader(pipe: Connection, case: Case, depth: int) -> None:
+def _reader(pipe: Connection, case: Case, depth: int, num_transfers: int | None) -> None:
     _surroundings(case.network)
     memory = np.zeros(MEMORY_BYTES, np.uint8)
     slices = UNBOUNDED if case.max_in_flight_bytes == UNBOUNDED else Pace().max_in_flight
@@ -130,15 +130,17 @@ def _reader(pipe: Connection, case: Case, depth: int) -> None:
     start_s, end_s = pipe.recv()
     while time.monotonic() < start_s:
         pass
-    flying = deque(post(number) for number in range(depth))
-    number, num_bytes, slowest_s = depth, 0, 0.0
-    while time.monotonic() < end_s:
+    at_most = sys.maxsize if num_transfers is None else num_transfers
+    flying = deque(post(number) for number in range(min(depth, at_most)))
+    number, num_bytes, slowest_s = len(flying), 0, 0.0
+    while flying and time.monotonic() < end_s:
         done = flying.popleft()
         done.wait(PATIENCE_S)
         slowest_s = max(slowest_s, done.seconds or 0.0)
         num_bytes += done.num_bytes if time.monotonic() < end_s else 0
-        flying.append(post(number))
-        number += 1
+        if number < at_most:
+            flying.append(post(number))
+            number += 1
     for left in flying:
         transport.cancel(left)
     pipe.send((num_bytes, slowest_s))
@@ -148,13 +150,25 @@ def _reader(pipe: Connection, case: Case, depth: int) -> None:
 
 
 def measure(case: Case, seconds: float = 3.0) -> Shares:
+    """What each reader gets within some seconds."""
+    return _run(case, seconds, None)
+
+
+def read_all(case: Case, num_transfers: int) -> Shares:
+    """What each reader has got when it has read so many transfers, or given up."""
+    return _run(case, PATIENCE_S, num_transfers)
+
+
+def _run(case: Case, seconds: float, num_transfers: int | None) -> Shares:
     """Run one case in processes of its own."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for number in range(1 + len(case.depths)):
         ours, theirs = spawn.Pipe()
         target = (
-            (_source, (theirs, case.network)) if number == 0 else (_reader, (theirs, case, case.depths[number - 1]))
+            (_source, (theirs, case.network))
+            if number == 0
+            else (_reader, (theirs, case, case.depths[number - 1], num_transfers))
         )
         process = spawn.Process(target=target[0], args=target[1], daemon=True)
         process.start()
@@ -181,8 +195,8 @@ def measure(case: Case, seconds: float = 3.0) -> Shares:
 
 
 def _heard(pipe: Connection) -> tuple:
-    if not pipe.poll(PATIENCE_S):
-        raise TimeoutError(f"a process of the incast has said nothing for {PATIENCE_S:g} s")
+    if not pipe.poll(2 * PATIENCE_S):
+        raise TimeoutError(f"a process of the incast has said nothing for {2 * PATIENCE_S:g} s")
     return pipe.recv()
 
 

@@ -1,0 +1,188 @@
+"""What of a prompt stands behind its token ids: pictures, audio, video. May the decode engine have others, or none?
+
+Platforms send the decode engine the same expanded token ids and another item, or none, on purpose: what it needs of a picture is in the
+cache that it loads. So
+
+1. both sides list their items: where each stands, a digest of vLLM's hash of it, and a digest of what positions depend on.
+2. `compare` names the prefill's items that the decode engine lacks. It cannot compute their tokens: up to the end of the last one, all
+   comes from the prefill, or the request is refused (`Comparison.num_needed`).
+3. An item that only the decode engine has is computed there: nothing is loaded from its first token on (`Comparison.num_loadable`).
+4. Where positions depend on the items (M-RoPE), the decode engine needs an item of the same grid in the same place, or the request
+   is refused (`Comparison.refusal`): it computes the positions of its own tokens from them. Where a pruned video moves them, nothing is
+   loaded from its first token on.
+
+`isolate` keeps what was loaded for one item from being served as a prefix hit to a request with another item, or with none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+MAX_POSITION = 1 << 40
+# Grids, lengths and timestamps are below, pixels and embeddings above. Integers may be masks.
+MAX_FLOATS, MAX_INTEGERS = 64, 4096
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
+_Digest = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One multimodal item: its first token and how many it has, a digest of vLLM's hash of it, and one of its grid.
+
+    `grid` is empty where positions do not depend on it, or where this process does not hold the item.
+    """
+
+    first: _Count
+    num_tokens: _Count
+    name: _Digest
+    grid: _Digest = ""
+
+    @property
+    def end(self) -> int:
+        """The token behind its last one."""
+        return self.first + self.num_tokens
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        """Equal for the same item in the same place."""
+        return self.first, self.num_tokens, self.name
+
+
+class Positions(Enum):
+    """What the positions of a prompt's tokens depend on: their count, the grids of items (M-RoPE), or on what the encoder leaves of a video
+    (M-RoPE with `--video-pruning-rate`), which an engine knows that has encoded it.
+    """
+
+    PLAIN = "plain"
+    GRID = "grid"
+    PRUNED = "pruned"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What follows for a load. `num_loadable`: leading tokens that may be loaded, None for all. `num_needed`: leading tokens that cannot be
+    computed here. `refusal`: why the request can be neither loaded nor computed; empty if it can.
+    """
+
+    num_loadable: int | None = None
+    num_needed: int = 0
+    refusal: str = ""
+
+
+def read_items(features: Iterable[MultiModalFeatureSpec], positions: Positions) -> tuple[Item, ...]:
+    """The items of a request, in the order of their tokens."""
+    items = (
+        Item(
+            int(feature.mm_position.offset),
+            int(feature.mm_position.length),
+            _digest((feature.mm_hash or feature.identifier).encode()),
+            "" if positions is Positions.PLAIN else digest_grid(feature.data),
+        )
+        for feature in features
+    )
+    return tuple(sorted(items, key=lambda item: (item.first, item.num_tokens, item.name)))
+
+
+def digest_grid(data: Mapping[str, Any] | None) -> str:
+    """A digest of an item's small fields (grid, lengths, timestamps), which say where its tokens stand.
+
+    Empty without the item, or where a part of it is in another process, and where it has no such field: then nothing is known.
+    """
+    parts = {} if data is None else {name: element.data for name, element in data.items()}
+    if any(part is None for part in parts.values()):
+        return ""
+    small = sorted((name, value) for name, part in parts.items() if (value := _small(part)) is not None)
+    return _digest(repr(small).encode()) if small else ""
+
+
+def compare(
+    theirs: Sequence[Item], mine: Sequence[Item], num_prompt: int, num_alike: int | None, positions: Positions
+) -> Comparison:
+    """The prefill's items beside those of a decode prompt of `num_prompt` tokens.
+
+    `num_alike`: the token ids differ at this token or before; None if that is not known. Behind it stands another text, whose items are
+    this engine's own.
+    """
+    end = num_prompt if num_alike is None else min(num_prompt, num_alike)
+    same = {item.key for item in theirs} & {item.key for item in mine}
+    places = {item.first for item in theirs}
+    own = [item for item in mine if item.key not in same]
+    # The same item a few tokens on: the prompts differ before it, and this engine has all that it needs.
+    elsewhere = {item.name for item in own if item.first not in places}
+    others = [item for item in theirs if item.key not in same and item.first < end]
+    missing = [item for item in others if item.name not in elsewhere]
+    taken = np.array([(item.first, item.end) for item in missing]).reshape(-1, 2)
+    limits = [item.first for item in others if item.name in elsewhere]
+    limits += [item.first for item in own if not ((taken[:, 0] < item.end) & (item.first < taken[:, 1])).any()]
+    if positions is Positions.PRUNED:
+        limits += [item.first for item in theirs]
+    refusal = "" if positions is Positions.PLAIN else _compare_grids(missing, mine)
+    return Comparison(min(limits, default=None), max((item.end for item in missing), default=0), refusal)
+
+
+def find_unseen(token_ids: Sequence[int], items: Iterable[Item], placeholders: frozenset[int]) -> int | None:
+    """The first token that stands for an item which is not among `items`; None if there is none."""
+    if not placeholders:
+        return None
+    stands = np.isin(np.asarray(token_ids, dtype=np.int64), list(placeholders))
+    for item in items:
+        stands[item.first : item.end] = False
+    return int(stands.argmax()) if stands.any() else None
+
+
+def isolate(request: Request, tag: str) -> None:
+    """Hash the request's blocks with one more key, so that they serve no request without it, and none of those serve this one.
+
+    vLLM hashes the first block of a request with its `cache_salt`, and each block with the one before (0.32.0, `generate_block_hash_extra_keys`).
+    """
+    request.cache_salt = f"{request.cache_salt or ''}|kvreshard {tag}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def digest_salt(salt: str | None) -> str:
+    """A digest of a `cache_salt`; empty without one."""
+    return _digest(salt.encode()) if salt else ""
+
+
+def _compare_grids(missing: Sequence[Item], mine: Sequence[Item]) -> str:
+    for item in missing:
+        here = next((other for other in mine if other.first == item.first), None)
+        if here is None:
+            return (
+                f"the prefill has an item at tokens {item.first} to {item.end} and this engine has none there; the positions of this model's "
+                "tokens depend on its grid (M-RoPE): send the item, or a placeholder of the same grid"
+            )
+        if (here.num_tokens, here.grid) != (item.num_tokens, item.grid) or not item.grid:
+            known = "unknown" if not (here.grid and item.grid) else f"{item.grid} and {here.grid}"
+            return (
+                f"the item at token {item.first} has {item.num_tokens} tokens at the prefill and {here.num_tokens} here, digests of their grids: "
+                f"{known}; the positions of this model's tokens depend on the grid (M-RoPE): send the same item, or a placeholder of the same grid"
+            )
+    return ""
+
+
+def _small(value: Any) -> Any:
+    """A field's value as something to digest; None for pixels and embeddings."""
+    if isinstance(value, list | tuple):
+        parts = [_small(part) for part in value]
+        return None if len(parts) > MAX_INTEGERS or any(part is None for part in parts) else parts
+    if not hasattr(value, "numel"):
+        return value
+    is_small = value.numel() <= (MAX_FLOATS if value.is_floating_point() else MAX_INTEGERS)
+    return value.flatten().tolist() if is_small else None
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,99 @@
+"""Requests whose prefill has pictures, audio or video that the decode engine does not have: what they need, and when they are refused.
+
+1. `arrive`: the items are compared before vLLM looks for prefix hits. The blocks of a request that lacks some are hashed with a key of its own,
+   and so are those of a request whose prefill had a `cache_salt` that this one has not.
+2. `narrow`: once the texts have been compared, what is another text's is not needed.
+3. `why_refused`: whenever vLLM is about to schedule the request, also after a failed load or a preemption.
+4. `end`: the request is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvreshard.vllm.items import Comparison, Positions, compare, digest_salt, find_unseen, isolate, read_items
+from kvreshard.vllm.prompt import Prompt, PromptDigest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """Leading tokens that only the prefill can give, and why; None: nothing helps."""
+
+    num_tokens: int | None
+    reason: str
+
+
+class MissingItems:
+    """Of one engine. `positions`: what those of a prompt's tokens depend on. `placeholders`: token ids that stand for items."""
+
+    def __init__(self, positions: Positions, placeholders: frozenset[int]) -> None:
+        self._positions, self._placeholders = positions, placeholders
+        self._needed: dict[str, _Needed] = {}
+        self._salt_key = secrets.token_bytes(32)
+
+    def arrive(self, request: Request, theirs: PromptDigest) -> None:
+        """Keep in mind what cannot be computed here, and keep what will be loaded from requests that must not have it."""
+        mine = read_items(request.mm_features, self._positions)
+        self._note(request, compare(theirs.items, mine, int(request.num_prompt_tokens), None, self._positions))
+        tags = []
+        if request.request_id in self._needed:
+            tags.append(f"request {secrets.token_hex(16)}")
+        if theirs.salt and theirs.salt != digest_salt(request.cache_salt):
+            keyed = hashlib.blake2b(theirs.salt.encode(), key=self._salt_key, digest_size=16)
+            tags.append(f"salt {keyed.hexdigest()}")
+        if tags:
+            isolate(request, " ".join(tags))
+
+    def arrive_unknown(self, request: Request, why: str) -> None:
+        """Nobody can say what the prefill has: a token that stands for a picture must have one here."""
+        items = read_items(request.mm_features, Positions.PLAIN)
+        unseen = find_unseen(request.all_token_ids, items, self._placeholders)
+        if unseen is not None:
+            reason = f"token {unseen} stands for a picture, audio or video that is not here, and nothing can be loaded: {why}"
+            self._needed[request.request_id] = _Needed(None, reason)
+
+    def is_hopeless(self, request_id: str) -> bool:
+        """Whether the request is refused whatever is loaded."""
+        needed = self._needed.get(request_id)
+        return needed is not None and needed.num_tokens is None
+
+    def narrow(self, request: Request, theirs: PromptDigest, mine: Prompt, num_same: int) -> int:
+        """How many of the first `num_same` tokens, on which the texts agree, may be loaded."""
+        num_prompt = int(request.num_prompt_tokens)
+        num_alike = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
+        found = compare(theirs.items, mine.items, num_prompt, num_alike, self._positions)
+        self._note(request, found)
+        return num_same if found.num_loadable is None else min(num_same, found.num_loadable)
+
+    def why_refused(self, request: Request, num_computed: int, num_loadable: int) -> str:
+        """Why the request must not go on with so many tokens from its prefix hits and its prefill; empty if it may."""
+        needed = self._needed.get(request.request_id)
+        if needed is None:
+            return ""
+        # vLLM computes all of a prompt whose prefix hits it must not read, such as one with log-probabilities of the prompt.
+        count = num_computed if request.get_skip_reading_prefix_cache() else num_computed + num_loadable
+        if needed.num_tokens is None:
+            return needed.reason
+        return "" if count >= needed.num_tokens else f"{needed.reason}, and has {count} of them"
+
+    def end(self, request_id: str) -> None:
+        """The request has ended."""
+        self._needed.pop(request_id, None)
+
+    def _note(self, request: Request, found: Comparison) -> None:
+        if not found.num_needed:
+            self._needed.pop(request.request_id, None)
+        elif found.refusal:
+            self._needed[request.request_id] = _Needed(None, found.refusal)
+        else:
+            reason = (
+                "its prefill has other pictures, audio or video than this request, which cannot be computed here; it needs the first "
+                f"{found.num_needed} tokens from there"
+            )
+            self._needed[request.request_id] = _Needed(found.num_needed, reason)

@@ -1,0 +1,54 @@
+"""Whatever picture the decode engine has, or none: is its text the prefill's, and does no prefix hit serve another's?"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.draw import MODELS
+from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.pictures import PictureWorld
+from tests.vllm.simulation.world import Weather
+
+from kvreshard.vllm import worker
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The world's clock is turned by hand."""
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.0)
+
+
+def live(seed: int, weather: Weather, kind: str, blocks: int = 400, policy: str = "recompute") -> PictureWorld:
+    layers = next(model for model in MODELS if model.kind == kind).layers(16, 20)
+    shapes = {
+        "p": Shape(layers, blocks=400, role="kv_producer"),
+        "d": Shape(layers, tp=2, blocks=blocks, role="kv_both", is_async=seed % 2 == 1, failure_policy=policy),
+    }
+    world = PictureWorld(shapes, base_config(), seed, weather)
+    try:
+        world.run(40, 12)
+    finally:
+        world.close()
+    return world
+
+
+@pytest.mark.parametrize("kind", ["full", "windows"])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_that_was_prefilled_is_loaded_whatever_picture_is_here(seed: int, kind: str) -> None:
+    world = live(seed, Weather(delays=2), kind)
+    assert min(world.num_asked[kind] for kind in ("same", "none", "another")) > 0
+    assert world.num_loaded > 3
+    assert world.num_refused == world.num_asked["blind, itself"]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_can_be_neither_loaded_nor_computed_is_refused(seed: int, policy: str) -> None:
+    """Failed loads, preemptions, engines that have read their source before."""
+    world = live(seed, Weather(delays=3, failures=0.3, choices=0.2, retried=0.2), "full", blocks=14, policy=policy)
+    assert world.num_refused > 0
