@@ -15,6 +15,7 @@ while a step that is under way may still write them (0.32.0, `Scheduler.defer_bl
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -310,7 +311,11 @@ class Consumer:
     def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
         """What the source no longer has of what this engine needs; empty if nothing."""
         for group in self._groups:
-            needed, first = _first_needed(prefill, group, num_tokens), _first_token(prefill, group)
+            if group.ring_tokens is not None:
+                if _is_entry_gone(prefill, group.ring_tokens, num_tokens):
+                    return f"the ring of group {group.name} is not complete any more: its source went on to token {prefill.num_tokens}"
+                continue
+            needed, first = group.first_needed(num_tokens), _first_token(prefill, group)
             if needed < num_tokens and first > needed:
                 return f"group {group.name} needs token {needed}, and its source begins at token {first}"
         mine = {group.reach for group in self._groups}
@@ -352,16 +357,21 @@ class Consumer:
         return max(first, fresh) * group.page_tokens
 
 
-def _first_needed(prefill: RemotePrefill, group: CacheGroup, num_tokens: int) -> int:
-    """The first token that the next one after `num_tokens` tokens needs of the group.
+def _is_entry_gone(prefill: RemotePrefill, ring_tokens: int, num_tokens: int) -> bool:
+    """Whether the source may have lost tokens of the entry that is not complete after `num_tokens` tokens.
 
-    Of a ring those whose compressed entry is not complete; a ring holds one entry or several whole ones (vLLM 0.32.0,
-    `CircularBufferSpec`), so at most as many as the shorter one.
+    A ring holds one compressed entry or several whole ones (vLLM 0.32.0, `CircularBufferSpec`), of a size that a scheduler is not told: it
+    divides the rings of both sides. A prefill leaves the tokens of one entry at its end, however many the ring has room for.
     """
-    if group.ring_tokens is None:
-        return group.first_needed(num_tokens)
-    entry = min(group.ring_tokens, _shortest_ring(prefill) or group.ring_tokens)
-    return num_tokens // entry * entry
+    rings = [group.ring_tokens for group in prefill.groups if group.ring_tokens is not None]
+    if not rings:
+        return num_tokens % ring_tokens > 0
+    largest = math.gcd(ring_tokens, *rings)
+    return any(
+        num_tokens % size and num_tokens // size * size < prefill.num_tokens - size
+        for size in range(1, largest + 1)
+        if largest % size == 0
+    )
 
 
 def _first_token(prefill: RemotePrefill, group: CacheGroup) -> int:
