@@ -154,12 +154,6 @@ MUTANTS = [
         "if card.engine != remote.engine:",
     ),
     Mutant(
-        "any lease slot is read",
-        "session/peers.py",
-        "            if not 0 <= lease.slot < card.lease_slots:",
-        "            if lease.slot < 0:",
-    ),
-    Mutant(
         "a card's types are learned when the first comes",
         "session/card.py",
         "_decoder = msgspec.msgpack.Decoder(EngineCard)\n\n",

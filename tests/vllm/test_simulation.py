@@ -137,6 +137,21 @@ def test_a_ring_that_has_gone_on_is_not_loaded() -> None:
         world.close()
 
 
+def test_a_longer_ring_has_no_more_of_an_entry_after_a_prefill() -> None:
+    """The decode engine's prompt is one token shorter, or differs at its end, and the entry before it is not complete."""
+    model = next(model for model in MODELS if model.kind == "ring")
+    shapes = {
+        "p": Shape(model.layers(16, 20, 1, 2), order="BLHNC", blocks=200, num_drafts=1, role="kv_producer"),
+        "d": Shape(model.layers(16, 20, 1, 1), order="BLHNC", blocks=200, num_drafts=1, role="kv_consumer"),
+    }
+    for seed in range(2):
+        world = World(shapes, base_config(), seed, Weather(other_prompts=1.0))
+        world.make_prompt = lambda rng=world.rng: [rng.randrange(VOCABULARY) for _ in range(rng.choice([17, 33, 49]))]
+        world.run(15, 10)
+        assert world.by_name["d"].fallbacks["window"]
+        world.close()
+
+
 def test_the_layers_of_a_replayed_window_have_the_last_of_a_prompt_only() -> None:
     """A prompt that agrees with the source's up to less than that needs tokens of its pages that nobody has written."""
     layers = next(model for model in MODELS if model.is_replayed).layers(32, 24, 0, 1)

@@ -1,21 +1,28 @@
-"""The first token that a source still has, and the first that the decode engine needs, of layers with windows, chunks or rings."""
+"""The first token that a source still has of layers with windows, chunks or rings, and whether a ring has gone on too far."""
 
 from __future__ import annotations
+
+import math
 
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.params import RemotePrefill
 
 
-def first_needed(prefill: RemotePrefill, group: CacheGroup, num_tokens: int) -> int:
-    """The first token that the next one after `num_tokens` tokens needs of the group.
+def is_entry_gone(prefill: RemotePrefill, ring_tokens: int, num_tokens: int) -> bool:
+    """Whether the source may have lost tokens of the entry that is not complete after `num_tokens` tokens.
 
-    Of a ring those whose compressed entry is not complete; a ring holds one entry or several whole ones (vLLM 0.32.0,
-    `CircularBufferSpec`), so at most as many as the shorter one.
+    A ring holds one compressed entry or several whole ones (vLLM 0.32.0, `CircularBufferSpec`), of a size that a scheduler is not told: it
+    divides the rings of both sides. A prefill leaves the tokens of one entry at its end, however many the ring has room for.
     """
-    if group.ring_tokens is None:
-        return group.first_needed(num_tokens)
-    entry = min(group.ring_tokens, _shortest_ring(prefill) or group.ring_tokens)
-    return num_tokens // entry * entry
+    rings = [group.ring_tokens for group in prefill.groups if group.ring_tokens is not None]
+    if not rings:
+        return num_tokens % ring_tokens > 0
+    largest = math.gcd(ring_tokens, *rings)
+    return any(
+        num_tokens % size and num_tokens // size * size < prefill.num_tokens - size
+        for size in range(1, largest + 1)
+        if largest % size == 0
+    )
 
 
 def first_token(prefill: RemotePrefill, group: CacheGroup) -> int:

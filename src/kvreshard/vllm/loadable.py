@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvreshard.session.seal import prompt_key
 from kvreshard.vllm.adapters import Adapters
-from kvreshard.vllm.first_tokens import first_needed, first_token
+from kvreshard.vllm.first_tokens import first_token, is_entry_gone
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.items import Positions
 from kvreshard.vllm.missing_items import MissingItems
@@ -121,7 +121,11 @@ class LoadableTokens:
     def _find_missing(self, prefill: RemotePrefill, num_tokens: int) -> str:
         """What the source no longer has of what this engine needs; empty if nothing."""
         for group in self._groups:
-            needed, first = first_needed(prefill, group, num_tokens), first_token(prefill, group)
+            if group.ring_tokens is not None:
+                if is_entry_gone(prefill, group.ring_tokens, num_tokens):
+                    return f"the ring of group {group.name} is not complete any more: its source went on to token {prefill.num_tokens}"
+                continue
+            needed, first = group.first_needed(num_tokens), first_token(prefill, group)
             if needed < num_tokens and first > needed:
                 return f"group {group.name} needs token {needed}, and its source begins at token {first}"
         mine = {group.reach for group in self._groups}
