@@ -51,7 +51,7 @@ def _counts(pair: Pair, bench: Bench) -> dict[str, int]:
         "file_descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(os.listdir("/proc/self/task")),
         "regions": len(pair.transport._table.regions),
-        "prepared_lists": pair.transport._owner.call(lambda agent: sum(map(len, agent._prepared.values()))),  # type: ignore[attr-defined]
+        "prepared_lists": pair.transport._owner.call(lambda watched: sum(map(len, watched.agent._prepared.values()))),  # type: ignore[attr-defined]
         "slices_in_flight": pair.transport._owner._windows.num_in_flight,
     }
     if bench.device != "cpu":
