@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 import kvreshard.vllm
 from kvreshard.session.orders import Failure, Results
-from kvreshard.vllm import consumer
+from kvreshard.vllm import consumer, loadable
 from kvreshard.vllm.metrics import COUNTERS, LABEL_VALUES, SECONDS, ReshardPromMetrics, ReshardStats, seconds_buckets
 
 pytestmark = pytest.mark.vllm
@@ -80,6 +80,12 @@ def test_loads_that_take_as_long_as_they_may_are_told_from_longer_ones() -> None
 
 
 def test_every_cause_of_a_fallback_is_among_the_label_values() -> None:
-    causes = set(re.findall(r'_note_fallback\("(.+?)"\)', Path(consumer.__file__).read_text()))
-    assert causes == set(LABEL_VALUES["fallbacks"])
+    here, rest = Path(consumer.__file__).read_text(), Path(loadable.__file__).read_text()
+    both = {*re.findall(r'_fall_back\(.+?, "(.+?)"', here), *re.findall(r'Loadable\(0, "(.+?)"', rest), "prompt"}
+    assert len(both) > 8
+    assert {*re.findall(r'_note_fallback\("(.+?)"\)', here), *both} == set(LABEL_VALUES["fallbacks"])
+    partial = re.findall(r'_note_partial\([^"]*?"(\w+)"', here) + re.findall(
+        r'Loadable\(count, fallback, "(\w+)"', rest
+    )
+    assert {*partial, *both} == set(LABEL_VALUES["partial_loads"])
     assert {name for name, (_, label) in COUNTERS.items() if label} == set(LABEL_VALUES)

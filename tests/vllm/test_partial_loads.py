@@ -44,11 +44,19 @@ def test_a_prompt_that_differs(mine: list[int], expected: Noted) -> None:
     assert noted == expected
 
 
-def test_a_picture_that_differs() -> None:
+@pytest.mark.parametrize(
+    ("theirs", "mine", "expected"),
+    [
+        ([picture("cat", 20, 64)], [picture("cow", 20, 64)], []),  # what the prefill has of its picture is loaded
+        ([picture("cat", 20, 64)], [], []),
+        ([], [picture("cow", 20, 64)], [("prompt", 280)]),
+    ],
+)
+def test_a_picture_that_differs(theirs: list[Any], mine: list[Any], expected: Noted) -> None:
     decode, noted = noting(full(64))
-    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], mm_features=[picture("cat", 20, 64)])
-    decode.side.count_loadable(decode.arrive(params, TOKENS, mm_features=[picture("cow", 20, 64)]), 0)
-    assert noted == [("prompt", 284)]
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], mm_features=theirs)
+    decode.side.count_loadable(decode.arrive(params, TOKENS, mm_features=mine), 0)
+    assert noted == expected
 
 
 @pytest.mark.parametrize(

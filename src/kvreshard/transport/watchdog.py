@@ -124,3 +124,7 @@ class WatchedAgent:
     send = _watched("send")
     receive = _watched("receive")
     close = _watched("close")
+
+
+# What `stuck` may name: calls into the library, and a turn of the thread that carries out loads.
+CALLS = (*(name for name in vars(WatchedAgent) if not name.startswith("_")), "turn")

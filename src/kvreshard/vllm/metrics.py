@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvreshard.session.lease import Cause
 from kvreshard.session.orders import CheckResult, FailureKind, Results
 from kvreshard.session.pull import Moved
+from kvreshard.transport.watchdog import CALLS
 from kvreshard.vllm.options import read_load_timeout
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -56,14 +57,20 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
     "quarantined_blocks": ("Blocks kept back, and blocks freed again; the difference is out of the pool.", "event"),
 }
 
-
 # What a counter's label may say. Series exist from the start: a rate over one that appears with its first event misses that event.
+_FALLBACKS = "itself", "host", "role", "spent", "reset", "standstill", "pool", "prompt", "state", "window"
+_PARTIAL_LOADS = *_FALLBACKS, "failure", "length", "logprobs", "vllm"
+
 LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
     "bytes": ("direct", "staged"),
     "failures": get_args(FailureKind),
-    "fallbacks": ("params", "itself", "role", "spent", "state", "window", "prompt", "reset", "standstill"),
+    "fallbacks": ("params", *_FALLBACKS),
+    "partial_loads": _PARTIAL_LOADS,
+    "tokens_not_loaded": _PARTIAL_LOADS,
     "leases": get_args(Cause),
     "digest_checks": get_args(CheckResult),
+    "stuck_calls": CALLS,
+    "quarantined_blocks": ("kept", "freed"),
 }
 
 

@@ -33,12 +33,12 @@ class PictureWorld(World):
         if rng.random() < 0.4:  # nobody's prefill: with a picture, or the same tokens as text
             seen = rng.choice([picture, None])
             engine = rng.choice(list(self.by_name.values()))
-            self._ask(engine, Text(prompt, 4 + BEYOND, seen), len(prompt), 4, None, False, None, None, seen)
+            self._ask(engine, Text(prompt, 4 + BEYOND, seen), len(prompt), 4, None, False, None, picture=seen)
             return
         src = rng.choice(self.can_prefill)
         self._ask(
             src, Text(prompt, 1 + BEYOND, picture), len(prompt), 1, ROUTER, False,
-            lambda answer: self._decode(src, prompt, picture, answer), None, picture,
+            lambda answer: self._decode(src, prompt, picture, answer), picture=picture,
         )  # fmt: skip
 
     def _decode(self, src: Engine, prompt: list[int], picture: Picture, answer: dict[str, Any] | None) -> None:
@@ -53,4 +53,4 @@ class PictureWorld(World):
         dst = rng.choice(self.can_decode)
         self.num_asked["blind, itself"] += dst is src and is_blind
         wants_load = dst is not src and picture.first + picture.num_tokens < len(prompt)
-        self._later.append(lambda: self._ask(dst, text, len(prompt), 8, answer, wants_load, None, None, mine))
+        self._later.append(lambda: self._ask(dst, text, len(prompt), 8, answer, wants_load, None, picture=mine))
