@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.changed import leaves, other
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS
 from tests.vllm.simulation.engine import Engine, Finished, Shape
@@ -161,14 +162,6 @@ def guessed_seal(params: dict[str, Any]) -> str:
 SEALS: tuple[Callable[[dict[str, Any]], str], ...] = (lambda params: str(params[KEY]["seal"]), old_seal, guessed_seal)
 
 
-def leaves(inner: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(inner, dict | list):
-        for place, value in inner.items() if isinstance(inner, dict) else enumerate(inner):
-            yield from leaves(value, (*path, place))
-    else:
-        yield path, inner
-
-
 def put(params: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     changed = copy.deepcopy(params)
     inner: Any = changed
@@ -176,18 +169,6 @@ def put(params: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, 
         inner = inner[place]
     inner[path[-1]] = value
     return changed
-
-
-def other(value: Any) -> Any:
-    match value:
-        case bool():
-            return not value
-        case int():
-            return value + 1
-        case str():
-            return ("0" if value[:1] != "0" else "1") + value[1:]
-        case _:
-            return 3
 
 
 def test_an_honest_request_is_loaded(fleet: Fleet) -> None:

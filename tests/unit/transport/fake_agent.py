@@ -84,3 +84,17 @@ class FakeAgent:
 
     def close(self) -> None:
         self.log.append(("close",))
+
+
+class Stuck(FakeAgent):
+    """Its notifications do not go out until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.is_inside = threading.Event(), threading.Event()
+
+    def send(self, peer: str, payload: bytes) -> None:
+        """Waits for the gate."""
+        self.is_inside.set()
+        assert self.gate.wait(60.0)
+        super().send(peer, payload)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.unit.transport.fake_agent import FakeAgent
+from tests.unit.transport.fake_agent import Stuck
 
 from kvreshard.transport import nixl
 from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
@@ -55,19 +55,6 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_importing_the_module_does_not_import_nixl() -> None:
     found = run_script("import sys, kvreshard.transport.nixl; print([m for m in sys.modules if m.startswith('nixl')])")
     assert (found.stdout, found.returncode) == ("[]\n", 0), found.stderr
-
-
-class Stuck(FakeAgent):
-    """Its notifications do not go out until the gate opens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.is_inside = threading.Event(), threading.Event()
-
-    def send(self, peer: str, payload: bytes) -> None:
-        self.is_inside.set()
-        assert self.gate.wait(60.0)
-        super().send(peer, payload)
 
 
 @pytest.mark.timeout(60)

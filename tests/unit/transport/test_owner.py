@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.unit.transport.fake_agent import FakeAgent
+from tests.unit.transport.fake_agent import FakeAgent, Stuck
 from tests.work import count_bytecodes
 
 from kvreshard.transport import work_queue
@@ -399,19 +399,6 @@ def test_peers_take_turns_however_much_waits_for_one(owner: Owner, agent: FakeAg
     until(lambda: agent.num_posted == PACE.max_in_flight + 1)
     agent.settle(PACE.max_in_flight)
     alone.transfer.wait(10.0)
-
-
-class Stuck(FakeAgent):
-    """One call of it does not come back until the gate opens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.is_inside = threading.Event(), threading.Event()
-
-    def send(self, peer: str, payload: bytes) -> None:
-        self.is_inside.set()
-        assert self.gate.wait(60.0)
-        super().send(peer, payload)
 
 
 def test_a_call_that_does_not_come_back_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:

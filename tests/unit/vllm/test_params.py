@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.changed import leaves, other
 
 from kvreshard.model.changed import replace
 from kvreshard.session.handshake import Address
@@ -211,28 +212,6 @@ def test_each_wrong_field_is_named(change: Callable[[dict[str, Any]], None], tol
     with pytest.raises(ParamsError) as caught:
         read_params(wrong)
     assert told in str(caught.value)
-
-
-def leaves(inner: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value of the parameters, with its path."""
-    if isinstance(inner, dict | list):
-        for place, value in inner.items() if isinstance(inner, dict) else enumerate(inner):
-            yield from leaves(value, (*path, place))
-    else:
-        yield path, inner
-
-
-def other(value: Any) -> Any:
-    """Another value of the same type."""
-    match value:
-        case bool():
-            return not value
-        case int():
-            return value + 1
-        case str():
-            return ("0" if value[:1] != "0" else "1") + value[1:]
-        case _:
-            return 3
 
 
 # Where the engine is found may be rewritten; what is for routers only is not read here.
