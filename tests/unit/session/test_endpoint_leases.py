@@ -93,6 +93,23 @@ def test_a_source_that_stood_still_hears_its_readers_before_it_ends_their_leases
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
+def test_a_source_that_stood_still_for_a_second_hears_its_readers_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.grant_and_offer(ttl_s=10.0)
+    watch(world)
+    world.wait(9.5, world.src)
+    world.dst.turn()  # it renews
+    with monkeypatch.context() as unfetched:
+        for transport in world.src.transports.values():
+            unfetched.setattr(transport, "notifications", list)
+        world.clock.now_s += 1.0
+        world.src.turn()
+    assert world.words() == {WORD}
+    world.wait(6.0, world.src)
+    assert world.words() == {WORD}
+
+
 @pytest.mark.parametrize("gap_s", [1.0, 4.0])
 def test_a_source_that_is_always_late_ends_leases_all_the_same(world: World, gap_s: float) -> None:
     world.grant_and_offer(ttl_s=10.0)
