@@ -17,8 +17,8 @@ import numpy as np
 from kvreshard.kinds import Attention, Kind, Latent, Mamba1, Mamba2, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
 from kvreshard.model.tables import PageTable
+from kvreshard.tools import digest_rank
 from kvreshard.transport.local import HostMemory
-from kvreshard.verify import digest_rank
 
 NUM_LAYERS = 4
 GQA = Attention(8, 128, "bfloat16")

@@ -1,7 +1,7 @@
 """For random pairs of engines: do digests agree when the bytes do, follow their definition, and differ when anything is wrong?
 
 Pairs are those of `kvreshard.testing.pairs`: all kinds, and layouts that come from no kind. The destination's memory is what
-the slow oracle leaves; corruptions are written cell by cell by a reference that shares no code with `verify/`.
+the slow oracle leaves; corruptions are written cell by cell by a reference that shares no code with `tools/`.
 """
 
 from collections import defaultdict
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.verify import slow_digest
-from tests.unit.verify.engines import Arrived, Engine, arrive_pair, small
-from tests.unit.verify.slow_digest import Cell
+from tests.unit.tools import slow_digest
+from tests.unit.tools.engines import Arrived, Engine, arrive_pair, small
+from tests.unit.tools.slow_digest import Cell
 
 from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
-from kvreshard.verify import Digest, add_up, compare, digest_rank
+from kvreshard.tools import Digest, add_up, compare, digest_rank
 
 SEEDS = st.integers(0, 2**31)
 KEYS = st.binary(min_size=1, max_size=64)

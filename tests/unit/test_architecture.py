@@ -19,7 +19,7 @@ PACKAGE = "kvreshard"
 SRC = ROOT / "src" / PACKAGE
 
 # A room imports from itself and from rooms to its left.
-ROOMS = ("model", "kinds", "plan", "transport", "verify", "session", "vllm", "catalog", "testing", "cli")
+ROOMS = ("model", "kinds", "plan", "transport", "tools", "session", "vllm", "catalog", "testing", "cli")
 # Narrower than the order: the planner sees shards, never what kind of cache they came from.
 NEVER = {("plan", "kinds")}
 

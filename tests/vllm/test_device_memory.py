@@ -21,11 +21,11 @@ from kvreshard.testing.apply import poison_new_pages, random_memory
 from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
 from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
+from kvreshard.tools import Memory, digest_lanes
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.words import reach
-from kvreshard.verify import Memory, digest_lanes
 
 pytestmark = pytest.mark.vllm
 NUM_PAIRS = 120

@@ -12,9 +12,9 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.small import engine, request
+from kvreshard.tools import digest_lanes
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.words import reach
-from kvreshard.verify import digest_lanes
 
 SIZE = 1 << 20
 NUM_TAILS = 10_000

@@ -29,8 +29,8 @@ from kvreshard.session.notes import Question, write_note
 from kvreshard.session.orders import CheckResult, RemoteLease
 from kvreshard.session.pull import settled
 from kvreshard.session.question import Part, make_questions, readable
+from kvreshard.tools import Digest, Memory
 from kvreshard.transport.base import Copies, Direction, Transfer
-from kvreshard.verify import Digest, Memory
 
 WINDOW = 16
 CHECK_BYTES = WINDOW * ENTRY_BYTES

@@ -10,7 +10,7 @@ The source's side, `answer_question`:
 3. The digest, from its own memory and address maps, of the pages that it offered under the lease (`lease`): a reader that has read other
    pages gets another digest.
 
-Refused with QuestionError: unknown fields, a wrong number of axes, too many tokens or bytes; with BindError what `verify`
+Refused with QuestionError: unknown fields, a wrong number of axes, too many tokens or bytes; with BindError what `tools`
 refuses. Neither addresses nor pages come from a question.
 """
 
@@ -31,9 +31,9 @@ from kvreshard.plan.cover import count_common
 from kvreshard.plan.lane import Lane
 from kvreshard.session.notes import VERSION, Owned, Question
 from kvreshard.session.orders import RemoteLease
-from kvreshard.verify import Digest, Memory, digest_cells
-from kvreshard.verify.cells import Cells, Cut, of_lane
-from kvreshard.verify.digest import cut_tokens
+from kvreshard.tools import Digest, Memory, digest_cells
+from kvreshard.tools.cells import Cells, Cut, of_lane
+from kvreshard.tools.digest import cut_tokens
 
 # 16 MiB take some 6 ms to digest: what a session's thread may do at a stretch.
 QUESTION_BYTES = 16 << 20

@@ -35,10 +35,10 @@ from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
 from kvreshard.testing.room import available_bytes
+from kvreshard.tools import Verdict, compare, digest_lanes
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport
-from kvreshard.verify import Verdict, compare, digest_lanes
 
 Outcome = Literal["reproduced", "not in the plan", "never met", "different"]
 POISON = 0xFF

@@ -219,11 +219,11 @@ class TensorMemory:
             storage[first : first + content.nbytes].copy_(torch.from_numpy(content))
 
     def reaches(self, device: str) -> bool:
-        """See `verify.memory.Memory.reaches`."""
+        """See `tools.memory.Memory.reaches`."""
         return device in self._devices
 
     def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> TensorWords:
-        """See `verify.memory.Memory.words`."""
+        """See `tools.memory.Memory.words`."""
         low, _ = reach(counts, steps, word_bytes)
         # A tensor's steps are not negative: such an axis is read from its other end.
         backwards = tuple(axis for axis, step in enumerate(steps) if step < 0)

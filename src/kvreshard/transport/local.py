@@ -47,7 +47,7 @@ class LocalMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that the processor reaches by address. `reaches` and `words` let `verify` digest it."""
+    """Memory that the processor reaches by address. `reaches` and `words` let `tools` digest it."""
 
     def read(self, low: int, high: int) -> NDArray[np.uint8]:
         """The bytes of addresses `[low, high)`, shape (high - low,), not copied."""
@@ -58,7 +58,7 @@ class HostMemory:
         return device == "cpu"
 
     def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> ArrayWords:
-        """See `verify.memory.Memory.words`."""
+        """See `tools.memory.Memory.words`."""
         return words_of(self.read, address, word_bytes, counts, steps)
 
     def zero(self, start: Int64s, stop: Int64s) -> None:

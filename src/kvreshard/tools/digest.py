@@ -26,14 +26,14 @@ from kvreshard.model.errors import BindError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request, Tokens
 from kvreshard.plan.lane import Lane
-from kvreshard.verify.cells import Cells, Side, of_lane, of_rank
-from kvreshard.verify.interior import ordinary_pieces, packed_pieces
-from kvreshard.verify.memory import Memory
-from kvreshard.verify.modular import PRIME
-from kvreshard.verify.pages import Intervals, Tables, page_rows
-from kvreshard.verify.summation import make_block, sum_block
-from kvreshard.verify.verdict import NOTHING, Digest, Part
-from kvreshard.verify.weights import Role, Weights
+from kvreshard.tools.cells import Cells, Side, of_lane, of_rank
+from kvreshard.tools.interior import ordinary_pieces, packed_pieces
+from kvreshard.tools.memory import Memory
+from kvreshard.tools.modular import PRIME
+from kvreshard.tools.pages import Intervals, Tables, page_rows
+from kvreshard.tools.summation import make_block, sum_block
+from kvreshard.tools.verdict import NOTHING, Digest, Part
+from kvreshard.tools.weights import Role, Weights
 
 
 def digest_lanes(

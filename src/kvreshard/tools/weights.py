@@ -19,7 +19,7 @@ import numpy as np
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.ownership import Coordinates
-from kvreshard.verify.modular import Residues
+from kvreshard.tools.modular import Residues
 
 # 128 words of 32 bits times limbs of 14 bits stay below 2^53: with 56 bits a row of 256 bfloat16 takes 4 limbs instead of
 # 5, and a product of 4 columns runs 1.4 times as fast as one of 5.

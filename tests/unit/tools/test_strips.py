@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreshard.verify.strips import strips
+from kvreshard.tools.strips import strips
 
 
 def listed(offsets: np.ndarray) -> list[int]:

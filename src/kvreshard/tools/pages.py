@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Tokens
-from kvreshard.verify.cells import Cells, Cut
-from kvreshard.verify.strips import strips
+from kvreshard.tools.cells import Cells, Cut
+from kvreshard.tools.strips import strips
 
 Int64s = NDArray[np.int64]
 Tables = Mapping[str, PageTable]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from tests.unit.verify import slow_digest
-from tests.unit.verify.slow_digest import Cell
+from tests.unit.tools import slow_digest
+from tests.unit.tools.slow_digest import Cell
 
 from kvreshard.kinds import Attention, Kind, Mamba2, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
@@ -16,7 +16,7 @@ from kvreshard.plan import Lane
 from kvreshard.testing.apply import compile_all, random_memory
 from kvreshard.testing.oracle import oracle_transfer, write_values
 from kvreshard.testing.pairs import Pair
-from kvreshard.verify import ArrayBytes, Digest, Memory, Part, Side, digest_engine, digest_lanes, digest_parts
+from kvreshard.tools import ArrayBytes, Digest, Memory, Part, Side, digest_engine, digest_lanes, digest_parts
 
 NUM_TOKENS = 45
 INTERVALS: dict[str, list[Tokens]] = {"attention": [(3, NUM_TOKENS)], "state": [(0, NUM_TOKENS)]}

@@ -20,10 +20,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.transport.words import Words
-from kvreshard.verify.interior import Piece
-from kvreshard.verify.memory import Memory
-from kvreshard.verify.modular import (
+from kvreshard.tools.interior import Piece
+from kvreshard.tools.memory import Memory
+from kvreshard.tools.modular import (
     EXACT_BITS,
     PRIME,
     Float64s,
@@ -35,7 +34,8 @@ from kvreshard.verify.modular import (
     total,
     totals,
 )
-from kvreshard.verify.pages import Rows
+from kvreshard.tools.pages import Rows
+from kvreshard.transport.words import Words
 
 Int64s = NDArray[np.int64]
 

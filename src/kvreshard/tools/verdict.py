@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import Tokens
-from kvreshard.verify.modular import PRIME
+from kvreshard.tools.modular import PRIME
 
 MAX_LINES_IN_MESSAGE = 8
 

@@ -20,10 +20,10 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.verify.cells import Cells, Cut
-from kvreshard.verify.modular import Residues, multiply
-from kvreshard.verify.strips import strips
-from kvreshard.verify.weights import Role, Weights
+from kvreshard.tools.cells import Cells, Cut
+from kvreshard.tools.modular import Residues, multiply
+from kvreshard.tools.strips import strips
+from kvreshard.tools.weights import Role, Weights
 
 Int64s = NDArray[np.int64]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvreshard.verify.modular import EXACT_BITS, PRIME, limbs, multiply, product, reduce, total, totals
+from kvreshard.tools.modular import EXACT_BITS, PRIME, limbs, multiply, product, reduce, total, totals
 
 EDGES = [0, 1, 2, 2**30 - 1, 2**30, 2**31 - 1, 2**31, 2**32, 2**60, PRIME - 2, PRIME - 1]
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from tests.unit.verify import slow_digest
-from tests.unit.verify.engines import Engine, small
+from tests.unit.tools import slow_digest
+from tests.unit.tools.engines import Engine, small
 
 from kvreshard.kinds import Attention, Latent, Opaque, Ring, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
@@ -12,8 +12,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
 from kvreshard.model.fields import Fields
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.transport.local import HostMemory
-from kvreshard.verify import (
+from kvreshard.tools import (
     ArrayBytes,
     Digest,
     WrongBytes,
@@ -23,6 +22,7 @@ from kvreshard.verify import (
     digest_parts,
     digest_rank,
 )
+from kvreshard.transport.local import HostMemory
 
 KEY = b"key"
 

@@ -5,13 +5,13 @@ import sys
 
 import numpy as np
 import pytest
-from tests.unit.verify import slow_digest
+from tests.unit.tools import slow_digest
 
 from kvreshard.model.errors import BindError
-from kvreshard.verify.weights import WEIGHT_BITS, Role, Weights
+from kvreshard.tools.weights import WEIGHT_BITS, Role, Weights
 
 PROGRAM = """
-from kvreshard.verify.weights import Role, Weights
+from kvreshard.tools.weights import Role, Weights
 import numpy as np
 print(Weights(b"key").along(Role.AXIS, "head", np.arange(4)).tolist())
 """
