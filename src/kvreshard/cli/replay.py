@@ -18,8 +18,8 @@ from kvreshard.cli.inputs import InputError, read_bytes
 from kvreshard.cli.replay_view import replay_document, show_replay
 from kvreshard.cli.terminal import write_json
 from kvreshard.model import KvReshardError, WireError
-from kvreshard.session.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
 from kvreshard.testing.replay import ReplayError, replay
+from kvreshard.tools.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
 
 EXIT_DIFFERENT = 1
 

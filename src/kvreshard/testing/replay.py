@@ -30,12 +30,12 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList
 from kvreshard.session import card
-from kvreshard.session.flight import Flight, FlightSide
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
 from kvreshard.testing.room import available_bytes
 from kvreshard.tools import Verdict, compare, digest_lanes
+from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport

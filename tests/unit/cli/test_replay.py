@@ -16,7 +16,10 @@ from kvreshard import __version__
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import KvReshardError, wire
 from kvreshard.plan import bind, compile_route
-from kvreshard.session.flight import (
+from kvreshard.testing import replay as replaying
+from kvreshard.testing.scenario import make_requests
+from kvreshard.testing.small import engine, request
+from kvreshard.tools.flight import (
     Flight,
     FlightEvent,
     FlightFailure,
@@ -24,9 +27,6 @@ from kvreshard.session.flight import (
     FlightSide,
     encode_flight,
 )
-from kvreshard.testing import replay as replaying
-from kvreshard.testing.scenario import make_requests
-from kvreshard.testing.small import engine, request
 from kvreshard.transport.memory import Fault, MemoryTransport
 
 SRC, DST = engine("prefill", tp=2, page=4), engine("decode", page=6)
