@@ -1,39 +1,41 @@
-"""What is the digest of the bytes that one side has, in logical coordinates?
+"""The digest of cached values in logical coordinates, which agrees across layouts exactly when the bytes do.
 
-    digest = F[field] * sum over cells of (product over axes of A[axis, coordinate])
-                      * sum over the cell's bytes of W[word] * 256^(byte in word) * (byte + C)        modulo 2^61 - 1
+    digest = sum over rows, units of a row: R[field, row] * U[unit] * (value + C)        modulo 2^64
 
-F, A, W and C are pseudo-random under the request's key (`weights`); the last axis with an end is read as words of four bytes
-(`interior`), a state has its position for a coordinate (`pages`). Nothing in it depends on where a cell lies, so two layouts
-agree exactly when their cells do, up to one miss in 2^53; why: docs/design/0006-digest.md.
+A row is a token, or a coordinate of a state's first axis. A unit is two bytes of an element, or one where elements have an odd
+size, read as a signed number; its number counts the units of a row in logical order, whatever the rank holds of them. R, U and C are
+pseudo-random numbers of 64 bits under a key. Nothing in it depends on where a cell lies, so layouts agree; it is a sum, so parts add up.
+A difference is missed once in 2^44: docs/design/0006-digest.md.
 
-- `digest_lanes`: per lane, from one side's own memory and address maps. This is how a transfer is verified: the source
-  computes its lanes while the lease holds, the reader computes the same ones, `compare` says whether they are equal.
-- `digest_parts`: the same per range of tokens, to find where a difference lies.
+- `digest_lanes`: per transfer and field, from one side's own memory and address maps. Each destination rank's cells are in exactly one
+  of its transfers, so replicas count once per rank that has them.
 - `digest_cells`: some cells of one rank as one sum, for whoever asks about a part of a transfer.
-- `digest_rank`, `digest_engine`: per field, each cell counted once over its replicas; digests of ranks add up to the engine's.
 
-Refused with BindError: tables and intervals that do not fit (`pages`), a key of a wrong size.
+Refused with BindError: tables and intervals that do not fit (`rows`), a key of a wrong size.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import product
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
-from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request, Tokens
 from kvreshard.plan.lane import Lane
-from kvreshard.tools.cells import Cells, Side, of_lane, of_rank
-from kvreshard.tools.interior import ordinary_pieces, packed_pieces
+from kvreshard.tools.cells import Cells, Side, of_lane
 from kvreshard.tools.memory import Memory
-from kvreshard.tools.modular import PRIME
-from kvreshard.tools.pages import Intervals, Tables, page_rows
-from kvreshard.tools.summation import make_block, sum_block
-from kvreshard.tools.verdict import NOTHING, Digest, Part
-from kvreshard.tools.weights import Role, Weights
+from kvreshard.tools.rows import Intervals, Rows, Tables, inner_axes, locate, page_rows
+from kvreshard.tools.verdict import Digest, Part
+
+Int64s = NDArray[np.int64]
+
+MAX_KEY_BYTES = 64
+# Units that are read at once: 256 KiB stay in a core's second-level cache.
+UNITS_AT_ONCE = 1 << 17
 
 
 def digest_lanes(
@@ -49,128 +51,25 @@ def digest_lanes(
     A side needs its own block tables only. `memory` holds that side's ranks of these lanes. `fields`: only these. A lane
     whose group has no intervals is left out.
     """
-    weights, found = Weights(key), dict[Part, Digest]()
+    tables = request.src_tables if side == "src" else request.dst_tables
+    found = dict[Part, Digest]()
     for lane in lanes:
-        found |= _digest_lane(lane, side, request, _intervals_of(lane, request), memory, weights, fields)
-    return found
-
-
-def digest_parts(
-    lanes: Iterable[Lane],
-    side: Side,
-    request: Request,
-    memory: Memory,
-    key: bytes,
-    tokens_per_part: int,
-    fields: Collection[str] | None = None,
-) -> dict[Part, Digest]:
-    """As `digest_lanes`, cut at the multiples of `tokens_per_part`, rounded up to whole indices. A state is one part."""
-    if tokens_per_part <= 0:
-        raise BindError(f"parts of {tokens_per_part} tokens; a size must be positive")
-    weights, found = Weights(key), dict[Part, Digest]()
-    for lane in lanes:
-        intervals = _intervals_of(lane, request)
-        size = -(-tokens_per_part // lane.tokens_per_index) * lane.tokens_per_index
-        for part in [intervals] if lane.is_state else cut_tokens(intervals, size):
-            found |= _digest_lane(lane, side, request, part, memory, weights, fields)
+        cells, name = of_lane(lane, side).only(fields), lane.dst_group.name
+        if name not in request.intervals:
+            raise BindError(f"group '{name}': no token intervals; give an empty list to digest nothing")
+        intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[name])
+        if not intervals:
+            continue
+        box = ", ".join(f"{axis.name} {axis.chosen}" for axis in lane.axes)
+        digests = _digest_fields(cells, tables, {cells.group.name: intervals}, memory, key)
+        for field, digest in zip(cells.fields, digests, strict=True):
+            found[Part(field, lane.src_rank, lane.dst_rank, box, intervals)] = digest
     return found
 
 
 def digest_cells(cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, key: bytes) -> Digest:
     """One digest over all fields of `cells`, for the tokens of its group in `intervals`."""
-    per_field = _digest_cells(cells, tables, intervals, memory, Weights(key))
-    return sum(per_field.values(), NOTHING)
-
-
-def digest_rank(
-    layout: EngineLayout,
-    rank: int,
-    tables: Tables,
-    intervals: Intervals,
-    memory: Memory,
-    key: bytes,
-    fields: Collection[str] | None = None,
-) -> dict[str, Digest]:
-    """Per field the digest of those cells for which the rank answers: no rank of a lower number holds them.
-
-    `intervals`: per group of this engine. `fields`: only these; leave out what the other engine does not have.
-    """
-    weights, found = Weights(key), defaultdict[str, Digest](lambda: NOTHING)
-    for cells in of_rank(layout, rank, fields):
-        for field, digest in _digest_cells(cells, tables, intervals, memory, weights).items():
-            found[field] += digest
-    return dict(found)
-
-
-def digest_engine(
-    layout: EngineLayout,
-    tables: Tables,
-    intervals: Intervals,
-    memory_of_rank: Mapping[int, Memory],
-    key: bytes,
-    fields: Collection[str] | None = None,
-) -> dict[str, Digest]:
-    """Per field the digest of the whole engine. Post-condition: the sum of `digest_rank` over its ranks."""
-    per_rank = [
-        digest_rank(layout, rank.rank, tables, intervals, memory_of_rank[rank.rank], key, fields)
-        for rank in layout.ranks
-    ]
-    return add_up(per_rank)
-
-
-def add_up(digests: Iterable[Mapping[str, Digest]]) -> dict[str, Digest]:
-    """Digests of disjoint cells, added field by field."""
-    found = defaultdict[str, Digest](lambda: NOTHING)
-    for per_field in digests:
-        for field, digest in per_field.items():
-            found[field] += digest
-    return dict(found)
-
-
-def _digest_lane(
-    lane: Lane,
-    side: Side,
-    request: Request,
-    intervals: tuple[Tokens, ...],
-    memory: Memory,
-    weights: Weights,
-    fields: Collection[str] | None,
-) -> dict[Part, Digest]:
-    cells = of_lane(lane, side).only(fields)
-    if not intervals or not cells.fields:
-        return {}
-    tables = request.src_tables if side == "src" else request.dst_tables
-    digests = _digest_cells(cells, tables, {cells.group.name: intervals}, memory, weights)
-    box = ", ".join(f"{a.name} {a.chosen}" for a in lane.axes)
-    return {Part(field, lane.src_rank, lane.dst_rank, box, intervals): digest for field, digest in digests.items()}
-
-
-def _digest_cells(
-    cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, weights: Weights
-) -> dict[str, Digest]:
-    """The digest of each of some congruent fields."""
-    ordinary = [ordinary_pieces(cut, weights) for cut in cells.bounded[:-1]]
-    packed = packed_pieces(cells, weights)
-    values, presence, num_bytes = [0] * len(cells.fields), 0, 0
-    for rows in page_rows(cells, tables, intervals):
-        role, name = (Role.AXIS, cells.sequence.name) if cells.sequence else (Role.POSITION, "")
-        row_weights = weights.along(role, name, rows.coordinates)
-        for *pieces, last in product(*ordinary, packed):
-            found = sum_block(make_block(rows, row_weights, pieces, last), cells.bases, memory)
-            values = [(value + more) % PRIME for value, more in zip(values, found.values, strict=True)]
-            presence, num_bytes = presence + found.presence, num_bytes + found.num_bytes
-    presence = presence * weights.single(Role.PRESENCE) % PRIME
-    return {
-        field: Digest(weights.single(Role.FIELD, field) * (value + presence) % PRIME, num_bytes)
-        for field, value in zip(cells.fields, values, strict=True)
-    }
-
-
-def _intervals_of(lane: Lane, request: Request) -> tuple[Tokens, ...]:
-    name = lane.dst_group.name
-    if name not in request.intervals:
-        raise BindError(f"group '{name}': no token intervals; give an empty list to digest nothing")
-    return tuple((int(start), int(stop)) for start, stop in request.intervals[name])
+    return sum(_digest_fields(cells, tables, intervals, memory, key), Digest(0, 0))
 
 
 def cut_tokens(intervals: tuple[Tokens, ...], size: int) -> Iterator[tuple[Tokens, ...]]:
@@ -181,3 +80,69 @@ def cut_tokens(intervals: tuple[Tokens, ...], size: int) -> Iterator[tuple[Token
             piece = (max(start, number * size), min(stop, (number + 1) * size))
             together.setdefault(number, []).append(piece)
     yield from (tuple(pieces) for pieces in together.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """What a row holds: `runs` of adjacent units, byte offsets of shape (m,), and the `weights` of their units, shape (m, k)."""
+
+    runs: Int64s
+    weights: Int64s
+    unit_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weights.size * self.unit_bytes
+
+
+def _digest_fields(cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, key: bytes) -> list[Digest]:
+    """The digest of each of some congruent fields."""
+    row, presence = _describe_row(cells, key), weights(key, "presence", np.zeros(1, np.int64))
+    at_once = max(1, UNITS_AT_ONCE // max(1, row.weights.size))
+    values, num_rows = [0] * len(cells.fields), 0
+    for rows in page_rows(cells, tables, intervals):
+        num_rows += len(rows.offsets)
+        for number, (field, base) in enumerate(zip(cells.fields, cells.bases, strict=True)):
+            row_weights = _weigh_rows(rows, field, key)
+            for first in range(0, len(rows.offsets) if row.weights.size else 0, at_once):
+                part = slice(first, first + at_once)
+                sums = memory.weighted_sums(base + rows.offsets[part], row.runs, row.weights, row.unit_bytes)
+                values[number] += int((row_weights[part] * (sums + presence * row.weights.sum())).sum())
+    return [Digest(value % 2**64, num_rows * row.num_bytes) for value in values]
+
+
+def _describe_row(cells: Cells, key: bytes) -> _Row:
+    unit_bytes = 2 if cells.element_bytes % 2 == 0 else 1
+    offsets = numbers = np.zeros(1, dtype=np.int64)
+    for axis in inner_axes(cells):
+        coordinates = np.arange(*axis.bounds(), dtype=np.int64)
+        offsets = (offsets[:, None] + locate(axis, coordinates)).reshape(-1)
+        numbers = (numbers[:, None] * (axis.extent or 1) + coordinates).reshape(-1)
+    inside = np.arange(cells.element_bytes // unit_bytes, dtype=np.int64)
+    offsets = (offsets[:, None] + inside * unit_bytes).reshape(-1)
+    numbers = (numbers[:, None] * len(inside) + inside).reshape(-1)
+    order = np.argsort(offsets, kind="stable")
+    offsets, unit_weights = offsets[order], weights(key, "unit", numbers[order])
+    ends = np.flatnonzero(np.diff(offsets) != unit_bytes) + 1
+    length = int(np.gcd.reduce([len(offsets), *ends.tolist()])) or 1
+    return _Row(offsets[::length], unit_weights.reshape(-1, length), unit_bytes)
+
+
+def _weigh_rows(rows: Rows, field: str, key: bytes) -> Int64s:
+    if rows.position is None:
+        return weights(key, f"row\0{field}", rows.coordinates)
+    return weights(key, f"state\0{rows.position}\0{field}", rows.coordinates)
+
+
+def weights(key: bytes, role: str, numbers: Int64s) -> Int64s:
+    """Pseudo-random numbers of 64 bits, same shape: SplitMix64 of the numbers, from a seed that is BLAKE2b of the role under the key."""
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise BindError(f"digest key of {len(key)} bytes; both sides need one key of 1 to {MAX_KEY_BYTES} bytes")
+    seed = hashlib.blake2b(role.encode(), digest_size=8, key=key, person=b"kvreshard-digest").digest()
+    mixed = np.frombuffer(seed, dtype="<u8") + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: Int64s = (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+    return found
