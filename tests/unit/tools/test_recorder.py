@@ -38,12 +38,12 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.peer import Self
-from kvreshard.testing.replay import replay, summarize
 from kvreshard.testing.small import request
 from kvreshard.tools import flight as form
 from kvreshard.tools.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight
 from kvreshard.tools.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, FailedLoad, Recorder
+from kvreshard.tools.replay import replay, summarize
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
 
