@@ -7,9 +7,9 @@ import time
 
 from kvreshard import __version__
 from kvreshard.model import wire
-from kvreshard.session.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
-from kvreshard.testing.replay import replay
 from kvreshard.testing.small import engine, request
+from kvreshard.tools.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
+from kvreshard.tools.replay import replay
 
 prefill, decode = engine("prefill", tp=2, page=4), engine("decode", page=6)
 wanted = request(prefill, decode, num_tokens=13, new_pages=[2, 3, 4])

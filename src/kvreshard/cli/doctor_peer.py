@@ -161,13 +161,13 @@ def _ranks(peer: Peer, card: EngineCard) -> Iterator[Line]:
                 name, "error", f"rank {rank.rank}: {error}", "both sides need one transport and one version of it"
             )
             return
-    silent = [rank.rank for rank in card.ranks if not rank.board_entries]
+    silent = [rank.rank for rank in card.ranks if not rank.mailbox_entries]
     devices = (
         sorted({r.device.split(":")[0] for rank in peer.layout.ranks for r in rank.regions}) if peer.layout else []
     )
     text = f"{len(card.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
     if silent:
-        remedy = "upgrade it; digest_share is skipped until then"
+        remedy = "digest_share is skipped for it"
         yield Line(name, "warning", f"{text}; {counted(len(silent), 'rank')} cannot be asked about digests", remedy)
     else:
         yield Line(name, "ok", text)

@@ -1,4 +1,4 @@
-"""How does a failed load leave a file behind, and how is it kept from filling the disk or slowing the others?
+"""Writes a flight record of each failed load, on a thread of its own, and keeps a bounded number of them.
 
 1. `record` hands what is known of the load to a thread of the recorder's own, and returns.
 2. There the file is written beside its place and moved there, whole or not at all, readable by its owner only. Layouts are bytes already, and
@@ -26,8 +26,10 @@ from kvreshard import __version__
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard
-from kvreshard.session.events import Events
-from kvreshard.session.flight import (
+from kvreshard.session.orders import Failure, Load
+from kvreshard.session.workers import Workers
+from kvreshard.tools.events import Events
+from kvreshard.tools.flight import (
     Flight,
     FlightEvent,
     FlightFailure,
@@ -35,8 +37,6 @@ from kvreshard.session.flight import (
     FlightSide,
     encode_flight,
 )
-from kvreshard.session.orders import Failure, Load
-from kvreshard.session.workers import Workers
 
 logger = get_logger(__name__)
 
@@ -49,8 +49,8 @@ MAX_NAME = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Crash:
-    """A failed load, as its endpoint knows it. `src` is None when the source was not met; `is_routed`: there was a route from it."""
+class FailedLoad:
+    """A failed load, as its observer knows it. `src` is None when the source was not met; `is_routed`: there was a route from it."""
 
     load: Load
     rank: int
@@ -98,7 +98,7 @@ class Recorder:
                 f"flight_recorder_dir '{directory}' cannot be made: {error.strerror}; give a directory that can be written"
             ) from None
 
-    def record(self, crash: Crash) -> None:
+    def record(self, failed: FailedLoad) -> None:
         """Have a record written, unless one was a moment ago or still is."""
         now_s = self._clock()
         if not self._is_idle.is_set() or (self._last_s is not None and now_s < self._last_s + MIN_INTERVAL_S):
@@ -107,7 +107,7 @@ class Recorder:
         self._last_s = now_s
         num_skipped, self._num_skipped = self._num_skipped, 0
         self._is_idle.clear()
-        if not self._submit(lambda: self._record(crash, num_skipped)):
+        if not self._submit(lambda: self._record(failed, num_skipped)):
             self._is_idle.set()
 
     def close(self) -> None:
@@ -117,22 +117,24 @@ class Recorder:
 
     # Below: on the recorder's thread.
 
-    def _record(self, crash: Crash, num_skipped: int) -> None:
+    def _record(self, failed: FailedLoad, num_skipped: int) -> None:
         more = f" ({num_skipped} failures since the last record left none)" if num_skipped else ""
         try:
-            path = self._write(crash)
-            logger.warning("request %s: flight record %s%s; see `kvreshard replay`", crash.load.request, path, more)
+            path = self._write(failed)
+            logger.warning("request %s: flight record %s%s; see `kvreshard replay`", failed.load.request, path, more)
         except Exception as error:  # noqa: BLE001  a record is a help, never a second failure
-            logger.warning("request %s: no flight record was written: %s%s", crash.load.request, error, more)
+            logger.warning("request %s: no flight record was written: %s%s", failed.load.request, error, more)
         finally:
             self._is_idle.set()
 
-    def _write(self, crash: Crash) -> Path:
+    def _write(self, failed: FailedLoad) -> Path:
         written_at_s = self._now()
-        message = encode_flight(make_flight(crash, written_at_s))
+        message = encode_flight(make_flight(failed, written_at_s))
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(written_at_s))
         self._num_written += 1
-        words = f"{stamp}-{os.getpid()}-{self._num_written:04d}-r{crash.rank}-{crash.failure.kind}-{crash.load.request}"
+        words = (
+            f"{stamp}-{os.getpid()}-{self._num_written:04d}-r{failed.rank}-{failed.failure.kind}-{failed.load.request}"
+        )
         path = self._directory / (re.sub(r"[^A-Za-z0-9_-]", "_", words)[: MAX_NAME * 3] + SUFFIX)
         handle, temporary = tempfile.mkstemp(prefix=".", suffix=PART, dir=self._directory)
         try:
@@ -157,25 +159,25 @@ class Recorder:
                     path.unlink()
 
 
-def make_flight(crash: Crash, written_at_s: float) -> Flight:
+def make_flight(failed: FailedLoad, written_at_s: float) -> Flight:
     """The record of a failed load."""
-    load, failure = crash.load, crash.failure
+    load, failure = failed.load, failed.failure
     return Flight(
         kvreshard=__version__,
         written_at_s=written_at_s,
-        rank=crash.rank,
+        rank=failed.rank,
         request=load.request,
         source_request=load.lease.request,
         source_address=str(load.remote.address),
         failure=FlightFailure(failure.kind, failure.text, failure.is_quarantined),
-        dst=_side(crash.dst),
-        src=None if crash.src is None else _side(crash.src),
+        dst=_side(failed.dst),
+        src=None if failed.src is None else _side(failed.src),
         transfer=FlightRequest.of(load.transfer),
-        is_routed=crash.is_routed,
-        staging_bytes=crash.staging_bytes,
-        allow_mismatch=list(crash.allow_mismatch),
-        events=[FlightEvent(event.at_s, event.name, event.text) for event in crash.events.list()],
-        num_events_forgotten=crash.events.num_forgotten,
+        is_routed=failed.is_routed,
+        staging_bytes=failed.staging_bytes,
+        allow_mismatch=list(failed.allow_mismatch),
+        events=[FlightEvent(event.at_s, event.name, event.text) for event in failed.events.list()],
+        num_events_forgotten=failed.events.num_forgotten,
     )
 
 

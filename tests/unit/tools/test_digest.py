@@ -1,28 +1,24 @@
 """Known answers, keys, positions, refusals, and the message that a wrong transfer ends in."""
 
+import itertools
+
 import numpy as np
 import pytest
-from tests.unit.verify import slow_digest
-from tests.unit.verify.engines import Engine, small
+from tests.unit.tools import slow_digest
+from tests.unit.tools.engines import Engine, small
 
 from kvreshard.kinds import Attention, Latent, Opaque, Ring, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
-from kvreshard.model import Axis, Field
+from kvreshard.model import Axis, EngineLayout, Field
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
 from kvreshard.model.fields import Fields
 from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import compile_route
+from kvreshard.tools import ArrayBytes, Digest, Memory, WrongBytes, compare, digest_lanes
+from kvreshard.tools.digest import UNITS_AT_ONCE, weights
+from kvreshard.tools.rows import INDICES_PER_WINDOW
 from kvreshard.transport.local import HostMemory
-from kvreshard.verify import (
-    ArrayBytes,
-    Digest,
-    WrongBytes,
-    compare,
-    digest_engine,
-    digest_lanes,
-    digest_parts,
-    digest_rank,
-)
 
 KEY = b"key"
 
@@ -40,6 +36,18 @@ def latent(page: int = 4, pages: int = 8, channels: int = 6, per_state: int = 1,
     )
 
 
+def digest(
+    layout: EngineLayout, tables: dict, intervals: dict, memory: Memory, key: bytes = KEY, rank: int = 0
+) -> dict[str, Digest]:
+    """Per field the digest of what a rank would read from an engine like its own."""
+    request = Request(tables, {}, intervals, {})
+    found = digest_lanes(compile_route(layout, layout, rank).lanes, "src", request, memory, key)
+    return {
+        name: sum((one for part, one in found.items() if part.field == name), Digest(0, 0))
+        for name in {part.field for part in found}
+    }
+
+
 def memory_of(layout, seed: int = 0):
     region = layout.ranks[0].regions[0]
     content = np.random.default_rng(seed).integers(0, 256, region.size_bytes, dtype=np.uint8)
@@ -52,16 +60,13 @@ def test_a_digest_can_be_worked_out_by_hand() -> None:
         "one", [Layer("a", Latent(1, "uint8"))], [PagedGroup("g", ("a",), 2)], Grid(), order="NHD", num_pages=1
     )
     reader = ArrayBytes({layout.ranks[0].regions[0].address: np.array([7, 9], dtype=np.uint8)})
-    found = digest_rank(layout, 0, {"g": PageTable([0], 2)}, {"g": [(0, 2)]}, reader, KEY)
+    found = digest(layout, {"g": PageTable([0], 2)}, {"g": [(0, 2)]}, reader, KEY)
     weight = slow_digest.weight
-    presence = weight(KEY, "presence", "", 0)
-    expected = (
-        weight(KEY, "field", "a.latent", 0)
-        * weight(KEY, "word", "channel", 0)
-        * (weight(KEY, "axis", "token", 0) * (7 + presence) + weight(KEY, "axis", "token", 1) * (9 + presence))
-    )
-    assert found == {"a.latent": Digest(expected % (2**61 - 1), 2)}
-    assert found["a.latent"].value == 634985828458280159, (
+    presence = weight(KEY, "presence", 0)
+    rows = [weight(KEY, "row\0a.latent", token) for token in (0, 1)]
+    expected = weight(KEY, "unit", 0) * (rows[0] * (7 + presence) + rows[1] * (9 + presence))
+    assert found == {"a.latent": Digest(expected % 2**64, 2)}
+    assert found["a.latent"].value == 7645210251246399676, (
         "the digest itself has changed: engines of two versions no longer agree"
     )
 
@@ -81,24 +86,25 @@ def test_elements_of_any_size_follow_the_definition(element_bytes: int) -> None:
     layout = replace(layout, fields=Fields.of((field,)), ranks=(layout.ranks[0].with_shards((shard,)),))
     content, reader = memory_of(layout)
     table, intervals = PageTable([5, 2, 7], 11), [(1, 4), (5, 11)]
-    found = digest_rank(layout, 0, {"g": table}, {"g": intervals}, reader, KEY)["a.latent"]
+    found = digest(layout, {"g": table}, {"g": intervals}, reader, KEY)["a.latent"]
     cells = slow_digest.read_cells(layout, "a.latent", {(0, "kv"): content}, table, intervals)
     assert (found.value, found.num_bytes) == slow_digest.digest_of_cells(KEY, field, cells)
 
 
-@pytest.mark.parametrize("channels", [2, 16, 512])
-def test_extreme_bytes_stay_exact(channels: int) -> None:
-    """All bytes 0xFF, in rows of one word and in long ones, over many tokens: the largest sums that there can be."""
-    layout = latent(page=512, pages=40, channels=channels)
+@pytest.mark.parametrize(("channels", "byte"), [(2, 0xFF), (16, 0x80), (512, 0x7F)])
+def test_extreme_bytes_and_many_windows_wrap_around_alike(channels: int, byte: int) -> None:
+    """In rows of one unit and in long ones, over more tokens than are located or read at once."""
+    num_tokens = INDICES_PER_WINDOW + 512
+    assert num_tokens * channels > UNITS_AT_ONCE
+    layout = latent(page=512, pages=num_tokens // 512, channels=channels)
     region = layout.ranks[0].regions[0]
-    reader = ArrayBytes({region.address: np.full(region.size_bytes, 255, dtype=np.uint8)})
-    num_tokens = 40 * 512
-    found = digest_rank(layout, 0, {"g": PageTable(np.arange(40), num_tokens)}, {"g": [(0, num_tokens)]}, reader, KEY)
-    weight, prime = slow_digest.weight, 2**61 - 1
-    tokens = sum(weight(KEY, "axis", "token", t) for t in range(num_tokens))
-    words = sum(weight(KEY, "word", "channel", w) for w in range(channels // 2))
-    byte = (255 + weight(KEY, "presence", "", 0)) * 0x01010101
-    assert found["a.latent"].value == weight(KEY, "field", "a.latent", 0) * tokens * words * byte % prime
+    reader = ArrayBytes({region.address: np.full(region.size_bytes, byte, dtype=np.uint8)})
+    table = PageTable(np.arange(num_tokens // 512), num_tokens)
+    found = digest(layout, {"g": table}, {"g": [(0, num_tokens)]}, reader)["a.latent"]
+    rows = sum(weights(KEY, "row\0a.latent", np.arange(num_tokens)).tolist())
+    units = sum(weights(KEY, "unit", np.arange(channels)).tolist())
+    unit = int.from_bytes(bytes([byte, byte]), "little", signed=True) + slow_digest.weight(KEY, "presence", 0)
+    assert found == Digest(rows * units * unit % 2**64, num_tokens * channels * 2)
 
 
 def test_intervals_that_meet_inside_an_index_count_it_once() -> None:
@@ -107,7 +113,7 @@ def test_intervals_that_meet_inside_an_index_count_it_once() -> None:
     )
     content, reader = memory_of(layout)
     table, intervals = PageTable([4, 1, 7], 24), [(0, 4), (4, 12), (13, 17)]
-    found = digest_rank(layout, 0, {"g": table}, {"g": intervals}, reader, KEY)["a.page"]
+    found = digest(layout, {"g": table}, {"g": intervals}, reader, KEY)["a.page"]
     cells = slow_digest.read_cells(layout, "a.page", {(0, "kv"): content}, table, intervals)
     assert len(cells) == 3 * 33
     assert (found.value, found.num_bytes) == slow_digest.digest_of_cells(KEY, layout.fields[0], cells)
@@ -115,13 +121,11 @@ def test_intervals_that_meet_inside_an_index_count_it_once() -> None:
 
 def test_attention_and_states_follow_the_definition() -> None:
     arrived = small(Engine(3, "HND", 7), Engine(2, "NHD", 24, "slots"), 10)
-    for field in arrived.fields():
-        position = arrived.request.dst_tables["state"].num_tokens
-        value, num_bytes = slow_digest.digest_of_cells(
-            KEY, arrived.dst.field_by_name[field], arrived.cells("dst", field), position
-        )
-        assert arrived.of_engine("src", field, KEY) == Digest(value, num_bytes)
-        assert arrived.of_engine("dst", field, KEY) == Digest(value, num_bytes)
+    position = arrived.request.dst_tables["state"].num_tokens
+    for field, rank in itertools.product(arrived.fields(), (0, 1)):
+        cells = arrived.cells(field, rank)
+        expected = Digest(*slow_digest.digest_of_cells(KEY, arrived.dst.field_by_name[field], cells, position))
+        assert arrived.of_rank("src", field, rank, KEY) == arrived.of_rank("dst", field, rank, KEY) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,16 +155,16 @@ def test_rings_compressed_tokens_and_opaque_pages(kind, page: int, num_tokens: i
             layout, shard.field, memory, table, [interval],
             slow_digest.read_cells(replace(layout, ranks=(rank,)), shard.field, memory, table, [interval]),
         )  # fmt: skip
-    readers = {
-        rank.rank: ArrayBytes({region.address: memory[rank.rank, region.name] for region in rank.regions})
-        for rank in layout.ranks
-    }
-    found = digest_engine(layout, {"g": table}, {"g": [interval]}, readers, KEY)
-    assert set(found) == set(layout.field_by_name)
-    for name, field in layout.field_by_name.items():
-        cells = slow_digest.read_cells(layout, name, memory, table, [interval])
-        assert cells
-        assert (found[name].value, found[name].num_bytes) == slow_digest.digest_of_cells(KEY, field, cells)
+    for rank in layout.ranks:
+        reader = ArrayBytes({region.address: memory[rank.rank, region.name] for region in rank.regions})
+        lanes = compile_route(layout, layout, rank.rank).lanes
+        found = digest_lanes(lanes, "dst", Request({}, {"g": table}, {"g": [interval]}, {}), reader, KEY)
+        for shard in rank.shards:
+            field = layout.field_by_name[shard.field]
+            cells = slow_digest.read_cells(replace(layout, ranks=(rank,)), shard.field, memory, table, [interval])
+            whole = sum((one for part, one in found.items() if part.field == shard.field), Digest(0, 0))
+            assert cells
+            assert (whole.value, whole.num_bytes) == slow_digest.digest_of_cells(KEY, field, cells)
 
 
 def test_the_key_decides() -> None:
@@ -171,14 +175,15 @@ def test_the_key_decides() -> None:
     assert arrived.digests("src", b"one") == one
 
 
-def test_cells_of_zeros_are_not_the_same_as_no_cells() -> None:
+@pytest.mark.parametrize("byte", [0, 0xFF])
+def test_cells_of_zeros_are_not_the_same_as_no_cells(byte: int) -> None:
     layout = latent()
     content, reader = memory_of(layout)
-    content[:] = 0
+    content[:] = byte
     tables = {"g": PageTable([1, 3], 8)}
-    some, more = (digest_rank(layout, 0, tables, {"g": [(0, n)]}, reader, KEY)["a.latent"] for n in (4, 5))
+    some, more = (digest(layout, tables, {"g": [(0, n)]}, reader, KEY)["a.latent"] for n in (4, 5))
     assert some.value not in (0, more.value)
-    shifted = digest_rank(layout, 0, tables, {"g": [(1, 5)]}, reader, KEY)["a.latent"]
+    shifted = digest(layout, tables, {"g": [(1, 5)]}, reader, KEY)["a.latent"]
     assert shifted.num_bytes == some.num_bytes
     assert shifted.value != some.value
 
@@ -197,9 +202,6 @@ def test_empty_intervals_have_nothing_to_digest() -> None:
     arrived = small(Engine(), Engine(2), 2)
     nothing = replace(arrived, request=replace(arrived.request, intervals={"attention": [], "state": []}))
     assert nothing.digests("src", KEY) == nothing.digests("dst", KEY) == {}
-    assert digest_engine(nothing.dst, {}, {"attention": [], "state": []}, nothing.memory_of("dst"), KEY) == {
-        field.name: Digest(0, 0) for field in nothing.dst.fields
-    }
     assert compare({}, {}).equal
 
 
@@ -222,15 +224,13 @@ def test_memory_that_the_processor_reaches() -> None:
     content, reader = memory_of(layout)
     there = relocate(layout, {0: {"kv": content.ctypes.data}})
     tables, intervals = {"g": PageTable([6, 0, 3], 12)}, {"g": [(2, 12)]}
-    assert digest_rank(there, 0, tables, intervals, HostMemory(), KEY) == digest_rank(
-        layout, 0, tables, intervals, reader, KEY
-    )
+    assert digest(there, tables, intervals, HostMemory()) == digest(layout, tables, intervals, reader)
     assert HostMemory().read(content.ctypes.data, content.ctypes.data + 4).tolist() == content[:4].tolist()
 
 
 def test_the_message_names_field_ranks_and_tokens() -> None:
     arrived = small(Engine(2), Engine(1, "HND"), 5)
-    cells = arrived.cells("dst", "layers.1.k")
+    cells = arrived.cells("layers.1.k")
     wrong = {cell: bytes(2) for cell in cells if cell[0] in (21, 22) and cell[1] == 3}
     assert any(cells[cell] != content for cell, content in wrong.items())
     arrived.corrupt("layers.1.k", wrong)
@@ -239,9 +239,7 @@ def test_the_message_names_field_ranks_and_tokens() -> None:
         WrongBytes, match=r"field 'layers\.1\.k' \(.*head \[2, 4\).*\), source rank 1 -> destination rank 0"
     ):
         verdict.require_equal()
-    parts = compare(arrived.parts("src", KEY, 8), arrived.parts("dst", KEY, 8))
-    assert [difference.part.tokens for difference in parts.differences] == [((16, 24),)]
-    assert "tokens [16, 24)" in str(parts)
+    assert "tokens [3, 45)" in str(verdict)
 
 
 def test_a_part_that_one_side_lacks_is_a_difference() -> None:
@@ -274,12 +272,12 @@ def test_tables_that_do_not_fit_are_refused(message: str) -> None:
     layout = latent(null_page=0)
     tables, intervals = REFUSED[message]
     with pytest.raises(BindError, match=message):
-        digest_rank(layout, 0, tables, intervals, memory_of(layout)[1], KEY)
+        digest(layout, tables, intervals, memory_of(layout)[1], KEY)
 
 
 def test_null_pages_outside_the_tokens_are_let_be() -> None:
     layout = latent(null_page=0)
-    assert digest_rank(layout, 0, {"g": PageTable([0, 3], 8)}, {"g": [(4, 8)]}, memory_of(layout)[1], KEY)
+    assert digest(layout, {"g": PageTable([0, 3], 8)}, {"g": [(4, 8)]}, memory_of(layout)[1], KEY)
 
 
 def test_overwritten_tokens_of_a_ring_and_states_of_two_pages_are_refused() -> None:
@@ -287,25 +285,35 @@ def test_overwritten_tokens_of_a_ring_and_states_of_two_pages_are_refused() -> N
         "one", [Layer("a", Ring(5, 3, "bfloat16"))], [PagedGroup("g", ("a",), 1)], Grid(), order="NHD", num_pages=2
     )
     with pytest.raises(BindError, match="index 17 of 23 was overwritten in a ring of 5"):
-        digest_rank(ring, 0, {"g": PageTable([1], 23)}, {"g": [(17, 23)]}, memory_of(ring)[1], KEY)
+        digest(ring, {"g": PageTable([1], 23)}, {"g": [(17, 23)]}, memory_of(ring)[1], KEY)
     arrived = small(Engine(), Engine(), 8)
     tables = {**arrived.request.dst_tables, "state": PageTable([1, 2], 45)}
     with pytest.raises(BindError, match="2 pages for a state"):
-        digest_rank(arrived.dst, 0, tables, arrived.request.intervals, arrived.memory_of("dst")[0], KEY)
+        digest(arrived.dst, tables, arrived.request.intervals, arrived.memory_of("dst")[0])
 
 
-def test_unknown_names_sizes_and_addresses_are_refused() -> None:
+def test_sizes_of_keys_and_addresses_outside_the_memory_are_refused() -> None:
     layout = latent()
     content, reader = memory_of(layout)
     tables, intervals = {"g": PageTable([1], 4)}, {"g": [(0, 4)]}
-    with pytest.raises(BindError, match=r"engine 'one' has no rank 3; its ranks are \[0\]"):
-        digest_rank(layout, 3, tables, intervals, reader, KEY)
-    with pytest.raises(BindError, match="engine 'one' has no field 'b'"):
-        digest_rank(layout, 0, tables, intervals, reader, KEY, ["b"])
     with pytest.raises(BindError, match="lie outside the memory that was given"):
-        digest_rank(layout, 0, tables, intervals, ArrayBytes({0: content}), KEY)
-    arrived = small(Engine(), Engine(), 9)
-    with pytest.raises(BindError, match="parts of 0 tokens"):
-        digest_parts(arrived.lanes, "src", arrived.request, arrived.memory_of("src")[0], KEY, 0)
-    with pytest.raises(BindError, match="group 'attention': no token intervals"):
-        digest_lanes(arrived.lanes, "src", replace(arrived.request, intervals={}), arrived.memory_of("src")[0], KEY)
+        digest(layout, tables, intervals, ArrayBytes({0: content}))
+    for key in (b"", b"x" * 65):
+        with pytest.raises(BindError, match=f"digest key of {len(key)} bytes"):
+            digest(layout, tables, intervals, reader, key)
+
+
+def test_weights_follow_their_definition() -> None:
+    numbers = [0, 1, 2, 17, 1 << 20, 1 << 40]
+    for key, role in itertools.product((b"k", b"another key" * 5), ("unit", "row\0a")):
+        expected = [slow_digest.weight(key, role, number) for number in numbers]
+        assert [weight % 2**64 for weight in weights(key, role, np.array(numbers)).tolist()] == expected
+
+
+def test_weights_of_keys_roles_and_numbers_are_unrelated() -> None:
+    found = np.concatenate(
+        [weights(key, role, np.arange(1000)) for key in (b"a", b"b") for role in ("unit", "row\0a", "row\0b")]
+    ).view(np.uint64)
+    assert len(np.unique(found)) == len(found)
+    ones = [int(((found >> np.uint64(bit)) & np.uint64(1)).sum()) for bit in range(64)]
+    assert all(abs(count - len(found) / 2) < 6 * len(found) ** 0.5 / 2 for count in ones)

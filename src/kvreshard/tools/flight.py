@@ -1,6 +1,6 @@
-"""What does a flight record hold, and how is it read back?
+"""The form of a flight record: one failed load on one rank, and how it is written and read back.
 
-One failed load on one rank, as msgpack: everything from which `kvreshard replay` plans it again without the engines
+It is msgpack: everything from which `kvreshard replay` plans it again without the engines
 (docs/flight-recorder.md). Both layouts as they travelled, facts, block tables, intervals, the failure and the events. Copies are not listed:
 they follow from these.
 

@@ -1,7 +1,4 @@
-"""What has happened to one load so far, for whoever looks at it when it has failed?
-
-A ring in memory: what is older than the last `MAX_EVENTS` events is counted and forgotten. Any thread may add.
-"""
+"""The last events of one load, kept in memory for its flight record. Older ones are counted and forgotten."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class Event:
 
 
 class Events:
-    """The events of one load, by the session's clock."""
+    """The events of one load, by the session's clock. Any thread may add."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

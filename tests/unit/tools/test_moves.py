@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.plan.copies import CopyList
-from kvreshard.verify.moves import MovesCompared, compare_moves
+from kvreshard.tools.moves import MovesCompared, compare_moves
 
 
 def copies(*rows: tuple[int, int, int, int]) -> list[CopyList]:

@@ -1,12 +1,9 @@
-"""Where in memory do the sequence coordinates of one request lie?
+"""Where in memory the rows of one request lie: the cells of one token, or of a state's first axis.
 
 1. List the indices that the token intervals bring, in windows of bounded size; keep those that all ownerships hold.
-2. Locate them in pages, look the pages up in the block table.
-3. Cut them where the page changes. Pieces with equal offsets inside their page are one `Rows`: a list of page addresses and
-   a nest of loops inside a page.
+2. Locate them in pages, and look the pages up in the block table.
 
-A state is one row: its page. Its coordinate is its position, the number of tokens that it has absorbed, so that the right
-bytes of another moment have another digest.
+A state has one page. Its rows are the coordinates of its first axis, or one row if it has no other axis.
 
 Refused with BindError: no intervals or table for the group, a table that is too short, names a page outside its pool or the
 null page, holds fewer tokens than are asked for, or a ring whose tokens have been overwritten.
@@ -22,8 +19,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Tokens
-from kvreshard.verify.cells import Cells, Cut
-from kvreshard.verify.strips import strips
+from kvreshard.tools.cells import Cells, Cut
 
 Int64s = NDArray[np.int64]
 Tables = Mapping[str, PageTable]
@@ -35,15 +31,17 @@ INDICES_PER_WINDOW = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Row i lies `address[i]` bytes from a field's base. `coordinates`: shape (num_rows, *loop counts); `steps` in bytes."""
+    """Row i has coordinate `coordinates[i]` and lies `offsets[i]` bytes from a field's base, shapes (n,). `position`: the tokens that
+    a state has absorbed, so that the right bytes of another moment have another digest; None where there is a sequence.
+    """
 
-    address: Int64s
     coordinates: Int64s
-    steps: tuple[int, ...]
+    offsets: Int64s
+    position: int | None = None
 
 
 def page_rows(cells: Cells, tables: Tables, intervals: Intervals) -> Iterator[Rows]:
-    """Every cell of the request along the sequence, exactly once."""
+    """Every row of the request, exactly once."""
     name = cells.group.name
     if name not in intervals:
         raise BindError(f"group '{name}': no token intervals; give an empty list to digest nothing")
@@ -53,12 +51,7 @@ def page_rows(cells: Cells, tables: Tables, intervals: Intervals) -> Iterator[Ro
     if table is None:
         raise BindError(f"group '{name}': no block table; give the one that the rank's engine uses for the request")
     if cells.sequence is None:
-        if len(table.pages) != 1:
-            raise BindError(
-                f"group '{name}': {len(table.pages)} pages for a state; give the one page of the running state"
-            )
-        _check_ids(cells, table.pages)
-        yield Rows(table.pages * cells.page_stride_bytes, np.array([table.num_tokens], dtype=np.int64), ())
+        yield _state_rows(cells, table)
         return
     ranges = list(_index_ranges(cells, intervals[name]))
     _check_tokens(cells, cells.sequence, table, intervals[name], ranges)
@@ -66,12 +59,37 @@ def page_rows(cells: Cells, tables: Tables, intervals: Intervals) -> Iterator[Ro
         held = cells.sequence.mapped.owned.contains(window)
         for owned in cells.sequence.within:
             held &= owned.contains(window)
-        yield from _by_page(cells, cells.sequence, table, window[held])
+        if held.any():
+            yield _token_rows(cells, cells.sequence, table, window[held])
 
 
-def _by_page(cells: Cells, sequence: Cut, table: PageTable, indices: Int64s) -> Iterator[Rows]:
-    if not len(indices):
-        return
+def inner_axes(cells: Cells) -> tuple[Cut, ...]:
+    """The axes inside a row."""
+    bounded = cells.bounded
+    return bounded[1:] if cells.sequence is None and len(bounded) > 1 else bounded
+
+
+def locate(cut: Cut, coordinates: Int64s) -> Int64s:
+    """Byte offsets of coordinates of a bounded axis."""
+    _, offsets = cut.mapped.locate(cut.mapped.owned.to_local(coordinates))
+    return offsets
+
+
+def _state_rows(cells: Cells, table: PageTable) -> Rows:
+    if len(table.pages) != 1:
+        raise BindError(
+            f"group '{cells.group.name}': {len(table.pages)} pages for a state; give the one page of the running state"
+        )
+    _check_ids(cells, table.pages)
+    coordinates = offsets = np.zeros(1, dtype=np.int64)
+    if len(cells.bounded) > 1:
+        first = cells.bounded[0]
+        coordinates = np.arange(*first.bounds(), dtype=np.int64)
+        offsets = locate(first, coordinates)
+    return Rows(coordinates, table.pages[0] * cells.page_stride_bytes + offsets, table.num_tokens)
+
+
+def _token_rows(cells: Cells, sequence: Cut, table: PageTable, indices: Int64s) -> Rows:
     mapped = sequence.mapped
     pages, offsets = mapped.locate(mapped.owned.to_local(indices))
     entry = pages if mapped.ring_pages is not None else pages - table.first_page
@@ -82,21 +100,7 @@ def _by_page(cells: Cells, sequence: Cut, table: PageTable, indices: Int64s) -> 
         )
     page_ids = table.pages[entry]
     _check_ids(cells, page_ids)
-    address = page_ids * cells.page_stride_bytes
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(pages)) + 1])
-    counts = np.diff(np.append(starts, len(indices)))
-    for count in np.unique(counts).tolist():
-        where = starts[counts == count][:, None] + np.arange(count, dtype=np.int64)
-        patterns, which = np.unique(offsets[where], axis=0, return_inverse=True)
-        for number, pattern in enumerate(patterns):
-            members = where[which.reshape(-1) == number]
-            for strip in strips(pattern):
-                inside = members[:, strip.first : strip.first + strip.size]
-                yield Rows(
-                    address[members[:, 0]] + pattern[strip.first],
-                    indices[inside].reshape(len(members), *strip.counts),
-                    strip.steps,
-                )
+    return Rows(indices, page_ids * cells.page_stride_bytes + offsets)
 
 
 def _index_ranges(cells: Cells, intervals: Sequence[Tokens]) -> Iterator[tuple[int, int]]:

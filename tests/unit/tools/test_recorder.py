@@ -35,15 +35,15 @@ from tests.work import count_bytecodes
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError, packed
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
-from kvreshard.session import flight as form
-from kvreshard.session.events import MAX_EVENTS, MAX_TEXT, Events
-from kvreshard.session.flight import FlightRequest, decode_flight, encode_flight
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.peer import Self
-from kvreshard.session.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, Crash, Recorder
-from kvreshard.testing.replay import replay, summarize
 from kvreshard.testing.small import request
+from kvreshard.tools import flight as form
+from kvreshard.tools.events import MAX_EVENTS, MAX_TEXT, Events
+from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight
+from kvreshard.tools.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, FailedLoad, Recorder
+from kvreshard.tools.replay import replay, summarize
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
 
@@ -322,7 +322,7 @@ def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock
         wanted = Request({"g": table}, {"g": table}, {"g": [(0, num_tokens)]}, {"g": table.pages})
         load = Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True)
         failure, card = Failure("transfer", "x"), world.src.card()
-        crash = Crash(
+        failed = FailedLoad(
             load,
             0,
             failure,
@@ -333,7 +333,7 @@ def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock
             staging_bytes=0,
             allow_mismatch=(),
         )
-        costs.append(count_bytecodes(lambda recorder=recorder, crash=crash: recorder.record(crash)))
+        costs.append(count_bytecodes(lambda recorder=recorder, failed=failed: recorder.record(failed)))
         (path,) = records(tmp_path / str(num_pages))
         sizes.append(path.stat().st_size)
         assert np.array_equal(decode_flight(path.read_bytes()).transfer.request().src_tables["g"].pages, table.pages)

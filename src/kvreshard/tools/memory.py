@@ -1,23 +1,22 @@
-"""How does a digest see memory, given nothing but addresses?
+"""The memory that a digest reads, given nothing but addresses.
 
-As words at regular distances, of which it asks for rows (`transport.words`); it never writes. `HostMemory` of `transport.local` is memory
-that the processor reaches, `ArrayBytes` arrays that stand for memory at made-up addresses; a device has its own.
-
-Refused by `ArrayBytes`: addresses outside its arrays. `HostMemory` trusts addresses of a checked layout and table.
+`HostMemory` of `transport.local` is memory that the processor reaches, `TensorMemory` of `transport.device` that of a device, and
+`ArrayBytes` arrays that stand for memory at made-up addresses. None of them is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
-from kvreshard.transport.words import ArrayWords, Words, words_of
+from kvreshard.transport.local import sum_weighted
 
 Bytes = NDArray[np.uint8]
+Int64s = NDArray[np.int64]
 
 
 @runtime_checkable
@@ -27,10 +26,11 @@ class Memory(Protocol):
     def reaches(self, device: str) -> bool:
         """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
 
-    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> Words:
-        """Little-endian words of `word_bytes` bytes, shape `counts`; word (i, ...) lies at `address + i * steps[0] + ...`.
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """Per row the sum of its units times their weights, modulo 2^64: shape (n,).
 
-        All lie in one region; steps are in bytes, the first not negative.
+        Row i has runs at `rows[i] + runs[j]`, shapes (n,) and (m,). A run has `k` units of 1 or 2 bytes, read as signed little-endian
+        numbers; unit u of run j weighs `weights[j, u]`, shape (m, k). All of it lies in one region.
         """
 
 
@@ -45,9 +45,9 @@ class ArrayBytes:
         """See `Memory.reaches`."""
         return True
 
-    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> ArrayWords:
-        """See `Memory.words`. Raises BindError for addresses outside the arrays."""
-        return words_of(self._read, address, word_bytes, counts, steps)
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """See `Memory.weighted_sums`. Raises BindError for addresses outside the arrays."""
+        return sum_weighted(self._read, rows, runs, weights, unit_bytes)
 
     def _read(self, low: int, high: int) -> Bytes:
         index = int(np.searchsorted(self._addresses, low, side="right")) - 1

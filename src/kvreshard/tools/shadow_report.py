@@ -27,7 +27,7 @@ from kvreshard.plan.bind import bind
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.orders import Load
-from kvreshard.verify.moves import compare_moves
+from kvreshard.tools.moves import compare_moves
 
 
 class ShadowReport(msgspec.Struct, frozen=True, omit_defaults=True):

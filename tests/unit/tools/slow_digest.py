@@ -1,6 +1,6 @@
-"""The digest straight from its definition: one byte after another, in plain Python. Shares no code with `verify/`.
+"""The digest straight from its definition: one unit after another, in plain Python. Shares no code with `tools/`.
 
-F[field] * sum over cells of (product of A[axis, coordinate]) * sum over bytes of W[word] * 256^(byte in word) * (byte + C)
+sum over rows, units of a row: R[field, row] * U[unit] * (value + C)        modulo 2^64
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ from kvreshard.model import Axis, AxisMap, EngineLayout, Field, Rank, Shard
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.tables import PageTable, Tokens
 
-PRIME = 2**61 - 1
 MASK = 2**64 - 1
 Memory = Mapping[tuple[int, str], NDArray[np.uint8]]
 Cell = tuple[int, ...]
 
 
-def weight(key: bytes, role: str, name: str, coordinate: int) -> int:
-    text = role.encode() + b"\0" + name.encode()
-    seed = hashlib.blake2b(text, digest_size=8, key=key, person=b"kvreshard-digest").digest()
-    mixed = (int.from_bytes(seed, "little") + (coordinate + 1) * 0x9E3779B97F4A7C15) & MASK
+def weight(key: bytes, role: str, number: int) -> int:
+    seed = hashlib.blake2b(role.encode(), digest_size=8, key=key, person=b"kvreshard-digest").digest()
+    mixed = (int.from_bytes(seed, "little") + (number + 1) * 0x9E3779B97F4A7C15) & MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
-    return (mixed ^ (mixed >> 31)) >> 8
+    return mixed ^ (mixed >> 31)
 
 
 def digest_of_cells(key: bytes, field: Field, cells: Mapping[Cell, bytes], position: int = 0) -> tuple[int, int]:
     """(value, bytes) of cells given as coordinates in the field's axis order -> bytes of the element."""
-    presence = weight(key, "presence", "", 0)
+    presence, size = weight(key, "presence", 0), 2 - field.element_bytes % 2
     bounded = [number for number, axis in enumerate(field.axes) if axis.extent is not None]
-    packed = bounded[-1] if bounded else None
+    along = next((number for number, axis in enumerate(field.axes) if axis.extent is None), None)
+    role = f"row\0{field.name}" if along is not None else f"state\0{position}\0{field.name}"
+    if along is None and len(bounded) > 1:
+        along = bounded[0]
     value = 0
     for cell, content in cells.items():
-        factor = 1 if field.sequence else weight(key, "position", "", position)
-        for number, (axis, coordinate) in enumerate(zip(field.axes, cell, strict=True)):
-            if number != packed:
-                factor *= weight(key, "axis", axis.name, coordinate)
-        name, first = ("", 0) if packed is None else (field.axes[packed].name, cell[packed])
-        for number, byte in enumerate(content):
-            place = first * field.element_bytes + number
-            value += factor * weight(key, "word", name, place // 4) * 256 ** (place % 4) * (byte + presence)
-    return value * weight(key, "field", field.name, 0) % PRIME, len(cells) * field.element_bytes
+        row = weight(key, role, 0 if along is None else cell[along])
+        number = 0
+        for axis in bounded:
+            if axis != along:
+                number = number * (field.axes[axis].extent or 0) + cell[axis]
+        units = [content[first : first + size] for first in range(0, len(content), size)]
+        for inside, unit in enumerate(units):
+            read = int.from_bytes(unit, "little", signed=True)
+            value += row * weight(key, "unit", number * len(units) + inside) * (read + presence)
+    return value % 2**64, len(cells) * field.element_bytes
 
 
 def places(layout: EngineLayout, shard: Shard, table: PageTable, intervals: Sequence[Tokens]) -> dict[Cell, int]:

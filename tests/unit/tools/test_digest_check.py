@@ -11,25 +11,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load, seal
+from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, WORD, World, make_world, meet, order_load, seal
 
-from kvreshard.session import answers, check, question
-from kvreshard.session.board import ENTRY_BYTES, Answer, AnswerBoard, Said, entry_offset, read_answer
-from kvreshard.session.card import RankCard
-from kvreshard.session.notes import VERSION, Question, write_note
+from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
+from kvreshard.session.notes import VERSION
 from kvreshard.session.orders import Failure, Load, Revoke
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.small import request
+from kvreshard.tools import digest_check, digest_request, digest_server
+from kvreshard.tools.digest_request import DigestRequest, write_request
+from kvreshard.tools.mailbox import DigestAnswer, DigestMailbox, Status, entry_offset, read_answer
+from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fault
 
-CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0, digest_timeout_s=20.0)
+CHECKED = ObserverOptions(digest_share=1.0, digest_timeout_s=20.0)
 FIELDS = ("layers.0.k",)
 
 
 @pytest.fixture(params=[(1, 2), (4, 2), (2, 3)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made = make_world(*request.param, CHECKED)
+    made = make_world(*request.param, watched=CHECKED)
     yield made
     made.close()
 
@@ -52,7 +54,7 @@ def load(world: World, times: int = 12) -> None:
 
 def before_the_check(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
     """Do something once, when the last byte has arrived and nothing has been asked yet."""
-    real, done = check.make_questions, list[int]()
+    real, done = digest_check.make_requests, list[int]()
 
     def made(*args: object, **more: object) -> object:
         if not done:
@@ -60,7 +62,7 @@ def before_the_check(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) 
             what()
         return real(*args, **more)
 
-    monkeypatch.setattr(check, "make_questions", made)
+    monkeypatch.setattr(digest_check, "make_requests", made)
 
 
 def test_an_honest_load_is_equal_and_leaves_what_the_oracle_leaves(world: World) -> None:
@@ -77,13 +79,13 @@ def test_an_honest_load_is_equal_and_leaves_what_the_oracle_leaves(world: World)
     assert world.words() == {0}
 
 
-def test_many_small_questions_say_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(question, "QUESTION_BYTES", 32)
+def test_many_small_requests_say_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_request, "REQUEST_BYTES", 32)
     load(world, 100)
-    world.clock.now_s += check.ASK_AGAIN_S  # two readers may have met at one place of the board
+    world.clock.now_s += digest_check.ASK_AGAIN_S  # two readers may have met at one place of the mailbox
     world.turn(100)
     assert results(world) == ({"d"}, {"equal"}, [])
-    assert sum(endpoint._own.answerer.num_answered for endpoint in world.src.endpoints.values()) > 2 * check.WINDOW
+    assert sum(observer.server.num_answered for observer in world.src.observers.values()) > 2 * digest_check.WINDOW
 
 
 @pytest.mark.parametrize("number", [0, 3, 17])
@@ -125,7 +127,7 @@ def test_a_source_that_is_gone_fails_the_load_in_time(world: World, monkeypatch:
     assert "has not answered within 20 s" in failures[0].text
 
 
-def test_a_lost_question_is_asked_again(world: World) -> None:
+def test_a_lost_request_is_asked_again(world: World) -> None:
     world.grant_and_offer()
     world.turn()
     order_load(world)
@@ -134,7 +136,7 @@ def test_a_lost_question_is_asked_again(world: World) -> None:
     world.dst.turn()
     for transport in world.src.transports.values():
         transport.notifications()  # lost
-    world.clock.now_s += check.ASK_AGAIN_S
+    world.clock.now_s += digest_check.ASK_AGAIN_S
     world.turn(12)
     assert results(world) == ({"d"}, {"equal"}, [])
 
@@ -166,7 +168,7 @@ READ, UNREAD = ("cuda:0", DeviceMemory()), ("cuda:0", HostMemory())
 
 @pytest.mark.parametrize("local", [(READ, READ), (READ, HOST), (HOST, READ)], ids=["both", "source", "destination"])
 def test_device_memory_is_compared(local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]]) -> None:
-    world = make_world(2, 3, CHECKED, local=local)
+    world = make_world(2, 3, watched=CHECKED, local=local)
     load(world)
     assert results(world) == ({"d"}, {"equal"}, [])
     world.close()
@@ -183,7 +185,7 @@ def test_device_memory_is_compared(local: tuple[tuple[str, LocalMemory], tuple[s
 def test_memory_that_cannot_be_read_is_skipped_and_told_once(
     local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = make_world(2, 2, CHECKED, local=local)
+    world = make_world(2, 2, watched=CHECKED, local=local)
     for name in ("a", "b"):
         wanted = request(world.src.layout, world.dst.layout, 21)
         for endpoint in world.dst.endpoints.values():
@@ -199,24 +201,24 @@ def test_memory_that_cannot_be_read_is_skipped_and_told_once(
     world.close()
 
 
-def test_a_source_of_an_earlier_version_is_skipped() -> None:
-    world = make_world(1, 1, CHECKED)
+def test_a_source_without_a_mailbox_is_skipped() -> None:
+    world = make_world(1, 1, watched=CHECKED)
     card = world.src.card()
-    ranks = {r.rank: msgspec.structs.replace(r, board_entries=0) for r in card.ranks}
+    ranks = {r.rank: msgspec.structs.replace(r, mailbox_entries=0) for r in card.ranks}
     mine, (endpoint,) = world.dst.layout.ranks[0], world.dst.endpoints.values()
     meet_first = order_load(world)
     world.turn()
     meet(world)
     route = next(iter(endpoint._jobs)).meeting.result().route
     assert meet_first is not None
-    told = check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
-    assert "rank 0 of engine 'prefill' is of an earlier version" in told
+    told = digest_check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
+    assert "rank 0 of engine 'prefill' answers no digest requests" in told
     world.close()
 
 
 def test_cards_of_both_versions_are_read_by_both() -> None:
     earlier = msgspec.msgpack.decode(msgspec.msgpack.encode((0, b"meta", 4096, 64)), type=RankCard)
-    assert (earlier.lease_slots, earlier.board_entries) == (64, 0)
+    assert (earlier.lease_slots, earlier.mailbox_entries) == (64, 0)
 
     class Earlier(msgspec.Struct, array_like=True):
         rank: int
@@ -229,7 +231,7 @@ def test_cards_of_both_versions_are_read_by_both() -> None:
 
 
 def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:
-    world = make_world(1, 1, dataclasses.replace(CHECKED, digest_timeout_s=1e6))
+    world = make_world(1, 1, watched=dataclasses.replace(CHECKED, digest_timeout_s=1e6))
     world.grant_and_offer()
     world.turn()
     order_load(world)
@@ -244,7 +246,7 @@ def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:
 
 
 def test_a_source_that_takes_its_time_is_not_asked_without_rest(world: World) -> None:
-    """Each look at its board is a read, and nothing is kept of those that are over."""
+    """Each look at its mailbox is a read, and nothing is kept of those that are over."""
     world.grant_and_offer()
     world.src.turn()
     order_load(world)
@@ -265,42 +267,42 @@ def test_nobody_is_asked_without_a_share() -> None:
     world = make_world(1, 2)
     load(world)
     assert results(world) == ({"d"}, set(), [])
-    assert [endpoint._own.answerer.num_answered for endpoint in world.src.endpoints.values()] == [0]
+    assert [observer.server.num_answered for observer in world.src.observers.values()] == [0]
     world.close()
 
 
 def test_a_share_is_a_share_and_the_same_everywhere() -> None:
     names = [f"cmpl-{number}" for number in range(4000)]
-    chosen = [name for name in names if check.is_chosen(name, 0.25)]
+    chosen = [name for name in names if digest_check.is_chosen(name, 0.25)]
     assert 900 < len(chosen) < 1100
-    assert set(chosen) <= {name for name in names if check.is_chosen(name, 0.5)}
+    assert set(chosen) <= {name for name in names if digest_check.is_chosen(name, 0.5)}
 
 
-GOOD = Question(
+GOOD = DigestRequest(
     VERSION, "r", WORD, 7, b"key", FIELDS, (((0, None, None),), ((0, 2, None),), ((0, 8, None),)), ((0, 4),)
 )
 
 
-def hostile(**changes: object) -> Question:
+def hostile(**changes: object) -> DigestRequest:
     return msgspec.structs.replace(GOOD, **changes)
 
 
-def said(world: World, asked: Question) -> Said:
+def status_of(world: World, asked: DigestRequest) -> Status:
     """What the source's rank 0 says to a question that came over the transport."""
     endpoint, transport = world.src.endpoints[0], world.dst.transports[0]
     if "src" not in transport._peers:
         transport.add_peer("src", world.src.transports[0].metadata())
-    transport.notify("src", write_note(asked))
+    transport.notify("src", write_request(asked))
     endpoint.turn()
-    board = endpoint.board
-    answer = read_answer(board.region.address + entry_offset(asked.token, len(board)), asked.token)
+    mailbox = world.src.observers[0].mailbox
+    answer = read_answer(mailbox.region.address + entry_offset(asked.token, len(mailbox)), asked.token)
     assert answer is not None
-    return answer.said
+    return answer.status
 
 
 @pytest.fixture
 def source() -> Iterator[World]:
-    made = make_world(1, 1, CHECKED)
+    made = make_world(1, 1, watched=CHECKED)
     made.grant_and_offer()
     made.turn()
     yield made
@@ -310,30 +312,30 @@ def source() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        (GOOD, Said.DIGEST),
-        (hostile(word=WORD + 1), Said.NO_LEASE),
-        (hostile(request="another"), Said.NO_LEASE),
-        (hostile(key=b""), Said.NOT_A_QUESTION),
-        (hostile(key=b"k" * 65), Said.NOT_A_QUESTION),
-        (hostile(fields=()), Said.NOT_A_QUESTION),
-        (hostile(fields=("nobody",)), Said.NOT_A_QUESTION),
-        (hostile(fields=FIELDS * 4000), Said.DIGEST),
-        (hostile(within=()), Said.NOT_A_QUESTION),
-        (hostile(within=(((0, None, None),) * 9, (), ())), Said.NOT_A_QUESTION),
-        (hostile(within=((), ((5, 3, None),), ())), Said.NOT_A_QUESTION),
-        (hostile(within=((), ((0, 2, 0),), ())), Said.NOT_A_QUESTION),
-        (hostile(within=((), ((1 << 40, None, None),), ())), Said.NOT_A_QUESTION),
-        (hostile(intervals=()), Said.NOT_A_QUESTION),
-        (hostile(intervals=((4, 0),)), Said.NOT_A_QUESTION),
-        (hostile(intervals=((0, 1 << 48),)), Said.NOT_A_QUESTION),
-        (hostile(intervals=((0, 1 << 22),)), Said.NOT_A_QUESTION),
-        (hostile(intervals=tuple((2 * i, 2 * i + 1) for i in range(2000))), Said.NOT_A_QUESTION),
-        (hostile(intervals=((3, 9),)), Said.DIGEST),
-        (hostile(intervals=((3, 22),)), Said.NOT_A_QUESTION),
+        (GOOD, Status.DIGEST),
+        (hostile(word=WORD + 1), Status.NO_LEASE),
+        (hostile(request="another"), Status.NO_LEASE),
+        (hostile(key=b""), Status.MALFORMED),
+        (hostile(key=b"k" * 65), Status.MALFORMED),
+        (hostile(fields=()), Status.MALFORMED),
+        (hostile(fields=("nobody",)), Status.MALFORMED),
+        (hostile(fields=FIELDS * 4000), Status.DIGEST),
+        (hostile(within=()), Status.MALFORMED),
+        (hostile(within=(((0, None, None),) * 9, (), ())), Status.MALFORMED),
+        (hostile(within=((), ((5, 3, None),), ())), Status.MALFORMED),
+        (hostile(within=((), ((0, 2, 0),), ())), Status.MALFORMED),
+        (hostile(within=((), ((1 << 40, None, None),), ())), Status.MALFORMED),
+        (hostile(intervals=()), Status.MALFORMED),
+        (hostile(intervals=((4, 0),)), Status.MALFORMED),
+        (hostile(intervals=((0, 1 << 48),)), Status.MALFORMED),
+        (hostile(intervals=((0, 1 << 22),)), Status.MALFORMED),
+        (hostile(intervals=tuple((2 * i, 2 * i + 1) for i in range(2000))), Status.MALFORMED),
+        (hostile(intervals=((3, 9),)), Status.DIGEST),
+        (hostile(intervals=((3, 22),)), Status.MALFORMED),
     ],
 )
-def test_a_hostile_question_is_answered_with_a_word(source: World, asked: Question, expected: Said) -> None:
-    assert said(source, asked) is expected
+def test_a_hostile_request_is_answered_with_a_word(source: World, asked: DigestRequest, expected: Status) -> None:
+    assert status_of(source, asked) is expected
 
 
 numbers = st.one_of(st.integers(0, 40), st.integers(0, 1 << 48))
@@ -342,7 +344,7 @@ owned = st.tuples(numbers, st.none() | numbers, st.none() | numbers)
 
 @given(
     asked=st.builds(
-        Question,
+        DigestRequest,
         st.just(VERSION),
         st.just("r"),
         st.just(WORD),
@@ -353,42 +355,41 @@ owned = st.tuples(numbers, st.none() | numbers, st.none() | numbers)
         st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
     )
 )
-def test_any_question_gets_a_word_and_never_a_fault(asked: Question) -> None:
-    world = make_world(1, 1, CHECKED)
+def test_any_request_gets_a_word_and_never_a_fault(asked: DigestRequest) -> None:
+    world = make_world(1, 1, watched=CHECKED)
     world.grant_and_offer()
     world.turn(1)
-    assert said(world, asked) in (Said.DIGEST, Said.NOT_A_QUESTION)
+    assert status_of(world, asked) in (Status.DIGEST, Status.MALFORMED)
     world.close()
 
 
-def test_a_flood_of_questions_is_answered_a_bounded_number_at_a_turn(
+def test_a_flood_of_requests_is_answered_a_bounded_number_at_a_turn(
     source: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answerer = source.src.endpoints[0]._own.answerer
-    monkeypatch.setattr(answers, "WORK_S", 0.0)
-    monkeypatch.setattr(answers, "MAX_WAITING", 10)
+    server, leases = source.src.observers[0].server, source.src.endpoints[0]._own.book
+    monkeypatch.setattr(digest_server, "WORK_S", 0.0)
+    monkeypatch.setattr(digest_server, "MAX_WAITING", 10)
     for token in range(100):
-        answerer.take(hostile(token=token))
-        answerer.take(hostile(token=token))
-    assert len(answerer) == 10
+        server.take(hostile(token=token), leases)
+        server.take(hostile(token=token), leases)
+    assert len(server) == 10
     assert source.src.endpoints[0].turn() == 0.0
-    assert (len(answerer), answerer.num_answered) == (9, 1)
-    board = source.src.endpoints[0].board
-    late = read_answer(board.region.address + entry_offset(50, len(board)), 50)
-    assert late == Answer(50, Said.TOO_MUCH)
+    assert (len(server), server.num_answered) == (9, 1)
+    mailbox = source.src.observers[0].mailbox
+    late = read_answer(mailbox.region.address + entry_offset(50, len(mailbox)), 50)
+    assert late == DigestAnswer(50, Status.TOO_MANY)
 
 
 def test_half_an_answer_is_none() -> None:
-    board = AnswerBoard(4)
-    board.put(Answer(9, Said.DIGEST, 5, 64))
-    at = board.region.address + entry_offset(9, 4)
-    assert read_answer(at, 9) == Answer(9, Said.DIGEST, 5, 64)
+    mailbox = DigestMailbox(4)
+    mailbox.put(DigestAnswer(9, Status.DIGEST, 5, 64))
+    at = mailbox.region.address + entry_offset(9, 4)
+    assert read_answer(at, 9) == DigestAnswer(9, Status.DIGEST, 5, 64)
     assert read_answer(at, 13) is None
-    entry = np.ctypeslib.as_array((ctypes.c_uint8 * ENTRY_BYTES).from_address(at))
+    entry = np.ctypeslib.as_array((ctypes.c_uint8 * MAILBOX_ENTRY_BYTES).from_address(at))
     for byte in range(40):
         entry[byte] ^= 1
         assert read_answer(at, 9) is None
         entry[byte] ^= 1
-    assert board.has(9)
-    assert not board.has(5)
-    assert SLOT
+    assert mailbox.has(9)
+    assert not mailbox.has(5)

@@ -1,4 +1,4 @@
-"""Do two sides have the same bytes, and if not, which fields, ranks and tokens differ?
+"""The comparison of two sides' digests: whether they have the same bytes, and which fields, ranks and tokens differ.
 
 A `Digest` belongs to a `Part`: one field, between which ranks, which box of it, which tokens. Digests of disjoint parts add
 up. `compare` matches parts of both sides and lists those that are not equal; the list is the message.
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import Tokens
-from kvreshard.verify.modular import PRIME
 
 MAX_LINES_IN_MESSAGE = 8
 
@@ -22,19 +21,16 @@ class WrongBytes(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A sum modulo 2^61 - 1 over some cells, and how many bytes they have."""
+    """A sum modulo 2^64 over some cells, and how many bytes they have."""
 
     value: int
     num_bytes: int
 
     def __add__(self, other: Digest) -> Digest:
-        return Digest((self.value + other.value) % PRIME, self.num_bytes + other.num_bytes)
+        return Digest((self.value + other.value) % 2**64, self.num_bytes + other.num_bytes)
 
     def __str__(self) -> str:
         return f"{self.value:016x} of {self.num_bytes} bytes"
-
-
-NOTHING = Digest(0, 0)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
-from tests.unit.verify import slow_digest
-from tests.unit.verify.slow_digest import Cell
+from tests.unit.tools import slow_digest
+from tests.unit.tools.slow_digest import Cell
 
 from kvreshard.kinds import Attention, Kind, Mamba2, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan import Lane
 from kvreshard.testing.apply import compile_all, random_memory
 from kvreshard.testing.oracle import oracle_transfer, write_values
 from kvreshard.testing.pairs import Pair
-from kvreshard.verify import ArrayBytes, Digest, Memory, Part, Side, digest_engine, digest_lanes, digest_parts
+from kvreshard.tools import ArrayBytes, Digest, Memory, Part, Side, digest_cells, digest_lanes
+from kvreshard.tools.cells import of_lane
 
 NUM_TOKENS = 45
 INTERVALS: dict[str, list[Tokens]] = {"attention": [(3, NUM_TOKENS)], "state": [(0, NUM_TOKENS)]}
@@ -50,12 +54,23 @@ class Arrived:
             found |= digest_lanes(lanes, side, self.request, memory, key, fields)
         return found
 
-    def parts(self, side: Side, key: bytes, tokens_per_part: int) -> dict[Part, Digest]:
+    def parts(self, side: Side, key: bytes, cut: Callable[[Lane], Iterable[tuple[Tokens, ...]]]) -> dict[Part, Digest]:
+        """As `digests`, of the token ranges that `cut` makes of each lane's; nothing where it makes none."""
         found: dict[Part, Digest] = {}
-        for rank, memory in self.memory_of(side).items():
-            lanes = [lane for lane in self.lanes if (lane.src_rank if side == "src" else lane.dst_rank) == rank]
-            found |= digest_parts(lanes, side, self.request, memory, key, tokens_per_part)
+        tables = self.request.src_tables if side == "src" else self.request.dst_tables
+        memory = self.memory_of(side)
+        for lane in self.lanes:
+            cells, box = of_lane(lane, side), ", ".join(f"{a.name} {a.chosen}" for a in lane.axes)
+            for tokens, field in product(cut(lane), lane.fields):
+                part, own = Part(field, lane.src_rank, lane.dst_rank, box, tokens), cells.only([field])
+                rank = lane.src_rank if side == "src" else lane.dst_rank
+                found[part] = digest_cells(own, tables, {own.group.name: tokens}, memory[rank], key)
         return found
+
+    def of_rank(self, side: Side, field: str, dst_rank: int, key: bytes) -> Digest:
+        """What a destination rank gets of a field, as one digest, from either side's memory."""
+        digests = self.digests(side, key, [field])
+        return sum((found for part, found in digests.items() if part.dst_rank == dst_rank), Digest(0, 0))
 
     def group_of(self, side: Side, field: str) -> str:
         layout = self.src if side == "src" else self.dst
@@ -67,17 +82,11 @@ class Arrived:
     def intervals(self, field: str) -> list[Tokens]:
         return list(self.request.intervals[self.group_of("dst", field)])
 
-    def of_engine(self, side: Side, field: str, key: bytes) -> Digest:
-        layout = self.src if side == "src" else self.dst
-        tables = self.request.src_tables if side == "src" else self.request.dst_tables
-        intervals = {self.group_of(side, field): self.intervals(field)}
-        found = digest_engine(layout, tables, intervals, self.memory_of(side), key, [field])
-        return found.get(field, Digest(0, 0))
-
-    def cells(self, side: Side, field: str) -> dict[Cell, bytes]:
-        layout, memory = (self.src, self.src_memory) if side == "src" else (self.dst, self.dst_memory)
-        table = self._table(side, field)
-        return slow_digest.read_cells(layout, field, memory, table, self.intervals(field))
+    def cells(self, field: str, rank: int | None = None) -> dict[Cell, bytes]:
+        """The cells of the destination, or of one rank of it."""
+        ranks = [one for one in self.dst.ranks if rank in (None, one.rank)]
+        layout = replace(self.dst, ranks=tuple(ranks))
+        return slow_digest.read_cells(layout, field, self.dst_memory, self._table("dst", field), self.intervals(field))
 
     def corrupt(self, field: str, cells: dict[Cell, bytes]) -> None:
         """Overwrites cells of the destination, on every rank that holds them."""

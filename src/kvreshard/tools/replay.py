@@ -1,13 +1,13 @@
-"""What comes out when a recorded load is done again, without the engines that it failed on?
+"""The replay of a recorded load, without the engines that it failed on.
 
-1. Route both recorded layouts again: facts, then geometry. Bind the recorded request. A refusal is compared with the recorded one.
+1. Check the recorded facts, route both recorded layouts, bind the recorded request. A refusal is compared with the recorded one.
 2. List the copies, at the recorded addresses. The version of kvreshard that wrote the record made the same ones; another may not have.
 3. Give the ranks that take part memory at new addresses, as large as their regions but touched only where the request has pages.
    Source pages get random bytes, new destination pages 0xFF.
-4. Move the request over the memory transport, through staging as then, and compare both sides by digests in logical coordinates;
-   what no copy writes in new pages must be zero.
+4. Move the request over the memory transport, through staging as then, and compare both sides by digests; what no copy writes in new
+   pages must be zero.
 
-Refused with ReplayError: more memory than the machine has free. Bad layouts in a record raise what `model.packed` raises.
+Refused with ReplayError: more memory than is available. Bad layouts in a record raise what `model.packed` raises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ctypes
 import hashlib
 import mmap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,15 +30,14 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList
 from kvreshard.session import card
-from kvreshard.session.flight import Flight, FlightSide
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
-from kvreshard.testing.room import available_bytes
+from kvreshard.tools import compare, digest_lanes
+from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, MemoryTransport
-from kvreshard.verify import Verdict, compare, digest_lanes
 
 Outcome = Literal["reproduced", "not in the plan", "never met", "different"]
 POISON = 0xFF
@@ -67,7 +66,7 @@ class CopySummary:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came out. `copies`: the copy list of today; `refusal`: what is refused today, empty if nothing."""
+    """What came out. `copies`: the copy list of today; `refusal`: what is refused today, empty if nothing; `num_bytes`: moved again."""
 
     outcome: Outcome
     reason: str
@@ -77,98 +76,76 @@ class Replayed:
     refusal: str = ""
     copies: CopySummary | None = None
     num_bytes: int = 0
-    verdict: Verdict | None = None
 
 
-def replay(flight: Flight, seed: int = 0) -> Replayed:
-    """Do a recorded load again. Raises KvReshardError for a record whose layouts or request are none, or ReplayError."""
+def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) -> Replayed:
+    """Do a recorded load again. `available_bytes`: of memory on this machine, None where nobody knows.
+
+    Raises KvReshardError for a record whose layouts or request are none, or ReplayError.
+    """
     dst, request = packed.decode(flight.dst.layout), flight.transfer.request()
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
         return Replayed("never met", reason, dst, None, request)
     src = packed.decode(flight.src.layout)
+    found = Replayed("different", "", dst, src, request)
     try:
         card.check_facts(_card(flight.dst), _card(flight.src), flight.allow_mismatch)
         route = compile_route(src, dst, flight.rank)
-        copies = summarize(bind(route, request))
+        found = replace(found, copies=summarize(bind(route, request)))
     except (LayoutMismatch, BindError) as error:
-        return _refused(flight, src, dst, request, error)
-    known = Replayed("different", "", dst, src, request, "", copies)
+        return _refused(flight, found, error)
     if not flight.is_routed or flight.failure.kind == "request":
-        return _with(known, "different", f"it was refused then and is not now: {flight.failure.text}")
-    return _move(flight, known, route, seed)
+        return replace(found, reason=f"it was refused then and is not now: {flight.failure.text}")
+    memory = _Memory(src, dst, route, flight.staging_bytes)
+    memory.fill(request, seed, available_bytes)
+    found = _move(memory, found, compile_route(memory.src, memory.dst, route.dst_rank))
+    if found.outcome == "not in the plan" and flight.kvreshard != __version__:
+        by = f"; kvreshard {flight.kvreshard} wrote the record and may have planned other copies, this is {__version__}"
+        return replace(found, reason=found.reason + by)
+    return found
 
 
 def summarize(lists: Iterable[CopyList]) -> CopySummary:
     """A copy list in short."""
-    tables = [
-        np.stack(
-            [
-                np.full(len(part.length), part.src_rank, dtype=np.int64),
-                np.full(len(part.length), part.dst_rank, dtype=np.int64),
-                part.src_address,
-                part.dst_address,
-                part.length,
-            ],
-            axis=1,
-        )
-        for part in lists
-    ]
-    rows = np.concatenate(tables) if tables else np.zeros((0, 5), dtype=np.int64)
+    rows = np.concatenate([np.zeros((0, 5), dtype=np.int64), *map(_rows, lists)])
     rows = rows[np.lexsort(rows.T[::-1])]
     digest = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
-    ranks, first = np.unique(rows[:, 0], return_index=True)
-    parts = np.split(rows[:, 4], first[1:])
-    by_rank = {int(rank): (len(part), int(part.sum())) for rank, part in zip(ranks, parts, strict=False)}
+    lengths = {int(rank): rows[rows[:, 0] == rank, 4] for rank in np.unique(rows[:, 0])}
+    by_rank = {rank: (len(of_rank), int(of_rank.sum())) for rank, of_rank in lengths.items()}
     return CopySummary(len(rows), int(rows[:, 4].sum()), digest, by_rank)
 
 
-def _refused(flight: Flight, src: EngineLayout, dst: EngineLayout, request: Request, error: KvReshardError) -> Replayed:
+def _rows(copies: CopyList) -> NDArray[np.int64]:
+    ranks = [np.full(len(copies.length), rank, dtype=np.int64) for rank in (copies.src_rank, copies.dst_rank)]
+    return np.stack([*ranks, copies.src_address, copies.dst_address, copies.length], axis=1)
+
+
+def _refused(flight: Flight, found: Replayed, error: KvReshardError) -> Replayed:
     kind, text = "request" if isinstance(error, BindError) else "mismatch", str(error)
     if flight.failure.kind != kind:
-        reason = f"this is refused now, and failed as '{flight.failure.kind}' then"
-        return Replayed("different", reason, dst, src, request, text)
+        return replace(found, refusal=text, reason=f"this is refused now, and failed as '{flight.failure.kind}' then")
     same = flight.failure.text == text
     reason = "the same refusal" if same else "a refusal of the same kind in other words; is the version another?"
-    return Replayed("reproduced", reason, dst, src, request, text)
+    return replace(found, outcome="reproduced", refusal=text, reason=reason)
 
 
-def _move(flight: Flight, known: Replayed, route: Route, seed: int) -> Replayed:
-    if known.src is None:
-        raise ReplayError("a record without a source cannot be moved")
-    memory = _Memory(known.src, known.dst, route, flight.staging_bytes)
-    memory.fill(known.request, seed)
-    moved_route = compile_route(memory.src, memory.dst, route.dst_rank)
+def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
+    request, host = found.request, HostMemory()
     try:
-        moved = pull(memory.mover(), moved_route, known.request, memory.dst)
+        moved = pull(memory.mover(), route, request, memory.dst)
     except TransportError as error:
-        return _with(known, "different", f"the memory transport refuses it: {error}")
-    host = HostMemory()
-    verdict = compare(
-        digest_lanes(moved_route.lanes, "src", known.request, host, KEY),
-        digest_lanes(moved_route.lanes, "dst", known.request, host, KEY),
-    )
+        return replace(found, reason=f"the memory transport refuses it: {error}")
+    found = replace(found, num_bytes=moved.num_bytes)
+    sides = (digest_lanes(route.lanes, side, request, host, KEY) for side in ("src", "dst"))
+    verdict = compare(*sides)
     if not verdict.equal:
-        return _with(known, "different", f"wrong bytes here too: {verdict}", moved.num_bytes, verdict)
-    holes = find_unwritten(memory.dst, route.dst_rank, known.request, list(bind(moved_route, known.request)))
+        return replace(found, reason=f"wrong bytes here too: {verdict}")
+    holes = find_unwritten(memory.dst, route.dst_rank, request, list(bind(route, request)))
     if any(host.read(low, high).any() for low, high in zip(holes.start.tolist(), holes.stop.tolist(), strict=True)):
-        return _with(
-            known, "different", "bytes of new pages that no copy writes are not zero", moved.num_bytes, verdict
-        )
+        return replace(found, reason="bytes of new pages that no copy writes are not zero")
     reason = "every byte arrives: look at the transport, the peer, or the time it took"
-    if flight.kvreshard != __version__:
-        reason += (
-            f"; kvreshard {flight.kvreshard} wrote the record and may have planned other copies, this is {__version__}"
-        )
-    return _with(known, "not in the plan", reason, moved.num_bytes, verdict)
-
-
-def _with(
-    known: Replayed, outcome: Outcome, reason: str, num_bytes: int = 0, verdict: Verdict | None = None
-) -> Replayed:
-    return Replayed(
-        outcome, reason, known.dst, known.src, known.request, known.refusal, known.copies, num_bytes, verdict
-    )
+    return replace(found, outcome="not in the plan", reason=reason)
 
 
 def _card(side: FlightSide) -> card.EngineCard:
@@ -184,19 +161,26 @@ class _Memory:
         self.src = self._place(src, route.src_ranks)
         self.dst = self._place(dst, (route.dst_rank,))
 
-    def fill(self, request: Request, seed: int) -> None:
-        """Random bytes in the source's pages, poison in the destination's new ones."""
-        rng = np.random.default_rng(seed)
-        new = {name: PageTable(pages, 0) for name, pages in request.dst_new_pages.items()}
-        sources = [self.src.rank_by_number[number] for number in self._route.src_ranks]
+    def fill(self, request: Request, seed: int, available_bytes: int | None) -> None:
+        """Random bytes in the source's pages, poison in the destination's new ones. Raises ReplayError if there is no room."""
         target = self.dst.rank_by_number[self._route.dst_rank]
-        self._check_room(
-            [(self.src, rank, request.src_tables) for rank in sources] + [(self.dst, target, request.dst_tables)]
-        )
-        for rank in sources:
-            for content in _pages(self.src, rank, request.src_tables):
-                content[:] = np.frombuffer(rng.bytes(len(content)), dtype=np.uint8)
-        for content in _pages(self.dst, target, new):
+        sources = [
+            content
+            for number in self._route.src_ranks
+            for content in _pages(self.src, self.src.rank_by_number[number], request.src_tables)
+        ]
+        needed = sum(map(len, [*sources, *_pages(self.dst, target, request.dst_tables)]))
+        if available_bytes is not None and needed > available_bytes:
+            raise ReplayError(
+                f"the pages of this load take {needed} bytes on both sides, and {available_bytes} are available; replay it on a "
+                "larger machine"
+            )
+        rng = np.random.default_rng(seed)
+        for content in sources:
+            content[:] = np.frombuffer(rng.bytes(len(content)), dtype=np.uint8)
+        for content in _pages(
+            self.dst, target, {name: PageTable(new, 0) for name, new in request.dst_new_pages.items()}
+        ):
             content[:] = POISON
 
     def mover(self) -> Mover:
@@ -235,16 +219,6 @@ class _Memory:
             raise ReplayError(f"{size_bytes} bytes of address space cannot be had: {error}") from None
         return ctypes.addressof(ctypes.c_uint8.from_buffer(self._maps[-1]))
 
-    @staticmethod
-    def _check_room(parts: list[tuple[EngineLayout, Rank, Mapping[str, PageTable]]]) -> None:
-        needed = sum(len(content) for layout, rank, tables in parts for content in _pages(layout, rank, tables))
-        available = available_bytes()
-        if available is not None and needed > available:
-            raise ReplayError(
-                f"the pages of this load take {needed} bytes on both sides, and {available} are available; replay it on a larger "
-                "machine"
-            )
-
 
 def _regions(rank: Rank) -> list[MemoryRegion]:
     return [MemoryRegion(region.address, region.size_bytes) for region in rank.regions]
@@ -252,13 +226,11 @@ def _regions(rank: Rank) -> list[MemoryRegion]:
 
 def _pages(layout: EngineLayout, rank: Rank, tables: Mapping[str, PageTable]) -> list[NDArray[np.uint8]]:
     """Views of the bytes that a request's pages own on a rank; ids outside of their pool are left out."""
-    found = []
-    host = HostMemory()
-    for name, table in tables.items():
-        group = layout.group_by_name.get(name)
-        if group is None:
-            continue
-        for slab in (slab for slab in rank.slabs if slab.pool == group.pool):
+    found, host = [], HostMemory()
+    for group, table in ((layout.group_by_name.get(name), table) for name, table in tables.items()):
+        for slab in rank.slabs:
+            if group is None or slab.pool != group.pool:
+                continue
             first = rank.region_by_name[slab.region].address + slab.offset_bytes
             for page in table.pages[(table.pages >= 0) & (table.pages < group.num_pages)].tolist():
                 start = first + page * slab.page_stride_bytes

@@ -15,8 +15,8 @@ from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Load, RemoteEngine, RemoteLease
 from kvreshard.session.seal import Seal
 from kvreshard.testing.small import GROUP, engine, request
-from kvreshard.vllm.shadow_record import RecordingAgent
-from kvreshard.vllm.shadow_report import ShadowReport, compare_load
+from kvreshard.tools.shadow_record import RecordingAgent
+from kvreshard.tools.shadow_report import ShadowReport, compare_load
 
 HEADS = Attention(4, 16, "bfloat16")
 FACTS = {"request": "r", "peer": "p", "rank": 0}
