@@ -1,6 +1,6 @@
 """For random pairs of engines: do digests agree when the bytes do, follow their definition, and differ when anything is wrong?
 
-Pairs are those of `kvreshard.testing.pairs`: all kinds, and layouts that come from no kind. The destination's memory is what
+Pairs are those of `tests.pairs.random_pairs`: all kinds, and layouts that come from no kind. The destination's memory is what
 the slow oracle leaves; corruptions are written cell by cell by a reference that shares no code with `tools/`.
 """
 
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs.random_pairs import LAYERS, PairLayer, make_pair
 from tests.unit.tools import slow_digest
 from tests.unit.tools.engines import Arrived, Engine, arrive_pair, small
 from tests.unit.tools.slow_digest import Cell
 
 from kvreshard.model.tables import Tokens
 from kvreshard.plan import Lane
-from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
 from kvreshard.tools import Digest, compare
 from kvreshard.tools.digest import cut_tokens
 

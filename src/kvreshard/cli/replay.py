@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvreshard.cli.inputs import InputError, read_bytes
+from kvreshard.cli.inputs import AsJson, InputError, read_bytes
+from kvreshard.cli.output import write_json
 from kvreshard.cli.replay_view import replay_document, show_replay
-from kvreshard.cli.terminal import write_json
 from kvreshard.model import KvReshardError, WireError
 from kvreshard.testing.room import available_bytes
 from kvreshard.tools.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
@@ -28,7 +28,7 @@ EXIT_DIFFERENT = 1
 def replay_file(
     file: Annotated[Path, typer.Argument(help="A record that a failed load left.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0, help="Of the contents.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Do a recorded load again on the memory transport, and say whether the same comes out."""
     flight = read_flight(file)

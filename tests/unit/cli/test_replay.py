@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.pairs.small import engine, request
 from tests.unit.cli.conftest import Run
 
 from kvreshard import __version__
@@ -17,7 +18,6 @@ from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import KvReshardError, wire
 from kvreshard.plan import bind, compile_route
 from kvreshard.testing.scenario import make_requests
-from kvreshard.testing.small import engine, request
 from kvreshard.tools import replay as replaying
 from kvreshard.tools.flight import (
     Flight,

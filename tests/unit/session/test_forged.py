@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import (
     KEY,
     LEASE,
@@ -26,7 +27,6 @@ from kvreshard.model.tables import Request
 from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Revoke
 from kvreshard.session.seal import Seal
 from kvreshard.testing.oracle import differing_bytes, write_values
-from kvreshard.testing.small import request
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import Transfer

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import KEY, LEASE, REMOTE, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
@@ -13,7 +14,6 @@ from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.orders import Failure, Load, RemoteEngine, Unwatch, Watch
 from kvreshard.session.peer import Peer
 from kvreshard.session.source_keys import SourceKeys
-from kvreshard.testing.small import request
 from kvreshard.tools.flight import decode_flight
 from kvreshard.tools.recorder import Recorder
 

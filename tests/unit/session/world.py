@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
@@ -33,7 +34,6 @@ from kvreshard.session.peer import Peer, Self, disconnect
 from kvreshard.session.peers import Peers
 from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging
-from kvreshard.testing.small import engine, request
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion, Transfer

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from tests.pairs.apply import compile_all, random_memory
+from tests.pairs.random_pairs import Pair
 from tests.unit.tools import slow_digest
 from tests.unit.tools.slow_digest import Cell
 
@@ -16,9 +18,7 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan import Lane
-from kvreshard.testing.apply import compile_all, random_memory
 from kvreshard.testing.oracle import oracle_transfer, write_values
-from kvreshard.testing.pairs import Pair
 from kvreshard.tools import ArrayBytes, Digest, Memory, Part, Side, digest_cells, digest_lanes
 from kvreshard.tools.cells import of_lane
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairs.small import request
 from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, WORD, World, make_world, meet, order_load, seal
 
 from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
 from kvreshard.session.notes import VERSION
 from kvreshard.session.orders import Failure, Load, Revoke
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.testing.small import request
 from kvreshard.tools import digest_check, digest_request, digest_server
 from kvreshard.tools.digest_request import DigestRequest, write_request
 from kvreshard.tools.mailbox import DigestAnswer, DigestMailbox, Status, entry_offset, read_answer

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairs.small import request
 from tests.unit.session.world import (
     LEASE,
     LIFE,
@@ -38,7 +39,6 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.peer import Self
-from kvreshard.testing.small import request
 from kvreshard.tools import flight as form
 from kvreshard.tools.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvreshard.catalog import describe, load, parse_engine, shrink
-from kvreshard.cli.find_cell import find_cell
+from kvreshard.cli.cells import find_cell
 from kvreshard.model import EngineLayout
 from kvreshard.testing.scenario import make_requests, pages_needed
 
