@@ -54,7 +54,7 @@ from kvreshard.session.peer import Peer, Self
 from kvreshard.session.peers import Peers
 from kvreshard.session.recorder import Crash, Recorder, is_recorded
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
+from kvreshard.session.source_keys import SourceKeys
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
@@ -293,7 +293,8 @@ class Endpoint:
                 self._holder.cancel(order.request)
                 self._jobs.stop(order.request, Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
-                self._watch(order)
+                self._source_keys.ask(order)
+                self._holder.watch(order, self._me)
             case Unwatch():
                 self._holder.unwatch(order.request)
                 self._source_keys.forget(order.request)
@@ -304,14 +305,6 @@ class Endpoint:
         if me is not None and len(self._source_keys):
             keys, unmet = self._source_keys.take(lambda remote: self._peers.get(me, remote))
             self._outbox.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
-
-    def _watch(self, watch: Watch) -> None:
-        """Unless the source's host has too many others that have not answered: then nobody is asked, and the request fails."""
-        if self._source_keys.ask(watch):
-            self._holder.watch(watch, self._me)
-        elif watch.asks_key:
-            text = f"{MAX_PER_HOST} other engines that were named at {watch.remote.address.host} have not answered; are they there?"
-            self._outbox.meet({}, {watch.request: Failure("handshake", text)})
 
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
