@@ -99,11 +99,9 @@ def by_block_table(results: Sequence[Entry]) -> list[str]:
 
 
 def _case(result: Entry) -> str:
-    figures = _figure(result, "ours")
-    if result["theirs"] is not None:
-        span = "" if result["interval"] is None else f", {result['interval'][0]:.2f} to {result['interval'][1]:.2f}"
-        figures += f" beside {_figure(result, 'theirs')} of {result['beside']}{span}"
-    return f"{result['name']}: {figures}"
+    """The figures stand in the table of the row."""
+    beside = result["beside"].removeprefix("NixlConnector ")
+    return f"{result['name']} ({beside})" if beside else str(result["name"])
 
 
 def _figure(result: Entry, side: str) -> str:
