@@ -37,7 +37,8 @@ def read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
     dtype, for_latents = _declared(outer) or (_of_compressed_tensors(config, outer), False)
     if dtype == NATIVE:
         return model
-    layers = tuple(_in_dtype(config, layer, dtype, for_latents=for_latents) for layer in model.layers)
+    declaring = config if config.has("quantization_config") else outer
+    layers = tuple(_in_dtype(declaring, layer, dtype, for_latents=for_latents) for layer in model.layers)
     return replace(model, layers=layers, declared=dtype)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kvreshard.catalog.drafts import read_draft
-from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
+from kvreshard.catalog.read import read_model
 from kvreshard.catalog.spec import MAX_SHOWN
 from kvreshard.kinds import (
     Attention,
