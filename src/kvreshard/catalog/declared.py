@@ -1,4 +1,4 @@
-"""Which dtype has a cache that the engine leaves to the model (`dtype=auto`)?
+"""The dtype of caches that the engine leaves to the model (`dtype=auto`).
 
 As vLLM 0.32 resolves it, from `quantization_config` (or a file that stands for it, see `entries`):
 

@@ -1,4 +1,4 @@
-"""Which caches does the file of a draft model have, beside a given target?
+"""The caches of a draft model, read from its file beside a given target.
 
 1. The fields are taken out of the form that the file has:
 

@@ -39,10 +39,6 @@ ALL_FULL = alike("full")
 DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
 DELTA_CACHES = {"full": UNWINDOWED, "state": state("delta", cache.gated_delta)}
 QWEN3_5 = Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers", 1), kv_heads=4, head_size=256)
-MIMO_V2 = Family(
-    layers=rules.mimo_v2, predicts=rules.one("window"), numbered_on=True,
-    caches={"full": attention(heads=cache.heads_named("")),
-            "window": attention(window=tokens(("sliding_window_size", "sliding_window")), heads=cache.heads_named("swa_"))})
 MINIMAX_M3 = Family(
     layers=rules.minimax_m3, predicts=mtp("indexer full", "num_mtp_modules", 1), expects={"sliding_window": ()}, page_tokens=128,
     caches={"indexer": cache.fixed("indexer", cache.plain_keys(("index_head_dim", "sparse_attention_config.sparse_index_dim")))})
@@ -142,10 +138,12 @@ ATTENTION: Mapping[str, Family] = {
         names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "hidden_size": "dim"},
         unsaid={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
     # Windows with KV heads of their own: `mimo_v2.py`, `mimo_v2_mtp.py` (one layer predicts), `models/inkling/nvidia/`, `step3p5.py`.
-    "mimo_v2_flash": replace(MIMO_V2, kv_heads=4, head_size=192),
-    "mimo_v2": MIMO_V2,
+    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
+        layers=rules.mimo_v2, predicts=rules.one("window"), numbered_on=True,
+        caches={"full": attention(heads=cache.heads_named("")),
+                "window": attention(window=tokens(("sliding_window_size", "sliding_window")), heads=cache.heads_named("swa_"))})),
     "inkling_model": Family(
-        layers=rules.inkling, predicts=rules.mtp_inkling, one_per_draft=True, kv_heads=4, head_size=DERIVED,
+        layers=rules.inkling, predicts=rules.mtp_inkling, one_per_draft=True, head_size=DERIVED,
         caches={"inputs": cache.inkling_inputs(""), "full": attention(heads=cache.inkling_heads("")),
                 "window_inputs": cache.inkling_inputs("swa_"),
                 "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_heads("swa_"))}),
@@ -155,8 +153,7 @@ ATTENTION: Mapping[str, Family] = {
                 "other_full": attention(heads=cache.other_heads),
                 "other_window": attention(window=tokens("sliding_window"), heads=cache.other_heads)}),
     # `whisper_causal.py`
-    "voxtral_realtime": Family(layers=ALL_FULL, prepare=fields.refuse_listening),
-    "voxtral_realtime_text": Family(layers=ALL_FULL, prepare=fields.refuse_listening, head_size=DERIVED),
+    **dict.fromkeys(("voxtral_realtime", "voxtral_realtime_text"), Family(layers=ALL_FULL, prepare=fields.refuse_listening)),
 }
 """K and V of heads in every layer, all of them or the last ones."""
 
@@ -173,9 +170,9 @@ LATENTS: Mapping[str, Family] = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(layers=rules.sparse, predicts=mtp("indexer latent"), page_tokens=64)),
     # `models/hy_v4/nvidia/attention.py`, `transformers_utils/configs/hy_v4.py`.
     "hy_v4": Family(layers=rules.hy_v4, predicts=rules.mtp_like_last, page_tokens=64),
-    "deepseek_v4": Family(layers=v4.v4_layers, predicts=mtp("window"), caches=v4.V4_CACHES, page_tokens=v4.V4_PAGE_TOKENS, order="BLHNC"),
+    "deepseek_v4": Family(layers=v4.v4_layers, predicts=mtp("window"), caches=v4.V4_CACHES, page_tokens=256, order="BLHNC"),
     **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), Family(
-        layers=v4.v41_layers, predicts=v4.v41_drafting, caches=v4.V41_CACHES, page_tokens=v4.V41_PAGE_TOKENS, order="BLHNC")),
+        layers=v4.v41_layers, predicts=v4.v41_drafting, caches=v4.V41_CACHES, page_tokens=128, order="BLHNC")),
     # `models/minimax_m3/nvidia/model.py`, `common/indexer.py`: attention with an indexer.
     "minimax_m3_text": MINIMAX_M3,
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), replace(MINIMAX_M3, kv_heads=4, head_size=128)),
