@@ -41,7 +41,7 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 
 test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
 	@scripts/venv vllm
-	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into README.md; exit $$status
+	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into docs/pairs.md; exit $$status
 
 soak: ## eight engines over NIXL, kills, stops, aborts, hostile clients, every byte checked: two minutes; BENCH=full for an hour
 	@scripts/venv test

@@ -4,21 +4,18 @@ For each layout: one rank's pages in shuffled order, 4 layers, digested through 
 many bytes. Seconds are processor time of this process, and the best of five runs of each counts. Usage: `python bench/bench_digest.py [MiB per layout]`.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
-
-# One core: the matrix products are small, yet a linear algebra library may still start a thread per core.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
 from kvreshard.kinds import Attention, Kind, Latent, Mamba1, Mamba2, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
-from kvreshard.model.tables import PageTable
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan import compile_route
+from kvreshard.tools import digest_lanes
 from kvreshard.transport.local import HostMemory
-from kvreshard.verify import digest_rank
 
 NUM_LAYERS = 4
 GQA = Attention(8, 128, "bfloat16")
@@ -65,8 +62,11 @@ def measure(name: str, kind: Kind, order: str, interior: str, page: int, size_by
     table = PageTable(np.random.default_rng(1).permutation(num_pages), num_tokens)
     found = {}
 
+    lanes = compile_route(layout, layout, 0).lanes
+    request = Request({"group": table}, {}, {"group": [(0, num_tokens)]}, {})
+
     def digest() -> None:
-        found.update(digest_rank(layout, 0, {"group": table}, {"group": [(0, num_tokens)]}, HostMemory(), b"bench key"))
+        found.update(digest_lanes(lanes, "src", request, HostMemory(), b"bench key"))
 
     digest_s = best_s(digest)
     num_bytes = sum(digest.num_bytes for digest in found.values())

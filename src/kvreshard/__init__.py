@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from kvreshard.session.transfer import pull as pull
     from kvreshard.session.transfer import push as push
     from kvreshard.testing.oracle import oracle_transfer as oracle_transfer
+    from kvreshard.tools import ArrayBytes as ArrayBytes
+    from kvreshard.tools import compare as compare
+    from kvreshard.tools import digest_lanes as digest_lanes
     from kvreshard.transport.base import MemoryRegion as MemoryRegion
     from kvreshard.transport.base import Transport as Transport
     from kvreshard.transport.base import TransportError as TransportError
@@ -58,9 +61,6 @@ if TYPE_CHECKING:
     from kvreshard.transport.memory import Fabric as Fabric
     from kvreshard.transport.memory import MemoryTransport as MemoryTransport
     from kvreshard.transport.nixl import NixlTransport as NixlTransport
-    from kvreshard.verify import ArrayBytes as ArrayBytes
-    from kvreshard.verify import compare as compare
-    from kvreshard.verify import digest_lanes as digest_lanes
 
 __version__ = "0.1.0.dev0"
 
@@ -86,7 +86,7 @@ _PLACES = {
     "HostMemory": "transport.local",
     **dict.fromkeys(("Fabric", "MemoryTransport"), "transport.memory"),
     "NixlTransport": "transport.nixl",
-    **dict.fromkeys(("ArrayBytes", "compare", "digest_lanes"), "verify"),
+    **dict.fromkeys(("ArrayBytes", "compare", "digest_lanes"), "tools"),
 }
 __all__ = [*sorted(_PLACES), "__version__"]  # noqa: PLE0604 (they are names)
 

@@ -294,10 +294,10 @@ def _ranks(peer: Peer, card: EngineCard, layout: EngineLayout) -> Iterator[Line]
             return
     devices = sorted({region.device.split(":")[0] for rank in layout.ranks for region in rank.regions})
     text = f"{len(card.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
-    num_silent = sum(not rank.board_entries for rank in card.ranks)
+    num_silent = sum(not rank.mailbox_entries for rank in card.ranks)
     if num_silent:
         text += f"; {counted(num_silent, 'rank')} cannot be asked about digests"
-        yield Line(name, "warning", text, "upgrade it; digest_share is skipped until then")
+        yield Line(name, "warning", text, "digest_share is skipped for it")
     else:
         yield Line(name, "ok", text)
     if peer.host not in ("127.0.0.1", "::1", "localhost") and os.environ.get("UCX_NET_DEVICES") == "lo":

@@ -14,8 +14,8 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.model.text import counted
 from kvreshard.plan.explain import number_ranges
-from kvreshard.session.flight import Flight
-from kvreshard.testing.replay import Replayed
+from kvreshard.tools.flight import Flight
+from kvreshard.tools.replay import Replayed
 
 
 def show_replay(console: Console, name: str, flight: Flight, replayed: Replayed) -> None:
