@@ -256,7 +256,10 @@ def keep(console: Console, urls: dict[str, str], processes: dict[str, subprocess
     for what, command in (
         ("a completion", f"curl {urls['router']}/v1/completions {header} -d '{json.dumps(body)}'"),
         ("a chat", f"curl {urls['router']}/v1/chat/completions {header} -d '{json.dumps(chat)}'"),
-        ("what was moved", f"curl -s {urls['decode']}/metrics | grep ^kvreshard"),
+        (
+            "what was moved",
+            f"curl -s {urls['decode']}/metrics | grep -E '^kvreshard_(bytes_total|load_seconds_(sum|count)|failures)'",
+        ),
         ("what the prefill engine keeps for readers", f"curl -s {urls['prefill']}/metrics | grep ^kvreshard_leases"),
     ):
         console.print(f"\n# {what}", style="bold", highlight=False)

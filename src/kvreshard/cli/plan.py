@@ -52,6 +52,8 @@ LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard
 LINES_PER_WRITE = 4096
 # Of a request that nobody describes; fewer where a pool holds no more.
 USUAL_TOKENS = 1024
+# Block tables of more would take gigabytes of Python objects.
+MAX_TOKENS = 1 << 20
 
 
 class WayOption(StrEnum):
@@ -79,7 +81,9 @@ def plan(
         str, typer.Option(help="Where the caches are, for what copies cost: cpu, or a device as cuda:0.")
     ] = "cpu",
     cost_model: CostModelFile = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Invent a request of so many tokens.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Invent a request of so many tokens.")
+    ] = None,
     hit: Annotated[int, typer.Option(min=0, help="With --tokens: how many the decode engine has already.")] = 0,
     tables: Annotated[
         Path | None, typer.Option(help="JSON file with the request's block tables (docs/wire.md).")
