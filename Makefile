@@ -22,9 +22,9 @@ demo: ## Gemma-4 26B-A4B's cache, prefill TP 4 -> decode TP 8, one process per r
 	@scripts/venv run
 	@.venv/bin/kvreshard verify --model gemma-4-26b-a4b --prefill tp=4 --decode tp=8 $(ARGS)
 
-demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, beside an ordinary one (installs vLLM: 3 GB)
+demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, beside an ordinary one (installs vLLM: 3 GB); KEEP=1 leaves them up
 	@scripts/venv vllm
-	@.venv-vllm/bin/python examples/vllm/demo.py $(ARGS)
+	@.venv-vllm/bin/python examples/vllm/demo.py $(if $(KEEP),--keep) $(ARGS)
 
 test: ## the test suite; about ten minutes on 2 cores
 	@scripts/venv test

@@ -5,11 +5,18 @@ Each side reads its own memory and its own block tables only; page sizes, orders
 
 import numpy as np
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import compile_route
-from kvreshard.testing.oracle import oracle_transfer
-from kvreshard.tools import ArrayBytes, compare, digest_lanes
+from kvreshard import (
+    ArrayBytes,
+    PageTable,
+    Request,
+    compare,
+    compile_routes,
+    describe,
+    digest_lanes,
+    load,
+    oracle_transfer,
+    parse_engine,
+)
 
 model = load("deepseek-v2-lite")
 prefill = describe(model, parse_engine("tp=1"), "prefill", num_pages=4)
@@ -25,12 +32,12 @@ src_memory = {(0, "kv"): rng.integers(0, 256, prefill.ranks[0].regions[0].size_b
 dst_memory = {(0, "kv"): np.zeros(decode.ranks[0].regions[0].size_bytes, dtype=np.uint8)}
 arrived = oracle_transfer(prefill, decode, src_memory, dst_memory, request)[0, "kv"]
 
-lanes = compile_route(prefill, decode, 0).lanes
+(route,) = compile_routes(prefill, decode)
 key = b"one key per request"
 
 
 def digests(side: str, address: int, content: np.ndarray) -> dict:
-    return digest_lanes(lanes, side, request, ArrayBytes({address: content}), key)
+    return digest_lanes(route.lanes, side, request, ArrayBytes({address: content}), key)
 
 
 sent = digests("src", prefill.ranks[0].regions[0].address, src_memory[0, "kv"])

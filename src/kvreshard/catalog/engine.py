@@ -25,6 +25,7 @@ from kvreshard.catalog.spec import EngineSpec, unknown
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
+from kvreshard.model.expect import expect
 
 DEFAULT_PAGES = 128
 CONVOLUTIONAL = (GatedDelta, Mamba1, Mamba2, ShortConv)
@@ -43,6 +44,8 @@ class PagePlan:
 
 def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None = None) -> EngineLayout:
     """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError."""
+    expect(model, Model, "a model", "what `kvreshard.load` returns")
+    expect(spec, EngineSpec, "an engine", "what `kvreshard.parse_engine` returns")
     try:
         plan, stages = plan_pages(model, spec), stage_of_layers(model, spec)
     except LayoutError as error:

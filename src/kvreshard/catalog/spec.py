@@ -34,6 +34,7 @@ from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED, PACKED_FP4, P
 from kvreshard.kinds.assemble import ALIASES, ORDERS
 from kvreshard.kinds.attention import INTERIORS
 from kvreshard.model import LayoutError
+from kvreshard.model.expect import expect
 from kvreshard.model.text import counted, escaped
 
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
@@ -138,6 +139,7 @@ class EngineSpec:
 
 def parse_engine(text: str) -> EngineSpec:
     """The engine that `text` writes. Raises LayoutError naming key, value, what is allowed and the nearest match."""
+    expect(text, str, "an engine", "as in 'tp=4,page=16'")
     given: dict[str, Any] = {}
     page_of: dict[str, int] = {}
     seen: set[str] = set()

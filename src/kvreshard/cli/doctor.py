@@ -42,7 +42,7 @@ from kvreshard.cli.inputs import (
 from kvreshard.cli.output import bytes_text, show_line, show_table, write_json
 from kvreshard.model import EngineLayout, KvReshardError, WireError
 from kvreshard.model.text import counted
-from kvreshard.plan import Route, compile_route, elect, match_fields
+from kvreshard.plan import Route, compile_routes
 from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
@@ -240,8 +240,7 @@ def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
     """Whether every rank of `dst` can read all it needs from `src`."""
     what = f"route {src.engine} -> {dst.engine}"
     try:
-        election = elect(src, dst, match_fields(src, dst).names)
-        routes = [compile_route(src, dst, rank.rank, election=election) for rank in dst.ranks]
+        routes = compile_routes(src, dst)
     except KvReshardError as error:
         yield Line(what, "error", str(error), "kvreshard plan with both layouts shows the rest")
         return

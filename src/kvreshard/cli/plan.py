@@ -40,11 +40,10 @@ from kvreshard.cli.output import write_json
 from kvreshard.cli.plan_view import Priced, plan_document, show_plan
 from kvreshard.cli.tables_file import read_tables
 from kvreshard.cli.totals import count_totals
-from kvreshard.model import BindError, LayoutMismatch
+from kvreshard.model import BindError
 from kvreshard.model.tables import Request
 from kvreshard.model.text import counted
-from kvreshard.plan import CopyList, Route, bind, compile_route, elect, find_unwritten, match_fields
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
 from kvreshard.plan.explain import explain
 from kvreshard.testing.scenario import plain_request
 
@@ -53,6 +52,8 @@ LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard
 LINES_PER_WRITE = 4096
 # Of a request that nobody describes; fewer where a pool holds no more.
 USUAL_TOKENS = 1024
+# Block tables of more would take gigabytes of Python objects.
+MAX_TOKENS = 1 << 20
 
 
 class WayOption(StrEnum):
@@ -80,7 +81,9 @@ def plan(
         str, typer.Option(help="Where the caches are, for what copies cost: cpu, or a device as cuda:0.")
     ] = "cpu",
     cost_model: CostModelFile = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Invent a request of so many tokens.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Invent a request of so many tokens.")
+    ] = None,
     hit: Annotated[int, typer.Option(min=0, help="With --tokens: how many the decode engine has already.")] = 0,
     tables: Annotated[
         Path | None, typer.Option(help="JSON file with the request's block tables (docs/wire.md).")
@@ -109,7 +112,7 @@ def plan(
     room = None if tables is not None else tokens or USUAL_TOKENS
     pair = read_pair(model, *asked, pages, draft, may_lack=incomplete, num_tokens=room)
     cost = read_cost_model(cost_model, device)
-    routes = compile_pair(pair, rank, way.value if way else None, cost)
+    routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way.value if way else None)
     warn(pair.warnings)
     request, what = _request(pair, tables, tokens, hit)
     if copies or fills:
@@ -155,22 +158,6 @@ def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> t
         except BindError:
             tokens //= 2
     return None, ""
-
-
-def compile_pair(
-    pair: Pair, ranks: list[int] | None = None, way: Any = None, cost: CostModel | None = None
-) -> list[Route]:
-    """Proved routes of the decode ranks (all unless some are named). Raises LayoutMismatch."""
-    known = pair.decode.rank_by_number
-    for number in ranks or ():
-        if number not in known:
-            raise LayoutMismatch(f"engine '{pair.decode.engine}' has no rank {number}; its ranks are {sorted(known)}")
-    election = elect(pair.prefill, pair.decode, match_fields(pair.prefill, pair.decode).names)
-    chosen = dict.fromkeys(ranks) if ranks else known
-    return [
-        compile_route(pair.prefill, pair.decode, number, election=election, cost=cost or CostModel(), way=way)
-        for number in chosen
-    ]
 
 
 def _print_request(

@@ -223,10 +223,14 @@ def _per_token(use: SourceUse) -> str:
 
 def closing_lines(explanation: Explanation) -> Iterator[str]:
     """Unread sources and warnings."""
+    unread: dict[tuple[int, ...], list[int]] = {}
     for use in explanation.unread:
+        unread.setdefault(use.reporters, []).append(use.src_rank)
+    for reporters, ranks in unread.items():
+        who, them = ("ranks", "them when their") if len(ranks) > 1 else ("rank", "it when its")
         yield (
-            f"prefill rank {use.src_rank} is read by nobody; decode rank {join_ranks(use.reporters)} tells it when its pages "
-            "are free"
+            f"prefill {who} {join_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} read by nobody; decode rank {join_ranks(reporters)} tells "
+            f"{them} pages are free"
         )
     yield from (f"warning: {warning}" for warning in explanation.warnings)
 

@@ -1,6 +1,7 @@
 """From two layouts to addresses: compile once per pair, bind once per request. Pure; no I/O and no model vocabulary."""
 
 from kvreshard.plan.bind import bind
+from kvreshard.plan.compile import compile_routes
 from kvreshard.plan.copies import ByteRanges, CopyList, PageCopies, PageFrame
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.fill import find_holes, find_unwritten
@@ -20,6 +21,7 @@ __all__ = [
     "Route",
     "bind",
     "compile_route",
+    "compile_routes",
     "elect",
     "find_holes",
     "find_unwritten",

@@ -15,6 +15,7 @@ import msgspec
 
 from kvreshard.model.encoding_options import remedy_for
 from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.expect import expect
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.loops import row_kinds
@@ -32,6 +33,8 @@ class Match(msgspec.Struct, frozen=True):
 
 def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     """Raises LayoutMismatch with every finding, each once with the fields that it is true of (the first few in full)."""
+    for what, layout in (("the source's layout", src), ("the destination's layout", dst)):
+        expect(layout, EngineLayout, what, "what `kvreshard.describe` or `kvreshard.decode_layout` returns")
     findings: defaultdict[str, list[str]] = defaultdict(list)
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []

@@ -34,6 +34,12 @@ def test_a_file_that_is_none_is_refused(run, tmp_path: Path) -> None:
     assert "cannot be read" in result.stderr
 
 
+def test_a_file_without_an_end_is_not_read_to_it(run) -> None:
+    result = run("bench", "--constants", "/dev/zero")
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr
+
+
 def test_a_constant_that_is_none_is_named(run, tmp_path: Path) -> None:
     save_constants(tmp_path / "odd.json", host_facts(), CostModel())
     text = (tmp_path / "odd.json").read_text()

@@ -167,7 +167,7 @@ def test_only_some_ranks_and_a_forced_way(run) -> None:
 
 def test_unread_sources_and_one_sided_drafts_are_told(run) -> None:
     out = run("plan", "--model", "deepseek-v3", "--prefill", "tp=4,spec=1", "--decode", "tp=1").stdout
-    assert "prefill rank 3 is read by nobody; decode rank 0 tells it when its pages are free\n" in out
+    assert "prefill ranks 1-3 are read by nobody; decode rank 0 tells them when their pages are free\n" in out
     assert "warning: field 'mtp.0.attn.latent': in engine 'prefill' but not in engine 'decode', so not moved" in out
 
 
