@@ -70,7 +70,6 @@ class Check:
     posted: Callable[[Transfer], None]
     wake: Callable[[], None]
     clock: Callable[[], float]
-    new_token: Callable[[], int] = lambda: secrets.randbits(64)
 
 
 def is_chosen(request: str, share: float) -> bool:
@@ -116,7 +115,7 @@ def check_steps(check: Check, mover: Mover, route: Route, request: Request) -> G
 
     def new_token() -> int:
         while True:
-            token = check.new_token()
+            token = secrets.randbits(64)
             if all((token - other) % NUM_ENTRIES for other in pending):
                 return token
 
