@@ -42,9 +42,18 @@ from kvreshard.session.peer import Self
 from kvreshard.session.seal import Seal
 from kvreshard.testing.small import request
 from kvreshard.tools import flight as form
-from kvreshard.tools.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight
-from kvreshard.tools.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, FailedLoad, Recorder
+from kvreshard.tools.recorder import (
+    MAX_EVENT_TEXT,
+    MAX_EVENTS,
+    MIN_INTERVAL_S,
+    PART,
+    PART_AGE_S,
+    SUFFIX,
+    Events,
+    FailedLoad,
+    Recorder,
+)
 from kvreshard.tools.replay import replay, summarize
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
@@ -356,7 +365,7 @@ def test_events_are_a_ring() -> None:
     events = Events(clock)
     for number in range(MAX_EVENTS + 5):
         clock.now_s += 1.0
-        events.add(str(number), "x" * (MAX_TEXT + 1))
+        events.add(str(number), "x" * (MAX_EVENT_TEXT + 1))
     kept = events.list()
     assert (len(kept), events.num_forgotten, kept[0].name, kept[0].at_s) == (MAX_EVENTS, 5, "5", 6.0)
-    assert len(kept[0].text) == MAX_TEXT
+    assert len(kept[0].text) == MAX_EVENT_TEXT
