@@ -23,7 +23,8 @@ from kvreshard.model.errors import BindError
 from kvreshard.model.field import Axis
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Shard
 from kvreshard.model.ownership import Ownership
-from kvreshard.plan.cover import atoms, count_common
+from kvreshard.plan.cover import count_common
+from kvreshard.plan.election import cut_axis
 from kvreshard.plan.lane import Lane
 
 Int64s = NDArray[np.int64]
@@ -149,7 +150,7 @@ def _unclaimed(axes: tuple[Axis, ...], geometry: Geometry, before: tuple[Box, ..
     parts = [
         [
             atom
-            for atom in atoms(axis.extent, [mine[number], *(box[number] for box in before)])
+            for atom in cut_axis(axis.extent, [mine[number], *(box[number] for box in before)])
             if count_common(axis.extent, atom, mine[number])
         ]
         for number, axis in enumerate(axes)
