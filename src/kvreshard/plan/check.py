@@ -1,6 +1,6 @@
 """Proof that a route is right, whoever made it.
 
-It looks at the finished route and at both layouts, and shares no code with the election:
+It looks at the finished route and at both layouts. With the election it shares what an ownership is (`cover.turn`), and nothing else:
 
 1. Each lane says of every field what the layouts say: encoding, element size, axis maps, page strides, addresses.
 2. Bounds: from base address to the last cell of the last page lies inside one region on each side.
@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from fractions import Fraction
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,9 @@ from kvreshard.model.ownership import Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.lane import Lane, LaneAxis
 from kvreshard.plan.match import SHOWN, differences
-from kvreshard.plan.route import Route
+
+if TYPE_CHECKING:
+    from kvreshard.plan.route import Route
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:

@@ -20,6 +20,7 @@ from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
 from kvreshard.plan.budget import Budget
+from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose
 from kvreshard.plan.election import Box, Election, Family, elect
 from kvreshard.plan.kept import Kept
@@ -87,8 +88,6 @@ def compile_route(
     `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
     whether it is read directly or through staging; `way` forces it. `kept`: where what the lanes compute stays, if routes share it.
     """
-    from kvreshard.plan.check import prove
-
     if dst_rank not in dst.rank_by_number:
         raise LayoutMismatch(
             f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}"
