@@ -6,9 +6,8 @@ A deployment can refuse to start an engine where a line is an error, and log the
 from functools import partial
 
 from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.cli.doctor_host import check_files, check_memlock, check_python, check_shm
-from kvreshard.cli.doctor_line import bounded
-from kvreshard.cli.doctor_peer import check_route
+from kvreshard.cli.doctor import check_route
+from kvreshard.cli.doctor_host import bounded, check_files, check_memlock, check_python, check_shm
 
 for name, check in (
     ("python", check_python),

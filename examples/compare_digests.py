@@ -9,7 +9,7 @@ from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.testing.oracle import oracle_transfer
-from kvreshard.verify import ArrayBytes, compare, digest_lanes
+from kvreshard.tools import ArrayBytes, compare, digest_lanes
 
 model = load("deepseek-v2-lite")
 prefill = describe(model, parse_engine("tp=1"), "prefill", num_pages=4)

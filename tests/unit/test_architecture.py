@@ -19,7 +19,7 @@ PACKAGE = "kvreshard"
 SRC = ROOT / "src" / PACKAGE
 
 # A room imports from itself and from rooms to its left.
-ROOMS = ("model", "kinds", "plan", "transport", "verify", "session", "vllm", "catalog", "testing", "cli")
+ROOMS = ("model", "kinds", "plan", "transport", "session", "tools", "vllm", "catalog", "testing", "cli")
 # Narrower than the order: the planner sees shards, never what kind of cache they came from.
 NEVER = {("plan", "kinds")}
 
@@ -54,7 +54,7 @@ PICKLING_CALLS = {
 }
 
 # Rooms that know boxes, digits and addresses, and no model.
-MODEL_FREE = ("model", "plan", "transport", "session")
+MODEL_FREE = ("model", "plan", "transport", "session", "tools")
 MODEL_WORDS = frozenset(
     "mla mha mqa gqa mamba ssm gdn dsa mtp rope deltanet "
     "gemma deepseek llama qwen kimi nemotron granite falcon jamba bamba eagle gpt mistral mixtral glm".split()

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -170,7 +170,10 @@ class CutAxis:
 
     def ownership(self, first: int, stop: int) -> Ownership:
         """The intervals `[first, stop)` as one ownership."""
-        return _ownership(self.extent, self.edges[first], self.edges[stop], self.edges[-1])
+        low, high, period = self.edges[first], self.edges[stop], self.edges[-1]
+        if self.extent is not None:
+            return Interval(low, high)
+        return Interval(0, None) if high - low == period else Cyclic(low, high - low, period)
 
 
 def cut_axes(src: EngineLayout, family: Family, budget: Budget) -> list[CutAxis]:
@@ -293,7 +296,7 @@ def join_boxes(boxes: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, int], 
 
 
 def common_period(extent: int | None, owners: Iterable[Ownership]) -> int:
-    """`exact_period` where it can be laid out; raises LayoutMismatch where it cannot."""
+    """Coordinates after which all that the owners hold repeats. Raises LayoutMismatch where they are too many to lay out."""
     if extent is not None:
         return extent
     periods = {owned.period for owned in owners} - {1}
@@ -319,20 +322,3 @@ def find_edges(extent: int | None, owners: Iterable[Ownership]) -> Coordinates:
     period = common_period(extent, held)
     ends = np.array([0, period], dtype=np.int64)
     return np.unique(np.concatenate([ends, *(owned.edges(0, period) for owned in held)]))
-
-
-def cut_axis(extent: int | None, owners: Iterable[Ownership]) -> list[Ownership]:
-    """The intervals into which some ownerships cut an axis, in order; every owner holds each of them whole or not at all.
-
-    >>> [str(owned) for owned in cut_axis(8, [Interval(0, 5), Interval(3, 8)])]
-    ['[0, 3)', '[3, 5)', '[5, 8)']
-    """
-    edges = find_edges(extent, owners).tolist()
-    return [_ownership(extent, low, high, edges[-1]) for low, high in pairwise(edges)]
-
-
-def _ownership(extent: int | None, low: int, high: int, period: int) -> Ownership:
-    """The coordinates `[low, high)` of every period."""
-    if extent is not None:
-        return Interval(low, high)
-    return Interval(0, None) if (low, high) == (0, period) else Cyclic(low, high - low, period)

@@ -25,13 +25,13 @@ from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_car
 from kvreshard.session.handshake import fetch_card, tell_outcome
 from kvreshard.session.orders import Load, RemoteEngine
 from kvreshard.session.peers import describe_route
+from kvreshard.tools.shadow_record import Posted, RecordingAgent
+from kvreshard.tools.shadow_report import ShadowReport, compare_load
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import RankPlace, read_place
 from kvreshard.vllm.reception import RankPart
-from kvreshard.vllm.shadow_record import Posted, RecordingAgent
-from kvreshard.vllm.shadow_report import ShadowReport, compare_load
 from kvreshard.vllm.shadow_scheduler import ShadowLoad, ShadowOrders
 
 if TYPE_CHECKING:

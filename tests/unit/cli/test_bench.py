@@ -21,7 +21,8 @@ def test_without_a_file_the_defaults_are_shown(run, tmp_path: Path, monkeypatch:
 def test_kept_constants_are_shown(run, tmp_path: Path) -> None:
     path, model = tmp_path / "constants.json", CostModel(1e-6, 2e9, 3e-8, 4e9, 5e9)
     save_constants(path, host_facts(), model)
-    assert "1.00 us" in run("bench", "--constants", path).stdout
+    assert "a posted copy" in run("bench", "--constants", path).stdout
+    assert "  1 us\n" in run("bench", "--constants", path).stdout
     found = json.loads(run("bench", "--constants", path, "--json").stdout)
     assert (found["source"], CostModel(**found["constants"])) == ("measured", model)
 

@@ -1,5 +1,6 @@
 """Who gives what to whom: intervals, boxes, and an election that every rank decides alike."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,13 @@ from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Owne
 from kvreshard.model.changed import replace
 from kvreshard.plan import Election, compile_route, elect, match_fields
 from kvreshard.plan.cover import count_common
-from kvreshard.plan.election import CutAxis, common_period, cut_axis, join_boxes
+from kvreshard.plan.election import CutAxis, common_period, join_boxes
+
+
+def cut(extent: int | None, owners: Sequence[Ownership]) -> list[Ownership]:
+    """The intervals of an axis that source ranks hold so."""
+    axis = CutAxis(extent, {owned: [0] for owned in owners})
+    return [axis.ownership(number, number + 1) for number in range(len(axis.owners))]
 
 
 def election(src: EngineLayout, dst: EngineLayout) -> Election:
@@ -33,14 +40,14 @@ def election(src: EngineLayout, dst: EngineLayout) -> Election:
     ],
 )
 def test_an_axis_is_cut_at_every_edge(extent: int | None, owners: list[Ownership], expected: list[Ownership]) -> None:
-    assert cut_axis(extent, owners) == expected
+    assert cut(extent, owners) == expected
 
 
 def test_intervals_are_held_whole_or_not_at_all() -> None:
     owners = [Cyclic(0, 3, 8), Cyclic(2, 4, 6), Interval(0, None)]
     period = common_period(None, owners)
     assert period == 24
-    found = cut_axis(None, owners)
+    found = cut(None, owners)
     assert sum(count_common(None, one, one) for one in found) == period
     for one in found:
         for owned in owners:

@@ -10,12 +10,12 @@ from tests.pairs.small import request
 from tests.unit.session.world import KEY, LEASE, REMOTE, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
-from kvreshard.session.flight import decode_flight
 from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.orders import Failure, Load, RemoteEngine, Unwatch, Watch
 from kvreshard.session.peer import Peer
-from kvreshard.session.recorder import Recorder
 from kvreshard.session.source_keys import SourceKeys
+from kvreshard.tools.flight import decode_flight
+from kvreshard.tools.recorder import Recorder
 
 OTHER = replace(REMOTE, engine="other")
 
