@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from bench.compare import compare
-from kvreshard.transport.base import Copies, Direction, MemoryRegion
+from kvreshard.plan.copies import CopyList
+from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 
@@ -77,7 +78,7 @@ def measure() -> None:
         here, there = both.address + offsets, told["address"] + offsets
 
         def ours() -> None:
-            copies = Copies.of(here, there, size)  # noqa: B023 (called here)
+            copies = CopyList.of(there, here, size)  # noqa: B023 (called here)
             both.transport.post("source", Direction.READ, copies).wait(120)
 
         def theirs() -> None:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import CutLane, Pieces, bind_lane, cut_pieces, index_ranges
-from kvreshard.plan.copies import ByteRanges, CopyList, cut, merged, subtract
+from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.request_check import entries
 from kvreshard.plan.route import Route
 from kvreshard.plan.stream import Stream

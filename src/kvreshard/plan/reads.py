@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import CutLane, Runs, cut_stream, find_runs, list_copies
-from kvreshard.plan.copies import CopyList, PageCopies, PageFrame
+from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
@@ -44,7 +44,7 @@ MAX_GATHERED = 1 << 12
 class ReadPlan(msgspec.Struct, frozen=True):
     """Copies to post directly, and batches for the staging buffer, in order."""
 
-    direct: tuple[CopyList | PageCopies, ...]
+    direct: tuple[Copies, ...]
     batches: tuple[Batch, ...]
 
 
@@ -66,7 +66,7 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_frame
     Raises BindError.
     """
     plan = _Plan(staging_bytes, min_framed)
-    framed: dict[PageFrame, _Framed] = {}
+    framed: dict[Page, _Framed] = {}
     for stream, pairs in _cut(route, request, plan):
         for sheaf in stream.sheaves:
             found = framed.get(sheaf.frame)
@@ -109,7 +109,7 @@ class _Plan:
 
     staging_bytes: int
     min_framed: int
-    direct: list[CopyList | PageCopies] = field(default_factory=list)
+    direct: list[Copies] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
 
     def add_lane(self, cut: CutLane) -> None:
@@ -154,11 +154,11 @@ def _wanted(choice: Choice | None, staging_bytes: int) -> tuple[str, bool]:
     return choice.way, not choice.forced
 
 
-def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | PageCopies]:
+def _gathered(direct: Sequence[Copies]) -> Iterator[Copies]:
     """The same copies with the short lists of one source rank as one: a post costs as much as a hundred copies."""
-    lists: defaultdict[tuple[int, int], list[CopyList | PageCopies]] = defaultdict(list)
+    lists: defaultdict[tuple[int, int], list[Copies]] = defaultdict(list)
     for copies in direct:
-        if copies.num_copies > MAX_GATHERED or (isinstance(copies, PageCopies) and copies.run_pages is None):
+        if copies.num_copies > MAX_GATHERED or (isinstance(copies, PagedCopies)):
             yield copies
         else:
             lists[copies.src_rank, copies.dst_rank].append(copies)
@@ -166,7 +166,7 @@ def _gathered(direct: Sequence[CopyList | PageCopies]) -> Iterator[CopyList | Pa
         if len(found) == 1:
             yield found[0]
             continue
-        flat = [one.flat() if isinstance(one, PageCopies) else one for one in found]
+        flat = [one.flat() for one in found]
         src = np.concatenate([one.src_address for one in flat])
         dst = np.concatenate([one.dst_address for one in flat])
         yield CopyList(src_rank, dst_rank, src, dst, np.concatenate([one.length for one in flat]))

@@ -109,7 +109,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     @property
     def reads(self) -> CopyList:
         """What it reads."""
-        return self.listed.part(self.first, self.stop)
+        rows, listed = slice(self.first, self.stop), self.listed
+        columns = listed.src_address[rows], listed.dst_address[rows], listed.length[rows]
+        return CopyList(listed.src_rank, listed.dst_rank, *columns)
 
     @property
     def moves(self) -> tuple[Move, ...]:

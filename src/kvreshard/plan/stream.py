@@ -17,7 +17,7 @@ import msgspec
 from kvreshard.model.layout import Group
 from kvreshard.model.loops import compiled, lane_entries
 from kvreshard.model.ownership import Interval, Ownership
-from kvreshard.plan.copies import PageFrame
+from kvreshard.plan.copies import Page
 from kvreshard.plan.lane import Lane, Span
 from kvreshard.plan.slot import Boxes
 
@@ -38,7 +38,7 @@ class Sheaf(msgspec.Struct, frozen=True, eq=False):
     """
 
     lanes: tuple[Lane, ...]
-    frame: PageFrame
+    frame: Page
     joins: bool
     num_runs: int
     page_bytes: int
@@ -70,7 +70,7 @@ class Stream:
     src_span: Span
     dst_span: Span
     lanes: tuple[Lane, ...]
-    frames: dict[object, PageFrame]
+    frames: dict[object, Page]
 
     @cached_property
     def page_indices(self) -> int | None:
@@ -105,7 +105,7 @@ def make_streams(lanes: Iterable[Lane]) -> tuple[Stream, ...]:
         groups, spans = (lane.src_group, lane.dst_group), (lane.src_span, lane.dst_span)
         key = (groups, _sides(lane), lane.tokens_per_index, lane.keep_partial, spans)
         together.setdefault(key, []).append(lane)
-    frames: dict[object, PageFrame] = {}
+    frames: dict[object, Page] = {}
     return tuple(
         Stream(
             first.src_group,
@@ -133,7 +133,7 @@ def _sides(lane: Lane) -> tuple[Side, Side] | None:
     )
 
 
-def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, frames: dict[object, PageFrame]) -> Sheaf:
+def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, frames: dict[object, Page]) -> Sheaf:
     lanes, boxes = tuple(lane for lane, _ in found), [boxes for _, boxes in found]
     first = lanes[0]
     whole = (0, 0, first.src_span.indices)
@@ -151,7 +151,7 @@ def _sheaf(found: list[tuple[Lane, Boxes]], joins: bool, joins_boxes: bool, fram
         _way(first),
         *(column.tobytes() for column in (src_start, dst_start, length)),
     )
-    frame = frames.setdefault(key, PageFrame(src_start, dst_start, length, *strides, *counts))
+    frame = frames.setdefault(key, Page.of(src_start, dst_start, length, strides, counts))
     slots = [len(p.bases.src) for p in patterns]
     return Sheaf(
         lanes,

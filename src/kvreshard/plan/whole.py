@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import ordered, runs
+from kvreshard.model.loops import frame_copies, ordered, runs
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.bind import MAX_COPIES_PER_LIST, index_ranges
-from kvreshard.plan.copies import CopyList, PageCopies
+from kvreshard.plan.copies import Copies, CopyList, PagedCopies
 from kvreshard.plan.lane import Lane, Overlap, Span
 from kvreshard.plan.stream import Sheaf, Stream
 
@@ -93,7 +93,7 @@ def _ids(table: PageTable, span: Span, low: int, high: int) -> Int64s:
     return table.pages[low - table.first_page : high - table.first_page]
 
 
-def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[PageCopies]:
+def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[Copies]:
     """Whole pages of a sheaf's frame, read directly: one by one from `min_framed` copies on, else neighbours together."""
     frame, num_pages = sheaf.frame, len(pages.src_page)
     if not num_pages:
@@ -102,17 +102,19 @@ def direct_copies(sheaf: Sheaf, pages: WholePages, min_framed: int) -> Iterator[
     joins = sheaf.joins and pages.joined > 0
     num_copies = sheaf.num_runs * (num_pages - pages.joined if joins else num_pages)
     if num_copies >= min_framed and not (joins and pages.joined > MAX_JOINED * num_pages):
-        yield PageCopies(src_rank, dst_rank, frame, pages.src_page, pages.dst_page)
+        yield PagedCopies(src_rank, dst_rank, frame, pages.src_page, pages.dst_page)
         return
-    most_pages = max(1, max_joined_bytes(sheaf.page_bytes * num_pages) // frame.dst_stride_bytes) if joins else 1
+    most_pages = max(1, max_joined_bytes(sheaf.page_bytes * num_pages) // frame.dst_stride) if joins else 1
     src_page, dst_page, run_pages = runs(pages.src_page, pages.dst_page, most_pages)
     each = max(1, MAX_COPIES_PER_LIST // sheaf.num_runs)
-    if len(src_page) <= each:
-        yield PageCopies(src_rank, dst_rank, frame, src_page, dst_page, run_pages)
-        return
     for first in range(0, len(src_page), each):
         part = slice(first, first + each)
-        yield PageCopies(src_rank, dst_rank, frame, src_page[part], dst_page[part], run_pages[part])
+        columns = frame_copies(
+            (frame.src_start, frame.dst_start, frame.length),
+            (frame.src_stride, frame.dst_stride),
+            (src_page[part], dst_page[part], run_pages[part]),
+        )
+        yield CopyList(src_rank, dst_rank, *columns)
 
 
 def max_joined_bytes(num_bytes: int) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.model.tables import Request
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route
 from kvreshard.session.board import ENTRY_BYTES, NUM_ENTRIES, Answer, Said, entry_offset, read_answer
 from kvreshard.session.card import RankCard
@@ -29,7 +30,7 @@ from kvreshard.session.notes import Question, write_note
 from kvreshard.session.orders import CheckResult, RemoteLease
 from kvreshard.session.pull import settled
 from kvreshard.session.question import Part, make_questions, readable
-from kvreshard.transport.base import Copies, Direction, Transfer
+from kvreshard.transport.base import Direction, Transfer
 from kvreshard.verify import Digest, Memory
 
 WINDOW = 16
@@ -177,7 +178,9 @@ def _read_boards(
         card = check.boards[rank]
         local = [check.scratch_address + one.slot * ENTRY_BYTES for one in questions]
         remote = [card.board_address + entry_offset(one.question.token, card.board_entries) for one in questions]
-        transfers.append(mover.transport.post(mover.peers[rank], Direction.READ, Copies.of(local, remote, ENTRY_BYTES)))
+        transfers.append(
+            mover.transport.post(mover.peers[rank], Direction.READ, CopyList.of(remote, local, ENTRY_BYTES))
+        )
         note(transfers[-1])
     error: Exception | None = None
     for transfer in transfers:

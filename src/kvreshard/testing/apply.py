@@ -19,7 +19,6 @@ from kvreshard.model.tables import Request
 from kvreshard.plan import (
     CopyList,
     Lane,
-    PageCopies,
     ReadPlan,
     Route,
     bind,
@@ -88,7 +87,7 @@ def run_transfer(
         bound = (
             bind(route, request, max_copies) if route.dst_rank % 2 else plan_reads(route, request, min_framed=1).direct
         )
-        lists = [copies.flat() if isinstance(copies, PageCopies) else copies for copies in bound]
+        lists = [copies.flat() for copies in bound]
         rank = dst.rank_by_number[route.dst_rank]
         written = {region.name: np.zeros(region.size_bytes, dtype=np.int64) for region in rank.regions}
         if staging_bytes is None:

@@ -20,10 +20,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import CostModel
 from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import Copies, Direction
+from kvreshard.transport.base import Direction
 
 # Bytes of a piece, and how many.
 SMALL, MEDIUM, LARGE = (1024, 16_384), (32 << 10, 4096), (4 << 20, 32)
@@ -55,7 +56,7 @@ def _reads(ranks: Ranks) -> tuple[float, float, float]:
 
     def read(length: int, count: int) -> Callable[[], float]:
         here, there = (rng.permutation(ranks.memory_bytes // length)[:count] * length for _ in range(2))
-        copies = Copies.of(ranks.address(0) + here, ranks.address(1) + there, length)
+        copies = CopyList.of(ranks.address(1) + there, ranks.address(0) + here, length)
         return lambda: ranks.run(0, 1, Direction.READ, copies).seconds or LEAST_S
 
     small_s, medium_s, large_s = _in_turn(*(read(*kind) for kind in (SMALL, MEDIUM, LARGE)))
@@ -75,7 +76,7 @@ def _moves(device: str) -> tuple[float, float]:
 def _hidden(ranks: Ranks) -> float:
     length, count = LARGE[0], MOVED_BYTES // LARGE[0]
     at = np.arange(count, dtype=np.int64) * length
-    copies = Copies.of(ranks.address(0) + at, ranks.address(1) + at, length)
+    copies = CopyList.of(ranks.address(1) + at, ranks.address(0) + at, length)
     move = _Buffers(ranks.device(0)).move(*LONG)
 
     def read(meanwhile: Callable[[], object] = lambda: None) -> float:
@@ -93,7 +94,7 @@ def _batch_s(ranks: Ranks) -> float:
     """A read and a move of next to nothing, one after the other. On the processor the next batch hides them (docs/design/0032)."""
     if ranks.device(0) == "cpu":
         return 0.0
-    copies = Copies.of([ranks.address(0)], [ranks.address(1)], SHORT[0])
+    copies = CopyList.of([ranks.address(1)], [ranks.address(0)], SHORT[0])
     return sum(
         _in_turn(
             lambda: ranks.run(0, 1, Direction.READ, copies).seconds or LEAST_S,

@@ -26,27 +26,23 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model import KvReshardError, LayoutMismatch
+from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
 from kvreshard.testing.rank_memory import Block, DeviceBlock, HostBlock
 from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
 from kvreshard.transport.base import (
-    Copies,
     Direction,
     Transfer,
     TransferState,
     Transport,
     TransportError,
 )
-from kvreshard.transport.framed import Frame, FramedCopies
-
-if TYPE_CHECKING:
-    from kvreshard.transport.base import AnyCopies
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -79,25 +75,14 @@ class Disconnect(msgspec.Struct, tag=True):
 
 
 class Post(msgspec.Struct, tag=True):
-    """Start a copy list; the arrays are uint64 in this machine's byte order."""
+    """Start a copy list; the arrays are int64 in this machine's byte order."""
 
     peer: str
     direction: Direction
-    local_address: bytes
-    remote_address: bytes
-    length_bytes: bytes
+    src_address: bytes
+    dst_address: bytes
+    length: bytes
     notify: bytes | None
-
-
-class PostParts(msgspec.Struct, tag=True):
-    """Start a copy list part after part, each up to the next of `stops`; the arrays are as in `Post`, the last job is told."""
-
-    peer: str
-    direction: Direction
-    local_address: bytes
-    remote_address: bytes
-    length_bytes: bytes
-    stops: list[int]
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -106,18 +91,18 @@ class Cancel(msgspec.Struct, tag=True):
     job: int
 
 
-class PostFramed(msgspec.Struct, tag=True):
-    """Start framed copies. Entries are uint64, pages int64; `numbers`: strides and counts, local before remote."""
+class PostPaged(msgspec.Struct, tag=True):
+    """Start paged copies; the arrays are as in `Post`, strides and counts those of the source and of the destination."""
 
     peer: str
     direction: Direction
-    local_address: bytes
-    remote_address: bytes
-    length_bytes: bytes
-    numbers: tuple[int, int, int, int]
-    local_page: bytes
-    remote_page: bytes
-    run_pages: bytes | None
+    src_start: bytes
+    dst_start: bytes
+    length: bytes
+    strides: tuple[int, int]
+    counts: tuple[int, int]
+    src_page: bytes
+    dst_page: bytes
 
 
 class Wait(msgspec.Struct, tag=True):
@@ -156,7 +141,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 Request = (
-    Hello | Upload | Download | Metadata | Connect | Disconnect | Post | PostFramed | PostParts | Cancel | Wait | Notify | Notifications
+    Hello | Upload | Download | Metadata | Connect | Disconnect | Post | PostPaged | Cancel | Wait | Notify | Notifications
     | Attend | Reset | Close
     | Load | Move | Await
 )  # fmt: skip
@@ -199,7 +184,7 @@ class RankWorker:
         self._make_transport = make_transport
         self._transport: Transport | None = None
         self._jobs: dict[int, Transfer] = {}
-        self._frames: dict[object, Frame] = {}
+        self._pages: dict[object, Page] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
         self._mover: RankMover | None = None
@@ -229,7 +214,7 @@ class RankWorker:
         match request:
             case Metadata():
                 return Answer(data=transport.metadata())
-            case Post() | PostFramed() | PostParts():
+            case Post() | PostPaged():
                 return self._post(transport, request)
             case Wait():
                 return Answer(report=self._wait(request))
@@ -277,27 +262,22 @@ class RankWorker:
         self._transport.register([self._block.region])
         return Answer(address=self._block.region.address, start_s=time.monotonic() - started_s)
 
-    def _post(self, transport: Transport, request: Post | PostFramed | PostParts) -> Answer:
-        arrays = (request.local_address, request.remote_address, request.length_bytes)
-        local, remote, length = (np.frombuffer(array, dtype=np.uint64) for array in arrays)
-        copies: list[AnyCopies]
-        notify = request.notify if isinstance(request, Post) else None
+    def _post(self, transport: Transport, request: Post | PostPaged) -> Answer:
+        copies: Copies
+        notify = None
         if isinstance(request, Post):
-            copies = [Copies(local, remote, length)]
-        elif isinstance(request, PostParts):
-            whole = Copies(local, remote, length)
-            copies = [whole.part(first, stop) for first, stop in pairwise([0, *request.stops])]
+            columns = request.src_address, request.dst_address, request.length
+            copies = CopyList(0, 0, *(_numbers(column) for column in columns))
+            notify = request.notify
         else:
-            # Equal frames are one object, as in an engine: what a transport prepares for it is used again.
-            key = (*arrays, request.numbers)
-            frame = self._frames.setdefault(key, Frame(local, remote, length, *request.numbers))
-            told = (request.local_page, request.remote_page, request.run_pages)
-            pages = [np.frombuffer(page, dtype=np.int64) for page in told if page is not None]
-            copies = [FramedCopies(frame, *pages)]
-        for one in copies:
-            transfer = transport.post(request.peer, request.direction, one, notify)
-            self._num_jobs += 1
-            self._jobs[self._num_jobs] = transfer
+            # Equal pages are one object, as in an engine: what a transport prepares for it is used again.
+            entries = request.src_start, request.dst_start, request.length
+            key = *entries, request.strides, request.counts
+            src, dst, length = (_numbers(column) for column in entries)
+            page = self._pages.setdefault(key, Page.of(src, dst, length, request.strides, request.counts))
+            copies = PagedCopies(0, 0, page, _numbers(request.src_page), _numbers(request.dst_page))
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = transport.post(request.peer, request.direction, copies, notify)
         return Answer(job=self._num_jobs)
 
     def _wait(self, request: Wait) -> Report:
@@ -320,6 +300,10 @@ class RankWorker:
         """Close the transport, if there is one."""
         if self._transport is not None:
             self._transport.close()
+
+
+def _numbers(data: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(data, dtype=np.int64)
 
 
 def send_frame(channel: socket.socket, message: Any) -> None:

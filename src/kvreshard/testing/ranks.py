@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 
 import kvreshard
 from kvreshard.model import LayoutMismatch
+from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.rank_memory import HostBlock
 from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
-from kvreshard.transport.base import Copies, Direction, Transport, TransportError
-from kvreshard.transport.framed import FramedCopies
+from kvreshard.transport.base import Direction, Transport, TransportError
 
 # Starting NIXL takes 0.5 s alone and some seconds on a busy machine; nothing else takes longer than its own timeout.
 ANSWER_TIMEOUT_S = 60.0
@@ -113,35 +113,20 @@ class Ranks(abc.ABC):
         self.served(rank, ask.Disconnect(f"rank{peer}"))
 
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
-        """Start a transfer on `rank`; returns its job number without waiting."""
-        arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
-        local, remote, length = (array.tobytes() for array in arrays)
-        return self.served(rank, ask.Post(f"rank{peer}", direction, local, remote, length, notify)).job
+        """Start a transfer on `rank`; returns its job number without waiting. Only a list has a message."""
+        if isinstance(copies, CopyList):
+            src, dst, length = (column.tobytes() for column in (copies.src_address, copies.dst_address, copies.length))
+            return self.served(rank, ask.Post(f"rank{peer}", direction, src, dst, length, notify)).job
+        page = copies.page
+        columns = page.src_start, page.dst_start, page.length
+        src, dst, length, src_page, dst_page = (one.tobytes() for one in (*columns, copies.src_page, copies.dst_page))
+        strides, counts = (page.src_stride, page.dst_stride), (page.src_count, page.dst_count)
+        request = ask.PostPaged(f"rank{peer}", direction, src, dst, length, strides, counts, src_page, dst_page)
+        return self.served(rank, request).job
 
     def cancel(self, rank: int, job: int) -> None:
         """Post no more of a job of `rank`."""
         self.served(rank, ask.Cancel(job))
-
-    def run_framed(self, rank: int, peer: int, direction: Direction, copies: FramedCopies) -> Report:
-        """`run` of framed copies."""
-        frame = copies.frame
-        arrays = (frame.local_address, frame.remote_address, frame.length_bytes)
-        local, remote, length = (array.tobytes() for array in arrays)
-        numbers = (frame.local_stride_bytes, frame.remote_stride_bytes, frame.local_count, frame.remote_count)
-        pages = (copies.local_page.astype(np.int64).tobytes(), copies.remote_page.astype(np.int64).tobytes())
-        runs = None if copies.run_pages is None else copies.run_pages.astype(np.int64).tobytes()
-        request = ask.PostFramed(f"rank{peer}", direction, local, remote, length, numbers, *pages, runs)
-        return self._done(rank, peer, self.wait(rank, self.served(rank, request).job))
-
-    def run_parts(
-        self, rank: int, peer: int, direction: Direction, copies: Copies, stops: Sequence[int]
-    ) -> list[Report]:
-        """`run` of a copy list that is posted part after part, each up to the next of `stops`."""
-        arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
-        local, remote, length = (array.tobytes() for array in arrays)
-        request = ask.PostParts(f"rank{peer}", direction, local, remote, length, list(stops))
-        last = self.served(rank, request).job
-        return [self._done(rank, peer, self.wait(rank, job)) for job in range(last - len(stops) + 1, last + 1)]
 
     def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
         """How a job of `rank` ended; its state is "pending" if it has not within the time."""

@@ -11,7 +11,7 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import ByteRanges, CopyList, bind, compile_route, find_unwritten
 from kvreshard.plan import bind as _bind
 from kvreshard.plan.bind import MAX_CODED, Pieces, _merge_pages, distinct_overlaps
-from kvreshard.plan.copies import cut, merged, subtract
+from kvreshard.plan.byte_ranges import cut, merged, subtract
 from kvreshard.testing.apply import check_transfer, compile_all
 from kvreshard.testing.small import GROUP, changed, engine, request
 

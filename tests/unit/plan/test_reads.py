@@ -10,7 +10,7 @@ from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.changed import replace
 from kvreshard.model.loops import runs
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import CopyList, PageCopies, bind, compile_route, reads, stage, whole
+from kvreshard.plan import CopyList, PagedCopies, bind, compile_route, reads, stage, whole
 from kvreshard.plan.bind import bind_lane, cut_lanes, find_runs
 from kvreshard.plan.cost import DEVICE_COST, CostModel
 from kvreshard.plan.reads import plan_reads
@@ -64,8 +64,8 @@ def test_a_frame_names_the_copies_of_the_list() -> None:
     src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
     route, request = compile_route(src, dst, 1), make_request(src, dst, scattered(), scattered())
     framed = list(plan_reads(route, request, min_framed=1).direct)
-    assert any(isinstance(one, PageCopies) for one in framed)
-    listed = [one.flat() if isinstance(one, PageCopies) else one for one in framed]
+    assert any(isinstance(one, PagedCopies) for one in framed)
+    listed = [one.flat() for one in framed]
     assert rows(listed) == rows(list(bind(route, request)))
     assert sum(one.num_copies for one in framed) == sum(one.num_copies for one in listed)
     assert sum(one.num_bytes for one in framed) == sum(one.num_bytes for one in listed)
@@ -75,10 +75,10 @@ def test_the_frame_of_a_lane_stays_the_same_object() -> None:
     src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
     route = compile_route(src, dst, 0)
     found = [
-        one.frame
+        one.page
         for _ in range(2)
         for one in plan_reads(route, make_request(src, dst, scattered(), scattered())).direct
-        if isinstance(one, PageCopies)
+        if isinstance(one, PagedCopies)
     ]
     assert len(found) == 2 * len(route.lanes)
     assert found[0] is found[len(route.lanes)]
@@ -90,7 +90,7 @@ def test_neighbouring_pages_are_joined_instead_of_framed() -> None:
     lists = plan_reads(compile_route(src, dst, 0), make_request(src, dst, pages, pages)).direct
     # 125 pages per layer, 8 KiB with K and V together; more than 8 MiB in all, so a copy has 128 KiB at most.
     assert sum(one.num_copies for one in lists) == 32 * 8
-    assert all(isinstance(one, CopyList) or one.run_pages is not None for one in lists)
+    assert all(isinstance(one, CopyList) for one in lists)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,7 @@ def test_runs_have_every_page_once_and_not_too_many(most_pages: int) -> None:
     assert max(count for _, _, count in found) == min(most_pages, 8)
 
 
-def test_neighbouring_pages_alone_are_runs_of_a_frame() -> None:
-    """Without parts of pages there is nothing to gather them with; their rows are those of `bind`."""
+def test_neighbouring_pages_are_a_list_of_runs() -> None:
     src, dst = pair("tp=8,order=HND", "tp=8,order=HND")
     route = compile_route(src, dst, 0)
     src_pages = np.concatenate([np.arange(1, 41), np.arange(60, 101), [50, 110]])
@@ -136,13 +135,10 @@ def test_neighbouring_pages_alone_are_runs_of_a_frame() -> None:
     tables = {src_group.name: PageTable(src_pages, num_tokens)}, {dst_group.name: PageTable(dst_pages, num_tokens)}
     request = Request(*tables, {dst_group.name: [(0, num_tokens)]}, {})
     (found,) = plan_reads(route, request).direct
-    assert isinstance(found, PageCopies)
-    assert found.run_pages is not None
+    assert isinstance(found, CopyList)
     # Of 21.5 MB a copy has 128 KiB, 16 pages, at most.
-    assert found.run_pages.tolist() == [16, 16, 8, 1, 7, 16, 16, 2, 1]
-    flat = found.flat()
-    assert rows([flat]) == rows(list(bind(route, request)))
-    assert (found.num_copies, found.num_bytes) == (flat.num_copies, flat.num_bytes)
+    assert (found.length[:9] // 8192).tolist() == [16, 16, 8, 1, 7, 16, 16, 2, 1]
+    assert rows([found]) == rows(list(bind(route, request)))
 
 
 def test_many_runs_are_several_lists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +149,7 @@ def test_many_runs_are_several_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = plan_reads(route, request, min_framed=1 << 30).direct
     assert len(lists) > 4
     assert max(one.num_copies for one in lists) <= 1000
-    listed = [one.flat() if isinstance(one, PageCopies) else one for one in lists]
+    listed = [one.flat() for one in lists]
     assert rows(listed) == rows(list(bind(route, request)))
 
 
@@ -329,9 +325,7 @@ def test_short_lists_of_a_source_are_posted_as_one() -> None:
     plan = plan_reads(route, request)
     assert len(route.lanes) > 1
     assert len(plan.direct) == len(route.src_ranks)
-    assert rows([one.flat() if isinstance(one, PageCopies) else one for one in plan.direct]) == rows(
-        list(bind(route, request))
-    )
+    assert rows([one.flat() for one in plan.direct]) == rows(list(bind(route, request)))
 
 
 @pytest.mark.parametrize("fill_bytes", [1, 4096, 100_000])

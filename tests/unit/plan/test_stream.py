@@ -49,10 +49,7 @@ def test_other_strides_are_another_sheaf() -> None:
         wider = replace(lane, **{name: 2 * getattr(lane, name)})
         (stream,) = make_streams([lane, wider])
         first, second = stream.sheaves
-        assert (first.frame.src_stride_bytes, first.frame.dst_stride_bytes) != (
-            second.frame.src_stride_bytes,
-            second.frame.dst_stride_bytes,
-        )
+        assert (first.frame.src_stride, first.frame.dst_stride) != (second.frame.src_stride, second.frame.dst_stride)
 
 
 def test_groups_that_overlay_one_another_share_a_frame() -> None:

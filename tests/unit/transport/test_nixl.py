@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from tests.unit.transport.fake_agent import Stuck
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.transport import nixl
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions
@@ -26,10 +27,10 @@ def region(memory: NDArray[np.uint8]) -> MemoryRegion:
     return MemoryRegion(memory.ctypes.data, memory.nbytes)
 
 
-def strided(local: NDArray[np.uint8], remote: NDArray[np.uint8], num_pieces: int, length: int) -> Copies:
+def strided(local: NDArray[np.uint8], remote: NDArray[np.uint8], num_pieces: int, length: int) -> CopyList:
     """Equal pieces, spread over both memories."""
     offset = np.arange(num_pieces, dtype=np.uint64) * np.uint64(local.nbytes // num_pieces)
-    return Copies.of(offset + np.uint64(local.ctypes.data), offset + np.uint64(remote.ctypes.data), length)
+    return CopyList.of(offset + np.uint64(remote.ctypes.data), offset + np.uint64(local.ctypes.data), length)
 
 
 def until(condition: Callable[[], object]) -> None:
