@@ -58,7 +58,6 @@ reliability: ## every run behind docs/reliability.md that needs no vLLM, then it
 	@$(PY) -m bench.incast --json tests/results/incast.json
 	@$(PY) -m tests.faults.leaks --json tests/results/leaks.json
 	@$(PY) -m tests.soak --seconds $(if $(filter full,$(BENCH)),3600,120) --json tests/results/soak.json
-	@$(PY) tests/mutations/run.py session/ transport/ --json tests/results/mutants.json
 	@$(PY) -m tests.reliability --into docs/reliability.md
 
 check: ## format, lint, strict types, architecture, fast tests; before each commit
@@ -80,9 +79,9 @@ bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), raw NIXL 
 	@$(PY) -m bench.plots
 	@if [ "$$BENCH" = full ]; then for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done; fi
 
-mutants: ## break the code in many ways; every one must fail a test (some ten minutes)
+mutants: ## break what matters most, some two dozen ways; every one must fail a test (a few minutes)
 	@scripts/venv test
-	@$(PY) tests/mutations/run.py $(ARGS)
+	@$(PY) -m tests.mutants $(ARGS)
 
 clean: ## remove .venv, caches and builds
 	rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
