@@ -27,7 +27,6 @@ from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
-from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
@@ -78,9 +77,7 @@ class Arena:
         self.raw.create_backend("UCX", NixlOptions().params)
         for agent in (self.plain, self.raw):
             agent.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
-        self.metadata = {
-            rank: self.sources.served(number, ask.Metadata()).data for number, rank in enumerate(src_ranks)
-        }
+        self.metadata = {rank: self.sources.metadata(number) for number, rank in enumerate(src_ranks)}
         self.native = {rank: decode_metadata("nixl", data).native for rank, data in self.metadata.items()}
         self.src = self._relocated(src, {rank: self.sources.address(n) for n, rank in enumerate(src_ranks)})
         self.dst = self._relocated(dst, {dst_rank: self.address})

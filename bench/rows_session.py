@@ -110,7 +110,7 @@ def _answer(full: bool) -> Result:
         route, mover = compile_route(arena.src, arena.dst, 0, way="direct"), arena.mover()
         wanted = request(arena.src, arena.dst, num_tokens, "random")
         arena.fill(wanted)
-        arena.sources.served(0, _connect(arena))
+        arena.sources.call(0, "connect", "rank9", arena.transport.metadata())
         waits, started_s = [], time.monotonic()
         span_s = 10.0 if full else 4.0
         while time.monotonic() - started_s < span_s:
@@ -133,12 +133,6 @@ def _answer(full: bool) -> Result:
             ROW, "answer to another peer during one transfer after another", float(np.median(waits)) * 1e3, None, "ms", None, None,
             "below 50 ms", worst < 50, "met judges the 99th percentile", {"p99_ms": worst, "asked": len(waits)},
         )  # fmt: skip
-
-
-def _connect(arena: Arena) -> Any:
-    from kvreshard.testing import rank_worker as ask
-
-    return ask.Connect("rank9", arena.transport.metadata())
 
 
 def _resident() -> int:

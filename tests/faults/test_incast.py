@@ -10,7 +10,6 @@ import pytest
 from bench.incast import CASES, NUM_READERS, TRANSFER_BYTES, Case, read_all
 
 from kvreshard.plan.copies import CopyList
-from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState
 from kvreshard.transport.nixl import NixlTransport
@@ -50,7 +49,7 @@ def test_a_stopped_source_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatc
             reader.register([MemoryRegion(here, MEMORY_BYTES)])
             for rank in range(2):
                 ranks.memory(rank)[:] = rank + 1
-                reader.add_peer(f"source{rank}", ranks.served(rank, ask.Metadata()).data)
+                reader.add_peer(f"source{rank}", ranks.metadata(rank))
                 read(rank, rank).wait(60.0)
             os.kill(ranks.process_id(0), signal.SIGSTOP)
             stuck = [read(0, 2 + number) for number in range(2 * Pace().max_in_flight)]

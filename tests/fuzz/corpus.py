@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from tests.fuzz.targets import PAIRS, TARGETS
+from tests.pairs.small import engine
 
 from kvreshard.model import packed, wire
 from kvreshard.session import hello as hellos
@@ -18,7 +19,6 @@ from kvreshard.session.handshake import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
 from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.seal import incarnation_of
-from kvreshard.testing.small import engine
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
 from kvreshard.vllm.items import Item

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 import msgspec
+from tests.pairs.random_pairs import Pair, make_pair
 
 from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, packed, wire
 from kvreshard.plan import bind
@@ -19,7 +20,6 @@ from kvreshard.plan.route import compile_route
 from kvreshard.session.card import decode_card
 from kvreshard.session.hello import read_answer, read_hello
 from kvreshard.session.notes import read_note
-from kvreshard.testing.pairs import Pair, make_pair
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
 from kvreshard.vllm.params import ParamsError, read_params

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from tests.pairs.small import engine
 
 from kvreshard.model.form import Form, Step, Tree
 from kvreshard.session import card as cards
@@ -22,7 +23,6 @@ from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_car
 from kvreshard.session.handshake import Address, Listener, fetch_card, tell_outcome
 from kvreshard.session.hello import Hello, read_answer, read_hello
 from kvreshard.session.notes import Heartbeat, Report, heartbeats, read_note, write_note
-from kvreshard.testing.small import engine
 
 PEER = Path(__file__).parent / "peer"
 PATIENCE_S = 60.0

@@ -1,6 +1,6 @@
 """For random pairs of engines: do digests agree when the bytes do, follow their definition, and differ when anything is wrong?
 
-Pairs are those of `kvreshard.testing.pairs`: all kinds, and layouts that come from no kind. The destination's memory is what
+Pairs are those of `tests.pairs.random_pairs`: all kinds, and layouts that come from no kind. The destination's memory is what
 the slow oracle leaves; corruptions are written cell by cell by a reference that shares no code with `verify/`.
 """
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.pairs.random_pairs import LAYERS, PairLayer, make_pair
 from tests.unit.verify import slow_digest
 from tests.unit.verify.engines import Arrived, Engine, arrive_pair, small
 from tests.unit.verify.slow_digest import Cell
 
-from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
 from kvreshard.verify import Digest, add_up, compare, digest_rank
 
 SEEDS = st.integers(0, 2**31)

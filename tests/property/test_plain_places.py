@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pairs.random_pairs import make_pair
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import (
@@ -32,7 +33,6 @@ from kvreshard.model.fields import Fields
 from kvreshard.model.layout import Rank
 from kvreshard.model.outline import Outline, Slabs
 from kvreshard.model.plain_places import PlainSlabs
-from kvreshard.testing.pairs import make_pair
 
 NUM_LAYOUTS, NUM_CHANGES = 60, 12
 STEPS = (-(2**40), -4096, -64, -1, 1, 2, 64, 4096, 2**40, 2**62)

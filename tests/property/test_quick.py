@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pairs import kind_pairs
+from tests.pairs.requests import make_request
+from tests.pairs.small import engine
+from tests.pairs.small import request as small_request
 
 from kvreshard.model import BindError, LayoutError
 from kvreshard.model.changed import replace
@@ -20,10 +24,6 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, compile_route, plan_reads
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.whole import pair_pages
-from kvreshard.testing import kind_pairs
-from kvreshard.testing.requests import make_request
-from kvreshard.testing.small import engine
-from kvreshard.testing.small import request as small_request
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="nothing was compiled when this was installed")
 NUM_PAIRS = 400

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from tests.pairs.apply import poison_new_pages, random_memory
+from tests.pairs.carry import carry
+from tests.pairs.random_pairs import LAYERS, PairLayer, make_pair
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
-from kvreshard.testing.apply import poison_new_pages, random_memory
-from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
-from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import numpy as np
+from tests.pairs.small import engine, request
 
 from bench.gpu.findings import Bench
 from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.rank_memory import make_block
-from kvreshard.testing.small import engine, request
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.words import reach
 from kvreshard.verify import digest_lanes

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 
 import numpy as np
+from tests.pairs.small import engine
 from tests.unit.session.world import (
     KIND,
     OPTIONS,
@@ -30,7 +31,6 @@ from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.staging import Staging
 from kvreshard.testing.oracle import oracle_transfer
 from kvreshard.testing.rank_memory import Block, make_block
-from kvreshard.testing.small import engine
 from kvreshard.transport.nixl import NixlTransport
 
 STAGING_BYTES = 1 << 16

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.pairs.small import engine
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor_lines import only, words
 
@@ -25,7 +26,6 @@ from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.keys import read_keys, write_keys
 from kvreshard.session.seal import incarnation_of
 from kvreshard.testing.ranks import RankDiedError
-from kvreshard.testing.small import engine
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import RegionTable, encode_metadata
 

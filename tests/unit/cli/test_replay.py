@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from tests.pairs.small import engine, request
 from tests.unit.cli.conftest import Run
 
 from kvreshard import __version__
@@ -26,7 +27,6 @@ from kvreshard.session.flight import (
 )
 from kvreshard.testing import replay as replaying
 from kvreshard.testing.scenario import make_requests
-from kvreshard.testing.small import engine, request
 from kvreshard.transport.memory import Fault, MemoryTransport
 
 SRC, DST = engine("prefill", tp=2, page=4), engine("decode", page=6)

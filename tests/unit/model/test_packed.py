@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.pairs.random_pairs import make_pair
+from tests.pairs.small import engine
 from tests.unit.model.test_wire_refusals import HOSTILE, leaves, plan, replaced
 
 from kvreshard.kinds import Attention, Latent
@@ -17,8 +19,6 @@ from kvreshard.model.column import Column
 from kvreshard.model.names import Names
 from kvreshard.model.outline import Outline, Slab, Slabs
 from kvreshard.plan.route import compile_route
-from kvreshard.testing.pairs import make_pair
-from kvreshard.testing.small import engine
 
 
 def trip(layout: EngineLayout) -> EngineLayout:

@@ -6,6 +6,7 @@ They would take minutes or all memory without the bounds; what is tested is that
 from __future__ import annotations
 
 import pytest
+from tests.pairs.small import engine
 
 from kvreshard.model import EngineLayout, LayoutError, LayoutMismatch, WireError, packed, parts, wire
 from kvreshard.model import layout_check as checks
@@ -19,7 +20,6 @@ from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.parts import MAX_RANKS
 from kvreshard.plan import election, pattern, route
 from kvreshard.plan.route import compile_route
-from kvreshard.testing.small import engine
 
 HUGE = 1 << 60
 

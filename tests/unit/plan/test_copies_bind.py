@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.pairs.apply import check_transfer, compile_all
+from tests.pairs.small import GROUP, changed, engine, request
 
 from kvreshard.kinds import Attention, Latent, Mamba1, Ring, Style
 from kvreshard.model import EngineLayout, Rank, Region
@@ -12,8 +14,6 @@ from kvreshard.plan import ByteRanges, CopyList, bind, compile_route, find_unwri
 from kvreshard.plan import bind as _bind
 from kvreshard.plan.bind import MAX_CODED, Pieces, _merge_pages, distinct_overlaps
 from kvreshard.plan.byte_ranges import cut, merged, subtract
-from kvreshard.testing.apply import check_transfer, compile_all
-from kvreshard.testing.small import GROUP, changed, engine, request
 
 SIDES = ("prefill", "decode")
 ONE_FIELD = Latent(4, "bfloat16")  # 8 bytes per token

@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tests.pairs.apply import check_transfer, compile_all
+from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
@@ -12,8 +14,6 @@ from kvreshard.model.changed import replace
 from kvreshard.plan import Election, compile_route, elect, match_fields
 from kvreshard.plan.cells import CutAxis, looked_up, swept
 from kvreshard.plan.cover import atoms, common_period, count_common, edges_of, join, meets
-from kvreshard.testing.apply import check_transfer, compile_all
-from kvreshard.testing.small import engine, request
 
 
 def election(src: EngineLayout, dst: EngineLayout) -> Election:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.pairs.random_pairs import LAYERS, PairLayer, make_pair
+from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention
 from kvreshard.plan import bind, compile_route, fill, find_holes, find_unwritten
 from kvreshard.plan.copies import CopyList
-from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
-from kvreshard.testing.small import engine, request
 
 NUM_PAIRS = 40
 

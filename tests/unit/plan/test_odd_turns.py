@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairs.apply import check_transfer, compile_all
+from tests.pairs.small import GROUP, engine, request
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
@@ -30,8 +32,6 @@ from kvreshard.plan.cover import (
     overlaps,
 )
 from kvreshard.plan.pattern import Pattern, build_pattern
-from kvreshard.testing.apply import check_transfer, compile_all
-from kvreshard.testing.small import GROUP, engine, request
 
 LATENT = Latent(2, "bfloat16")
 STEPS = (1, 2, 3, 4, 5, 6, 7, 9, 10, 12)

@@ -1,13 +1,13 @@
 """Are lanes put together exactly where one frame can say what each of them reads?"""
 
 import numpy as np
+from tests.pairs.small import engine
 
 from kvreshard.kinds import Attention, Latent
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model.changed import replace
 from kvreshard.plan import Lane, compile_route
 from kvreshard.plan.stream import make_streams
-from kvreshard.testing.small import engine
 
 
 def lanes_of(tp: int) -> tuple[Lane, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairs.small import request
 from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, World, make_world, meet, order_load, seal
 
 from kvreshard.session import answers, check, question
@@ -19,7 +20,6 @@ from kvreshard.session.card import RankCard
 from kvreshard.session.notes import VERSION, Question, write_note
 from kvreshard.session.orders import Failure, Load, Revoke
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.testing.small import request
 from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fault
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import (
     KEY,
     LEASE,
@@ -29,7 +30,6 @@ from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Revoke
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.seal import Seal
 from kvreshard.testing.oracle import differing_bytes, write_values
-from kvreshard.testing.small import request
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fault
 

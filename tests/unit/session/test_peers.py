@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
@@ -18,7 +19,6 @@ from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.session.peer import Peer, Self
 from kvreshard.session.peers import Peers, connect_engine
 from kvreshard.session.seal import incarnation_of
-from kvreshard.testing.small import engine
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairs.small import request
 from tests.unit.session.world import (
     LEASE,
     LIFE,
@@ -43,7 +44,6 @@ from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.peer import Self
 from kvreshard.session.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, Crash, Recorder
 from kvreshard.testing.replay import replay, summarize
-from kvreshard.testing.small import request
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
 

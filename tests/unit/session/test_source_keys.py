@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import KEY, LEASE, REMOTE, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
@@ -15,7 +16,6 @@ from kvreshard.session.orders import Failure, Load, RemoteEngine, Unwatch, Watch
 from kvreshard.session.peer import Peer
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
-from kvreshard.testing.small import request
 
 OTHER = replace(REMOTE, engine="other")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
@@ -34,7 +35,6 @@ from kvreshard.session.peers import Peers
 from kvreshard.session.recorder import Recorder
 from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging
-from kvreshard.testing.small import engine, request
 from kvreshard.transport.base import MemoryRegion, Transfer
 from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport

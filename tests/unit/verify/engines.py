@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from tests.pairs.apply import compile_all, random_memory
+from tests.pairs.random_pairs import Pair
 from tests.unit.verify import slow_digest
 from tests.unit.verify.slow_digest import Cell
 
@@ -13,9 +15,7 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan import Lane
-from kvreshard.testing.apply import compile_all, random_memory
 from kvreshard.testing.oracle import oracle_transfer, write_values
-from kvreshard.testing.pairs import Pair
 from kvreshard.verify import ArrayBytes, Digest, Memory, Part, Side, digest_engine, digest_lanes, digest_parts
 
 NUM_TOKENS = 45

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pairs.small import GROUP, engine, request
 
 from kvreshard.kinds import Attention
 from kvreshard.model import EngineLayout
@@ -14,7 +15,6 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Load, RemoteEngine, RemoteLease
 from kvreshard.session.seal import Seal
-from kvreshard.testing.small import GROUP, engine, request
 from kvreshard.vllm.shadow_record import RecordingAgent
 from kvreshard.vllm.shadow_report import ShadowReport, compare_load
 

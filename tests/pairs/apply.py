@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.pairs.carry import carry
 
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
@@ -30,7 +31,6 @@ from kvreshard.plan import (
 )
 from kvreshard.plan.cost import Way
 from kvreshard.plan.stage import Move
-from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, Memory, differing_bytes, oracle_transfer, write_values
 
 Int64s = NDArray[np.int64]

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from tests.pairs import kind_pairs, raw_pairs
+from tests.pairs.apply import WrongBytes, check_transfer, compile_all
+from tests.pairs.requests import make_request
 
 from kvreshard.model import EngineLayout, LayoutError, packed, wire
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route
-from kvreshard.testing import kind_pairs, raw_pairs
-from kvreshard.testing.apply import WrongBytes, check_transfer, compile_all
-from kvreshard.testing.requests import make_request
 
 PairLayer = Literal["kinds", "raw"]
 LAYERS: Sequence[PairLayer] = ("kinds", "raw")
