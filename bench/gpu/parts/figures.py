@@ -55,7 +55,7 @@ def _load(bench: Bench, shape: Shape, pair: Pair, num_tokens: int, table: str) -
             processor_ms=spent.cpu_s * 1e3,
             mib=num_bytes / (1 << 20),
             direct_copies=sum(copies.num_copies for copies in plan.direct),
-            staged_reads=sum(batch.stop - batch.first for batch in plan.batches),
+            staged_reads=sum(batch.reads.num_copies for batch in plan.batches),
             plain_copy_ms=copied_s * 1e3,
         )
 

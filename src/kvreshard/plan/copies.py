@@ -10,6 +10,7 @@ nothing else of a plan. `coalesce` joins neighbours, `cut_long` cuts what is too
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -157,3 +158,17 @@ def cut_long(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tup
     row = np.repeat(np.arange(len(length), dtype=np.int64), parts)
     before = max_bytes * (np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts))
     return src[row] + before, dst[row] + before, np.minimum(length[row] - before, max_bytes), row
+
+
+def joined_lists(lists: Sequence[CopyList]) -> CopyList:
+    """Lists of one pair of ranks, one after another, as one."""
+    first = lists[0]
+    if len(lists) == 1:
+        return first
+    columns = ([getattr(one, name) for one in lists] for name in ("src_address", "dst_address", "length"))
+    return CopyList(first.src_rank, first.dst_rank, *map(np.concatenate, columns))
+
+
+def joined(arrays: Sequence[Int64s]) -> Int64s:
+    """One array of some, at least one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

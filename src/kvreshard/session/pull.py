@@ -3,7 +3,7 @@
 `pull_steps` is a generator. It yields a `Transfer` when it cannot go on before that has settled, or None when it waits for
 the staging buffer; whoever drives it resumes it then. What it does, in order:
 
-1. Decide per lane what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
+1. Decide what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
 2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read. If
    another load has kept the buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
 3. Zero what no copy writes in newly allocated pages, once, while the first reads run or another load has the buffer. That may be before,
@@ -130,7 +130,7 @@ def pull_steps(
         raise error
     num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in batches)
     num_read = num_direct + sum(batch.reads.num_bytes for batch in batches)
-    num_copies = sum(c.num_copies for c in lists) + sum(b.stop - b.first for b in batches)
+    num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in batches)
     total_s = mover.clock() - started_s
     return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed, post_s)
 
@@ -202,17 +202,7 @@ def _permute_when_read(
     if error is not None:
         raise error
     for move in batch.moves:
-        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
-        mover.memory.move(
-            address,
-            move.slot_bytes,
-            move.dst_bases,
-            move.dst_pages,
-            move.length,
-            loops,
-            move.slot_offset,
-            move.dst_offset,
-        )
+        mover.memory.move(address, move)
 
 
 def _check_words(

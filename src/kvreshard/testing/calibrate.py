@@ -21,7 +21,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvreshard.plan.copies import CopyList
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
+from kvreshard.plan.refine import Loop
+from kvreshard.plan.stage import Move
 from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import Direction
@@ -44,7 +46,14 @@ def calibrate(ranks: Ranks) -> CostModel:
     copy_s, read_bytes_per_s, stage_bytes_per_s = _reads(ranks)
     move_run_s, move_bytes_per_s = _moves(ranks.device(0))
     return CostModel(
-        copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s, stage_bytes_per_s, _hidden(ranks), _batch_s(ranks)
+        copy_s,
+        read_bytes_per_s,
+        move_run_s,
+        move_bytes_per_s,
+        stage_bytes_per_s,
+        _hidden(ranks),
+        _batch_s(ranks),
+        MEASURED_SPEEDUP,
     )
 
 
@@ -115,13 +124,14 @@ class _Buffers:
     def move(self, run: int, page: int, num_pages: int | None = None) -> Callable[[], float]:
         """Seconds of moving pages, all if not told how many, scattered, in runs of so many bytes, each time that it is called."""
         pages = self._rng.permutation(MOVED_BYTES // page)[:num_pages].astype(np.int64) * 2 * page
-        loops = [(page // run, run, 2 * run)]
         source = self._block.region.address
-        bases = np.array([source + MOVED_BYTES], dtype=np.int64)
+        at = np.arange(len(pages), dtype=np.int64) * page
+        first, bases = np.zeros(1, dtype=np.int64), np.array([source + MOVED_BYTES], dtype=np.int64)
+        move = Move(run, (Loop(page // run, run, 2 * run),), first, at, bases, pages)
 
         def once() -> float:
             started_s = time.perf_counter()
-            self._block.memory.move(source, page, bases, pages, run, loops, 0, 0)
+            self._block.memory.move(source, move)
             return time.perf_counter() - started_s
 
         return once

@@ -22,7 +22,7 @@ def test_batches_take_turns_in_both_halves() -> None:
     assert [staging.half(number) for number in range(4)] == [ADDRESS, ADDRESS + HALF_BYTES] * 2
     assert staging.half_bytes == HALF_BYTES
     reads = CopyList.of([10, 30], [0, 4], [4, 6], src_rank=3, dst_rank=1)
-    placed = reads_into(ADDRESS, Batch(reads, 0, 2, (), 0, 0))
+    placed = reads_into(ADDRESS, Batch(reads, (), 10))
     assert (placed.src_rank, placed.dst_rank) == (3, 1)
     assert placed.dst_address.tolist() == [ADDRESS, ADDRESS + 4]
     assert (placed.src_address.tolist(), placed.length.tolist()) == ([10, 30], [4, 6])
