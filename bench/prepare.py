@@ -15,10 +15,8 @@ from bench.held import Held
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.staging import Staging, reads_into
 from kvreshard.transport.base import Direction
-from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 
 # What the owner's budget grows to at some 20 ms a post on one host.
@@ -56,7 +54,6 @@ class Prepared:
         # The bench looks inside on purpose: there is no public way to prepare without posting.
         self._agent = self._transport._owner._agent.agent  # what is watched
         self._held = Held(self._agent._agent)
-        self._mover = Mover(self._transport, HostMemory(), {})
         self._staging = Staging(arena.staging_address, STAGING_BYTES)
         self.num_reads = 0
         self.num_staged = 0
@@ -65,15 +62,14 @@ class Prepared:
         """Everything up to `transfer`."""
         request = listed.request()
         plan = plan_reads(route, request, STAGING_BYTES // 2)
-        staged = list(self._staging.place(plan.batches))
-        direct = [(copies.src_rank, self._mover.ready(Direction.READ, copies)) for copies in plan.direct]
+        staged = [reads_into(self._staging.half(number), batch) for number, batch in enumerate(plan.batches)]
         self.num_reads, self.num_staged = 0, len(staged)
         self._agent._agent = self._held
         try:
-            for src_rank, copies in (*direct, *((one.batch.src_rank, one.reads) for one in staged)):
-                peer = f"source {src_rank}"
-                own_name, table = self._transport._peer(peer)
-                cursor = self._transport._cursor(copies, table, peer)
+            for copies in (*plan.direct, *staged):
+                peer = f"source {copies.src_rank}"
+                own_name, _ = self._transport._peer(peer)
+                cursor = self._transport._cursor(peer, Direction.READ, copies)
                 while not cursor.exhausted:
                     piece = cursor.take(BUDGET_BYTES)
                     self._agent.start(own_name, Direction.READ, piece)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from bench.incast import CASES, NUM_READERS, TRANSFER_BYTES, Case, read_all
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import ProcessRanks
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.pace import Pace
 
@@ -41,7 +42,7 @@ def test_a_stopped_source_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatc
 
         def read(rank: int, place: int) -> Transfer:
             start = np.arange(1000, dtype=np.uint64) * np.uint64(64) + np.uint64(place * (1 << 16))
-            copies = Copies.of(np.uint64(here) + start, np.uint64(ranks.address(rank)) + start, 64)
+            copies = CopyList.of(np.uint64(ranks.address(rank)) + start, np.uint64(here) + start, 64)
             return reader.post(f"source{rank}", Direction.READ, copies)
 
         try:

@@ -20,7 +20,6 @@ from kvreshard.model.tables import Request
 from kvreshard.plan import (
     CopyList,
     Lane,
-    PageCopies,
     ReadPlan,
     Route,
     bind,
@@ -78,17 +77,14 @@ def run_transfer(
     request: Request,
     src_memory: Memory,
     dst_memory: Memory,
-    max_copies: int = 1 << 17,
     staging_bytes: int | None = None,
 ) -> dict[tuple[int, str], Bytes]:
     """The destination's memory after the planned transfer, as a copy; through staging if it has a size. Raises WrongBytes."""
     after = {place: content.copy() for place, content in dst_memory.items()}
     for route in routes:
-        # Every other rank takes whole pages by frame, so that both ways of binding are held to the oracle.
-        bound = (
-            bind(route, request, max_copies) if route.dst_rank % 2 else plan_reads(route, request, min_framed=1).direct
-        )
-        lists = [copies.flat() if isinstance(copies, PageCopies) else copies for copies in bound]
+        # Every other rank posts pages, so that both types of copies are held to the oracle.
+        bound = bind(route, request) if route.dst_rank % 2 else plan_reads(route, request, min_paged=1).direct
+        lists = [copies.flat() for copies in bound]
         rank = dst.rank_by_number[route.dst_rank]
         written = {region.name: np.zeros(region.size_bytes, dtype=np.int64) for region in rank.regions}
         if staging_bytes is None:
@@ -146,23 +142,20 @@ def _run_staged(
 
 def _staged(lane: Lane) -> Lane:
     choice = lane.choice
-    return lane if choice is None else lane.chosen(replace(choice, way="staged", forced=True))
+    return lane if choice is None else lane.chosen(replace(choice, way="staged", forced=True, is_open=False))
 
 
 def _listed(dst_rank: int, move: Move) -> CopyList:
     """A strided move as a list of copies from the staging buffer."""
-    source, target = np.array([move.slot_offset], dtype=np.int64), np.array([move.dst_offset], dtype=np.int64)
+    source = (move.src_bases[:, None] + move.src_at).reshape(-1)
+    target = (move.dst_bases[:, None] + move.dst_at).reshape(-1)
     for loop in move.loops:
         if min(loop.src_step, loop.dst_step) < 0:  # `transport.local.LocalMemory.move` takes none
             raise WrongBytes(f"rank {dst_rank}: a move steps back, by {loop.src_step} and {loop.dst_step} bytes")
         steps = np.arange(loop.count, dtype=np.int64)
         source = (source + steps[:, None] * loop.src_step).reshape(-1)
         target = (target + steps[:, None] * loop.dst_step).reshape(-1)
-    num_slots = len(move.dst_bases) * len(move.dst_pages)
-    slots = np.arange(num_slots, dtype=np.int64) * move.slot_bytes
-    pages = (move.dst_bases[:, None] + move.dst_pages).reshape(-1)
-    sources, targets = (slots[:, None] + source).reshape(-1), (pages[:, None] + target).reshape(-1)
-    return CopyList(-1, dst_rank, sources, targets, np.full(len(sources), move.length, dtype=np.int64))
+    return CopyList(-1, dst_rank, source, target, np.full(len(source), move.length, dtype=np.int64))
 
 
 def _apply(
@@ -211,7 +204,6 @@ def check_transfer(
     routes: Sequence[Route],
     request: Request,
     rng: np.random.Generator,
-    max_copies: int = 1 << 17,
     staging_bytes: int | None = None,
 ) -> int:
     """Raises WrongBytes unless plan and oracle agree on every byte of the destination, and for a share of the requests also what the
@@ -221,7 +213,7 @@ def check_transfer(
     write_values(src, dst, src_memory, request, int(rng.integers(1 << 30)))
     poison_new_pages(dst, dst_memory, request)
     expected = oracle_transfer(src, dst, src_memory, dst_memory, request)
-    got = run_transfer(src, dst, routes, request, src_memory, dst_memory, max_copies, staging_bytes)
+    got = run_transfer(src, dst, routes, request, src_memory, dst_memory, staging_bytes)
     _check_equal(expected, got, "the plan")
     if rng.random() < CARRIED_SHARE:
         is_push, way = rng.random() < 0.2, WAYS[int(rng.integers(len(WAYS)))]

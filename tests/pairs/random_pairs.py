@@ -126,9 +126,8 @@ def check_pair(pair: Pair) -> int:
         )
     routes = compile_all(src, dst)
     _check_reporters(pair, routes)
-    max_copies = int(rng.choice([1, 2, 7, 100, 1 << 17]))
     staging_bytes = int(rng.choice([1, 100, 1000, 1 << 16])) if "staged" in pair.features else None
-    return check_transfer(pair.src, pair.dst, routes, pair.request, rng, max_copies, staging_bytes)
+    return check_transfer(pair.src, pair.dst, routes, pair.request, rng, staging_bytes)
 
 
 def run_pair(layer: PairLayer, seed: int) -> Outcome:

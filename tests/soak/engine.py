@@ -20,6 +20,7 @@ from tests.soak.shapes import MAX_TOKENS, Shape
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model.changed import replace
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.endpoint import Endpoint
@@ -29,7 +30,7 @@ from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Resul
 from kvreshard.session.seal import new_key
 from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
-from kvreshard.transport.base import Copies, Direction, MemoryRegion
+from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.slices import SPLIT_PIECES
@@ -151,7 +152,7 @@ class Engine:
                     continue
                 there = max(table.regions, key=lambda region: region.size_bytes).address + (here - here[0])
                 for _ in range(times):
-                    rank.transport.post(peer, Direction.READ, Copies.of(here, there, PIECE_BYTES)).wait(PATIENCE_S)
+                    rank.transport.post(peer, Direction.READ, CopyList.of(there, here, PIECE_BYTES)).wait(PATIENCE_S)
 
     def count(self, num_pages_in_use: int = 0) -> Counters:
         """What there is of everything at this moment."""

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from tests.pairs.apply import poison_new_pages, random_memory
 from tests.pairs.carry import carry
 from tests.pairs.random_pairs import LAYERS, PairLayer, make_pair
+from tests.unit.transport.moves import slots_move
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
@@ -51,7 +53,7 @@ def test_a_kernel_that_cannot_be_used_is_left_out(
     assert "Triton's kernel cannot be used" in caplog.text
     tensor = torch.zeros(64, dtype=torch.uint8)
     memory = TensorMemory([tensor], has_kernel=True)
-    memory.move(tensor.data_ptr(), 8, np.array([tensor.data_ptr() + 8]), np.array([0]), 8, [], 0, 0)
+    memory.move(tensor.data_ptr(), slots_move(8, [tensor.data_ptr() + 8], [0], 8))
 
 
 def test_the_kernel_is_for_one_cuda_device() -> None:
@@ -80,28 +82,27 @@ def test_other_addresses_are_refused(first: int, size: int, has_kernel: bool) ->
         memory.zero(start, start + size)
     for slots, base in ((tensor.data_ptr(), start), (int(start[0]), np.array([tensor.data_ptr()]))):
         with pytest.raises(TransportError, match="none of the registered caches"):
-            memory.move(slots, size, base, np.array([0]), size, [], 0, 0)
+            memory.move(slots, slots_move(size, base, [0], size))
 
 
 def test_a_page_or_a_slot_behind_the_last_is_refused(has_kernel: bool) -> None:
     tensor = torch.zeros(256, dtype=torch.uint8)
     base, memory = tensor.data_ptr(), TensorMemory([tensor], has_kernel=has_kernel)
-    memory.move(base, 16, np.array([base + 128]), np.array([0, 112]), 8, [(2, 8, 8)], 0, 0)
+    memory.move(base, slots_move(16, [base + 128], [0, 112], 8, [(2, 8, 8)]))
     with pytest.raises(TransportError, match="none of the registered caches"):
-        memory.move(base, 16, np.array([base + 128]), np.array([0, 120]), 8, [(2, 8, 8)], 0, 0)
+        memory.move(base, slots_move(16, [base + 128], [0, 120], 8, [(2, 8, 8)]))
     with pytest.raises(TransportError, match="none of the registered caches"):
-        memory.move(base + 240, 16, np.array([base]), np.array([0, 16]), 8, [(2, 8, 8)], 0, 0)
+        memory.move(base + 240, slots_move(16, [base], [0, 16], 8, [(2, 8, 8)]))
 
 
+@pytest.mark.parametrize("places", [[0, 1, 2], [2, 0, 2]], ids=["slots", "any"])
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("length", [1, 6, 8, 12, 64, 256])
-def test_moves_as_host_memory_does(length: int, shift: int, has_kernel: bool) -> None:
-    """Two fields, three pages, two loops; addresses and lengths that elements of every width divide, or do not."""
+def test_moves_as_host_memory_does(length: int, shift: int, places: list[int], has_kernel: bool) -> None:
+    """Two fields, three pages, from slots of their own or not, two loops; addresses and lengths that elements of every width divide, or do not."""
     slots, caches = np.arange(1 << 14, dtype=np.uint32).view(np.uint8), [np.zeros(1 << 17, np.uint8) for _ in range(2)]
     step = 2 * length + shift
-    arguments = (int(slots.ctypes.data) + shift, 8 * step)
-    pages = (np.array([[5, 9], [0, 9], [2, 9]]) * 40 * step)[:, 0]  # a column of a table, as the planner hands out
-    assert not pages.flags.c_contiguous
+    pages = np.array([5, 0, 2]) * 40 * step
     loops = [(2, step, 3 * step), (3, 2 * step, 7 * step)]
     outcomes = []
     tensors = [torch.from_numpy(array) for array in (slots, *caches)]
@@ -109,7 +110,10 @@ def test_moves_as_host_memory_does(length: int, shift: int, has_kernel: bool) ->
         for cache in caches:
             cache[:] = 255
         bases = np.array([int(cache.ctypes.data) + shift for cache in caches])
-        kind.move(*arguments, bases, pages, length, loops, shift, 3 * shift)
+        move = slots_move(8 * step, bases, pages, length, loops, shift, 3 * shift)
+        column = np.stack([move.dst_at] * 2, axis=1)[:, 0]  # of a table: bytes of a device are counted by any numbers
+        assert not column.flags.c_contiguous
+        kind.move(int(slots.ctypes.data) + shift, replace(move, dst_at=column, src_at=move.src_at[places]))
         outcomes.append([cache.copy() for cache in caches])
     assert all(np.array_equal(one, two) for one, two in zip(*outcomes, strict=True))
     assert all((cache != 255).any() for cache in outcomes[0])

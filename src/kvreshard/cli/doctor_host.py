@@ -30,8 +30,9 @@ import numpy as np
 from kvreshard import __version__
 from kvreshard.cli.output import bytes_text, seconds_text
 from kvreshard.model.loops import compiled
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import ProcessRanks, RankDiedError
-from kvreshard.transport.base import Copies, Direction, TransportError
+from kvreshard.transport.base import Direction, TransportError
 
 Status = Literal["ok", "warning", "error", "skipped"]
 PYTHONS = ((3, 11), (3, 13))
@@ -293,7 +294,7 @@ def check_loopback() -> Iterator[Line]:
             ranks.connect_all()
             content = np.random.default_rng(0).integers(0, 256, LOOPBACK_BYTES, dtype=np.uint8)
             ranks.memory(1)[:] = content
-            copies = Copies.of([ranks.address(0)], [ranks.address(1)], LOOPBACK_BYTES)
+            copies = CopyList.of([ranks.address(1)], [ranks.address(0)], LOOPBACK_BYTES)
             report = ranks.run(0, 1, Direction.READ, copies, notify=b"doctor")
             arrived = np.array_equal(ranks.memory(0), content)
             heard = ranks.notifications(1, 1)

@@ -12,7 +12,7 @@ from math import prod
 
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route, plan_reads
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import CostModel, Work
 
 # What a rank of the connector has unless its options say otherwise (`vllm.options`).
 STAGING_BYTES = 64 << 20
@@ -39,15 +39,17 @@ def count_totals(routes: Sequence[Route], request: Request, cost: CostModel) -> 
             total = totals.setdefault((route.dst_rank, copies.src_rank), PairTotal(route.dst_rank, copies.src_rank))
             total.num_bytes += copies.num_bytes
             total.num_operations += copies.num_copies
-            total.seconds += cost.direct_s(copies.num_copies, copies.num_bytes)
+            total.seconds += cost.direct_s(Work(copies.num_copies, copies.num_bytes, 0, 0, 0))
         for batch in plan.batches:
-            total = totals.setdefault((route.dst_rank, batch.src_rank), PairTotal(route.dst_rank, batch.src_rank))
+            total = totals.setdefault(
+                (route.dst_rank, batch.reads.src_rank), PairTotal(route.dst_rank, batch.reads.src_rank)
+            )
             reads, moves = batch.reads, batch.moves
             num_runs = sum(
-                prod(loop.count for loop in move.loops) * len(move.dst_bases) * len(move.dst_pages) for move in moves
+                prod(loop.count for loop in move.loops) * len(move.dst_bases) * len(move.dst_at) for move in moves
             )
             total.num_bytes += batch.num_bytes
             total.num_staged_bytes += batch.num_bytes
             total.num_operations += reads.num_copies
-            total.seconds += cost.staged_s(reads.num_copies, reads.num_bytes, num_runs, batch.num_bytes, 1)
+            total.seconds += cost.staged_s(Work(0, batch.num_bytes, reads.num_copies, reads.num_bytes, num_runs, 1))
     return [totals[key] for key in sorted(totals)]

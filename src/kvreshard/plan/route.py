@@ -8,10 +8,9 @@ the lanes cover the destination exactly once and stay in bounds (`check`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,16 +25,13 @@ from kvreshard.plan.election import Box, Election, Family, elect
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
+from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.pattern import Bases
-from kvreshard.plan.stream import Stream, make_streams, quick_streams
 
 # Steps of a lane, each of its fields, and each other lane of the same fields, with which the proof compares it.
 LANE_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
 # Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
 TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
-
-if TYPE_CHECKING:
-    from kvreshard.model._loops import Streams
 
 
 @dataclass(frozen=True)
@@ -57,18 +53,13 @@ class Route:
         return tuple(sorted({lane.src_rank for lane in self.lanes}))
 
     @cached_property
-    def streams(self) -> tuple[Stream, ...]:
+    def pairs(self) -> tuple[GroupPair, ...]:
         """The lanes, together where they share both block tables and cut the sequence alike."""
-        return make_streams(self.lanes)
-
-    @cached_property
-    def quick(self) -> Streams | None:
-        """What says at once that a plain request is right, where all streams are plain and it was compiled."""
-        return quick_streams(self.streams, self.dst_groups)
+        return make_pairs(self.lanes)
 
     def drop_kept(self) -> None:
         """Keep nothing of what its lanes have computed: nobody will read by it."""
-        owners = {lane.bases for lane in self.lanes}
+        owners: set[Hashable] = {*(lane.bases for lane in self.lanes), *self.pairs}
         for kept in {lane.kept for lane in self.lanes}:
             kept.drop(owners)
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from kvreshard.model.errors import KvReshardError
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 
 FORM = "kvreshard.constants"
 VERSION = 4
@@ -85,7 +84,7 @@ def load_constants(path: Path, host: str) -> CostModel | None:
     if constants is None:
         return None
     try:
-        return CostModel(**msgspec.structs.asdict(constants))
+        return CostModel(**msgspec.structs.asdict(constants), min_speedup=MEASURED_SPEEDUP)
     except ValueError as error:
         raise KvReshardError(f"constants file {path}: {error}; run `kvreshard bench --calibrate` again") from error
 
@@ -113,7 +112,7 @@ def save_constants(path: Path, host: str, model: CostModel) -> None:
     Raises KvReshardError if the place holds another kind of file.
     """
     hosts = dict(_read(path).hosts) if path.exists() else {}
-    hosts[host] = _Constants(**asdict(model))
+    hosts[host] = _Constants(**{name: getattr(model, name) for name in _Constants.__struct_fields__})
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(_File(FORM, VERSION, hosts)), indent=1) + b"\n")

@@ -5,7 +5,7 @@ rank in a process of its own runs this file as a program and serves calls over a
 arguments decoded by the method's type hints. A refusal is an answer, not the end of the worker. The worker ends when the socket closes,
 so none outlives its controller.
 
-Peers are called "rank0", "rank1", ... Jobs are numbers. Arrays travel as bytes: addresses and lengths as uint64, page numbers as int64.
+Peers are called "rank0", "rank1", ... Jobs are numbers. Arrays travel as the bytes of int64.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from typing import Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model import KvReshardError, LayoutMismatch
 from kvreshard.model.request_form import RequestForm
+from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
 from kvreshard.testing.rank_memory import Block, DeviceBlock, HostBlock
 from kvreshard.testing.rank_mover import Load, Outcome, RankMover
-from kvreshard.transport.base import Copies, CopiesPart, Direction, Transfer, TransferState, Transport, TransportError
-from kvreshard.transport.framed import Frame, FramedCopies
+from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
 
 Columns = tuple[bytes, bytes, bytes]
-"""Local addresses, remote addresses and lengths of a copy list."""
+"""Addresses of sources and destinations, and lengths."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class RankWorker:
         self._made: Transport | None = None
         self._mover: RankMover | None = None
         self._jobs: dict[int, Transfer] = {}
-        self._frames: dict[object, Frame] = {}
+        self._pages: dict[object, Page] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
 
@@ -124,24 +124,23 @@ class RankWorker:
 
     def post(self, peer: str, direction: Direction, columns: Columns, notify: bytes | None) -> int:
         """Start a copy list; returns its job at once."""
-        return self._post(peer, direction, _copies(columns), notify)
+        src, dst, length = map(_numbers, columns)
+        return self._post(peer, direction, CopyList(0, 0, src, dst, length), notify)
 
-    def post_parts(self, peer: str, direction: Direction, columns: Columns, stops: list[int]) -> list[int]:
-        """Start a copy list part after part, each up to the next of `stops`; returns a job for each."""
-        whole = _copies(columns)
-        parts = [whole.part(first, stop) for first, stop in pairwise([0, *stops])]
-        return [self._post(peer, direction, part, None) for part in parts]
-
-    def post_framed(
-        self, peer: str, direction: Direction, columns: Columns, steps: tuple[int, int, int, int], pages: list[bytes]
+    def post_pages(
+        self,
+        peer: str,
+        direction: Direction,
+        entries: Columns,
+        strides: tuple[int, int],
+        counts: tuple[int, int],
+        pages: tuple[bytes, bytes],
     ) -> int:
-        """Start framed copies. `steps`: strides in bytes and page counts, local before remote; `pages`: local, remote, perhaps runs."""
-        # Equal frames are one object, as in an engine: what a transport prepares for it is used again.
-        local, remote, length = (np.frombuffer(column, dtype=np.uint64) for column in columns)
-        frame = self._frames.setdefault((columns, steps), Frame(local, remote, length, *steps))
-        return self._post(
-            peer, direction, FramedCopies(frame, *(np.frombuffer(p, dtype=np.int64) for p in pages)), None
-        )
+        """Start paged copies: entries of page 0, strides in bytes and page counts of the source and of the destination, and page ids."""
+        # Equal pages are one object, as in an engine: what a transport prepares for it is used again.
+        src, dst, length = map(_numbers, entries)
+        page = self._pages.setdefault((entries, strides, counts), Page.of(src, dst, length, strides, counts))
+        return self._post(peer, direction, PagedCopies(0, 0, page, *map(_numbers, pages)), None)
 
     def cancel(self, job: int) -> None:
         """Post no more of a job."""
@@ -198,18 +197,15 @@ class RankWorker:
             raise TransportError("this rank has no layouts yet; call `load` first")
         return self._mover
 
-    def _post(
-        self, peer: str, direction: Direction, copies: Copies | CopiesPart | FramedCopies, notify: bytes | None
-    ) -> int:
+    def _post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None) -> int:
         transfer = self._transport().post(peer, direction, copies, notify)
         self._num_jobs += 1
         self._jobs[self._num_jobs] = transfer
         return self._num_jobs
 
 
-def _copies(columns: Columns) -> Copies:
-    local, remote, length = (np.frombuffer(column, dtype=np.uint64) for column in columns)
-    return Copies(local, remote, length)
+def _numbers(data: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(data, dtype=np.int64)
 
 
 def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:

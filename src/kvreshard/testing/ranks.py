@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 
 import kvreshard
 from kvreshard.model import LayoutMismatch
+from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.testing import rank_worker
 from kvreshard.testing.rank_memory import HostBlock
-from kvreshard.testing.rank_worker import Answer, Call, Columns, RankWorker, Report
-from kvreshard.transport.base import Copies, Direction, Transport, TransportError
-from kvreshard.transport.framed import Frame, FramedCopies
+from kvreshard.testing.rank_worker import Answer, Call, RankWorker, Report
+from kvreshard.transport.base import Direction, Transport, TransportError
 
 # Starting NIXL takes 0.5 s alone and some seconds on a busy machine; nothing else takes longer than its own timeout.
 ANSWER_TIMEOUT_S = 60.0
@@ -116,8 +116,14 @@ class Ranks(abc.ABC):
         self.call(rank, "disconnect", f"rank{peer}")
 
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
-        """Start a transfer on `rank`; returns its job number without waiting."""
-        return int(self.call(rank, "post", f"rank{peer}", direction, _columns(copies), notify))
+        """Start a transfer on `rank`; returns its job number without waiting. Only a list has a message."""
+        if isinstance(copies, CopyList):
+            columns = _bytes(copies.src_address, copies.dst_address, copies.length)
+            return int(self.call(rank, "post", f"rank{peer}", direction, columns, notify))
+        page = copies.page
+        entries, pages = _bytes(page.src_start, page.dst_start, page.length), _bytes(copies.src_page, copies.dst_page)
+        sizes = (page.src_stride, page.dst_stride), (page.src_count, page.dst_count)
+        return int(self.call(rank, "post_pages", f"rank{peer}", direction, entries, *sizes, pages))
 
     def cancel(self, rank: int, job: int) -> None:
         """Post no more of a job of `rank`."""
@@ -131,22 +137,6 @@ class Ranks(abc.ABC):
     def run(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> Report:
         """`post` and `wait`; raises `TransportError` unless the transfer was done."""
         return self._done(rank, peer, self.post(rank, peer, direction, copies, notify))
-
-    def run_framed(self, rank: int, peer: int, direction: Direction, copies: FramedCopies) -> Report:
-        """`run` of framed copies."""
-        frame, pages = copies.frame, (copies.local_page, copies.remote_page, copies.run_pages)
-        steps = (frame.local_stride_bytes, frame.remote_stride_bytes, frame.local_count, frame.remote_count)
-        numbers = [page.astype(np.int64).tobytes() for page in pages if page is not None]
-        return self._done(
-            rank, peer, self.call(rank, "post_framed", f"rank{peer}", direction, _columns(frame), steps, numbers)
-        )
-
-    def run_parts(
-        self, rank: int, peer: int, direction: Direction, copies: Copies, stops: Sequence[int]
-    ) -> list[Report]:
-        """`run` of a copy list that is posted part after part, each up to the next of `stops`."""
-        jobs = self.call(rank, "post_parts", f"rank{peer}", direction, _columns(copies), list(stops))
-        return [self._done(rank, peer, job) for job in jobs]
 
     def _done(self, rank: int, peer: int, job: int) -> Report:
         report = self.wait(rank, job)
@@ -176,8 +166,8 @@ class Ranks(abc.ABC):
                 self.give(rank)
 
 
-def _columns(copies: Copies | Frame) -> Columns:
-    return copies.local_address.tobytes(), copies.remote_address.tobytes(), copies.length_bytes.tobytes()
+def _bytes(*columns: NDArray[np.int64]) -> tuple[bytes, ...]:
+    return tuple(column.tobytes() for column in columns)
 
 
 class LocalRanks(Ranks):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route
 from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
 from kvreshard.session.observer import Landing, RejectedLoad
@@ -26,7 +27,7 @@ from kvreshard.session.pull import settled
 from kvreshard.tools import Digest, Memory
 from kvreshard.tools.digest_request import DigestRequest, Part, make_requests, readable, write_request
 from kvreshard.tools.mailbox import NUM_ENTRIES, DigestAnswer, Status, entry_offset, read_answer
-from kvreshard.transport.base import Copies, Direction, Transfer
+from kvreshard.transport.base import Direction, Transfer
 
 Clock = Callable[[], float]
 
@@ -166,7 +167,7 @@ class DigestCheck:
             here, card = [one for one in unanswered if one.part.src_rank == rank], self._cards[rank]
             local = [self._place_of(one) for one in here]
             remote = [card.mailbox_address + entry_offset(one.request.token, card.mailbox_entries) for one in here]
-            copies = Copies.of(local, remote, MAILBOX_ENTRY_BYTES)
+            copies = CopyList.of(remote, local, MAILBOX_ENTRY_BYTES)
             transfers.append(self._mover.transport.post(self._mover.peers[rank], Direction.READ, copies))
             self._landing.posted(transfers[-1])
         error: Exception | None = None

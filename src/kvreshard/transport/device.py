@@ -15,7 +15,7 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -24,15 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.logs import get_logger
+from kvreshard.plan.copies import Int64s
+from kvreshard.plan.stage import Move
 from kvreshard.transport.base import TransportError
-from kvreshard.transport.local import MoveViews
+from kvreshard.transport.local import move_sides
 
 if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
 
-Int64s = NDArray[np.int64]
 WIDEST_BYTES = 8
 # Of `device_kernel`.
 MAX_LOOPS = 4
@@ -85,10 +86,19 @@ def _load_kernel(device: torch.device) -> Permute | None:
     return permute
 
 
-def _extents(length: int, loops: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Bytes from the first to the last that one page's runs have in a slot, and in the page."""
-    src, dst = ((length + sum((count - 1) * both[side] for count, *both in loops)) for side in (0, 1))
-    return src, dst
+def _extents(move: Move) -> tuple[int, int]:
+    """Bytes from the first to the last that one piece's runs have in the buffer, and in the page."""
+    src = move.length + sum((loop.count - 1) * loop.src_step for loop in move.loops)
+    return src, move.length + sum((loop.count - 1) * loop.dst_step for loop in move.loops)
+
+
+def _numbers(places: slice | Int64s) -> Int64s:
+    return np.arange(places.start, places.stop, places.step) if isinstance(places, slice) else places
+
+
+def _picked(tensor: torch.Tensor, places: slice | Int64s) -> torch.Tensor:
+    """Some places along the first axis."""
+    return tensor[places] if isinstance(places, slice) else tensor[_numbers_on(places, tensor.device)]
 
 
 def _numbers_on(column: Int64s, device: torch.device) -> torch.Tensor:
@@ -125,56 +135,34 @@ class TensorMemory:
                 storage, first = self._find(low, high)
                 storage[first : first + high - low].zero_()
 
-    def move(
-        self,
-        slots_address: int,
-        slot_bytes: int,
-        dst_bases: Int64s,
-        dst_pages: Int64s,
-        length: int,
-        loops: Sequence[tuple[int, int, int]],
-        slot_offset: int,
-        dst_offset: int,
-    ) -> None:
+    def move(self, buffer_address: int, move: Move) -> None:
         """See `LocalMemory.move`."""
-        from_address, to_addresses = slots_address + slot_offset, dst_bases + dst_offset
+        src_bases, dst_bases, length = buffer_address + move.src_bases, move.dst_bases, move.length
         # Widths are powers of two: the lowest bit that any of the numbers has.
-        bits = WIDEST_BYTES | self._aligned_bytes | length | from_address | slot_bytes
-        bits |= int(np.bitwise_or.reduce(to_addresses)) | int(np.bitwise_or.reduce(dst_pages))
-        for _, src_step, dst_step in loops:
-            bits |= src_step | dst_step
+        bits = WIDEST_BYTES | self._aligned_bytes | length
+        for column in (src_bases, move.src_at, dst_bases, move.dst_at):
+            bits |= int(np.bitwise_or.reduce(column))
+        for loop in move.loops:
+            bits |= loop.src_step | loop.dst_step
         width = bits & -bits
-        if self._permute is None or len(loops) > MAX_LOOPS:
-            self._move_by_fields(from_address, slot_bytes, to_addresses, dst_pages, length, loops, width)
+        if self._permute is None or len(move.loops) > MAX_LOOPS:
+            self._move_by_fields(src_bases, move, width)
             return
-        num_slots, (src_extent, dst_extent) = len(dst_bases) * len(dst_pages), _extents(length, loops)
-        self._find(from_address, from_address + (num_slots - 1) * slot_bytes + src_extent)
-        for base in (to_addresses + dst_pages.min()).tolist():
-            self._find(base, base + int(dst_pages.max() - dst_pages.min()) + dst_extent)
+        for bases, at, extent in zip((src_bases, dst_bases), (move.src_at, move.dst_at), _extents(move), strict=True):
+            for first in (bases + at.min()).tolist():
+                self._find(first, first + int(at.max() - at.min()) + extent)
+        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
         with self._settled():
-            bases, pages = (_numbers_on(column, self._storages[0].device) for column in (to_addresses, dst_pages))
-            self._permute(from_address, slot_bytes, bases, pages, length, loops, width)
+            columns = (src_bases, move.src_at, dst_bases, move.dst_at)
+            self._permute(*(_numbers_on(column, self._storages[0].device) for column in columns), length, loops, width)
 
-    def _move_by_fields(
-        self,
-        from_address: int,
-        slot_bytes: int,
-        to_addresses: Int64s,
-        dst_pages: Int64s,
-        length: int,
-        loops: Sequence[tuple[int, int, int]],
-        width: int,
-    ) -> None:
-        seen = MoveViews.of(slot_bytes, dst_pages, loops)
-        numbers: torch.Tensor | None = None
+    def _move_by_fields(self, src_bases: Int64s, move: Move, width: int) -> None:
+        src_side, dst_side = move_sides(move)
         with self._settled():
-            for field, to_address in enumerate(to_addresses.tolist()):
-                at = from_address + field * len(dst_pages) * slot_bytes
-                src = self._view(at, seen.src_shape, seen.src_steps, length, width)
-                dst = self._view(to_address, seen.dst_shape, seen.dst_steps, length, width)
-                if numbers is None or numbers.device != dst.device:
-                    numbers = _numbers_on(seen.page_numbers, dst.device)
-                dst.index_copy_(0, numbers, src)
+            for src_base, dst_base in zip(src_bases.tolist(), move.dst_bases.tolist(), strict=True):
+                src = _picked(self._view(src_base, src_side.shape, src_side.steps, move.length, width), src_side.places)
+                dst = self._view(dst_base, dst_side.shape, dst_side.steps, move.length, width)
+                dst.index_copy_(0, _numbers_on(_numbers(dst_side.places), dst.device), src.to(dst.device))
 
     def read(self, address: int, into: NDArray[np.uint8]) -> None:
         """Copy as many bytes from `address` on as `into` has, shape (n,). Raises TransportError for addresses outside the tensors."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 from kvreshard.session.constants import host_facts, save_constants
 
 
@@ -19,7 +19,8 @@ def test_without_a_file_the_defaults_are_shown(run, tmp_path: Path, monkeypatch:
 
 
 def test_kept_constants_are_shown(run, tmp_path: Path) -> None:
-    path, model = tmp_path / "constants.json", CostModel(1e-6, 2e9, 3e-8, 4e9, 5e9)
+    path = tmp_path / "constants.json"
+    model = CostModel(1e-6, 2e9, 3e-8, 4e9, 5e9, min_speedup=MEASURED_SPEEDUP)
     save_constants(path, host_facts(), model)
     assert "a posted copy" in run("bench", "--constants", path).stdout
     assert "  1 us\n" in run("bench", "--constants", path).stdout

@@ -8,12 +8,13 @@ import pytest
 from tests.unit.session.world import OPTIONS, World, collect, make_world, meet, order_load
 
 from kvreshard.model import EngineLayout
+from kvreshard.plan.copies import CopyList
 from kvreshard.session.card import EngineCard
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.notes import VERSION, Heartbeat, write_note
 from kvreshard.session.observer import Landing, LoadObserver, Observer, RejectedLoad
 from kvreshard.session.orders import Cancel, CheckResult, Failure, Load
-from kvreshard.transport.base import Copies, Direction, Transfer
+from kvreshard.transport.base import Direction, Transfer
 from kvreshard.transport.memory import Fault
 
 Steps = Generator[Transfer | None, None, None]
@@ -126,7 +127,7 @@ def test_a_load_waits_for_its_observer_and_for_what_that_has_posted() -> None:
 
     def read_and_wait(landing: Landing) -> Steps:
         mover, (source,) = landing.peer.mover, landing.peer.card.rank_by_number.values()
-        copies = Copies.of([world.dst.tables[0].region.address], [source.lease_address], WORD_BYTES)
+        copies = CopyList.of([source.lease_address], [world.dst.tables[0].region.address], WORD_BYTES)
         try:
             transfer = mover.transport.post(mover.peers[0], Direction.READ, copies)
             landing.posted(transfer)

@@ -12,16 +12,17 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing import rank_worker
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError
-from kvreshard.transport.base import Copies, Direction, TransportError
+from kvreshard.transport.base import Direction, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
 KIB = 1024
 
 
-def one_piece(ranks: LocalRanks | ProcessRanks, rank: int, peer: int) -> Copies:
-    return Copies.of([ranks.address(rank)], [ranks.address(peer)], KIB)
+def one_piece(ranks: LocalRanks | ProcessRanks, rank: int, peer: int) -> CopyList:
+    return CopyList.of([ranks.address(peer)], [ranks.address(rank)], KIB)
 
 
 def test_ranks_in_one_process() -> None:
