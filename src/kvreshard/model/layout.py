@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
-import numpy as np
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.column import Column
@@ -81,7 +80,7 @@ class Group(msgspec.Struct, frozen=True):
             )
 
 
-class Geometry(msgspec.Struct, frozen=True):
+class Geometry(msgspec.Struct, frozen=True, cache_hash=True):
     """How a shard lies in its pages, without where: equal for all layers of a kind on a rank."""
 
     group: str
@@ -240,15 +239,20 @@ class EngineLayout:
         return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
 
     @cached_property
-    def held_fields(self) -> tuple[str, ...]:
-        """The names of the fields that some rank holds a part of, in the order of `fields`."""
-        names = self.fields.names
-        if any(outline.fields == names for outline in self.outlines):
-            return names.all
-        held = np.zeros(len(names), dtype=bool)
-        for outline in self.outlines:
-            held[names.numbers(outline.fields.all)] = True
-        return tuple(names[number] for number in np.flatnonzero(held).tolist())
+    def holders(self) -> Mapping[str, Mapping[int, Geometry]]:
+        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
+        found: dict[str, dict[int, Geometry]] = {name: {} for name in self.fields.names}
+        for rank in self.ranks:
+            number, geometries = rank.rank, rank.geometries
+            for name, geometry in zip(rank.outline.fields, rank.outline.geometry_of, strict=True):
+                found[name][number] = geometries[geometry]
+        return {field: held for field, held in found.items() if held}
+
+    @cached_property
+    def holding_of(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal geometry on every rank share; fields that some rank holds."""
+        numbers: dict[object, int] = {}
+        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self.holders.items()}
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

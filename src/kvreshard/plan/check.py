@@ -190,8 +190,10 @@ def _share(extent: int | None, first: Ownership, second: Ownership) -> Fraction:
 
 def _overlapping(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Lane]]:
     """Pairs of lanes of one field whose boxes have cells in common: coordinates along every axis."""
-    both = np.triu(np.ones((len(lanes), len(lanes)), dtype=bool), k=1)
+    both = ~np.tri(len(lanes), dtype=bool)
     for along in zip(*(lane.axes for lane in lanes), strict=True):
+        if not both.any():
+            return
         both &= overlap_table(along[0].extent, [axis.chosen for axis in along])
     for first, second in np.argwhere(both).tolist():
         yield lanes[first], lanes[second]

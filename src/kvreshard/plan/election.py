@@ -105,33 +105,16 @@ def elect(src: EngineLayout, dst: EngineLayout, names: Sequence[str]) -> Electio
 
 
 def group_fields(src: EngineLayout, dst: EngineLayout, names: Iterable[str]) -> tuple[Family, ...]:
-    """The named fields as families, in the order of `names`."""
-    geometries = [_geometry_numbers(layout) for layout in (src, dst)]
+    """The named fields as families, in the order of `names`. The destination holds a part of each."""
     members: dict[object, list[str]] = {}
     for name in names:
         field = dst.field_by_name[name]
-        held = [tuple(numbers.get(name, ())) for numbers in geometries]
-        members.setdefault((field.axes, field.element_bytes, field.encoding, *held), []).append(name)
+        shape = field.axes, field.element_bytes, field.encoding
+        members.setdefault((shape, src.holding_of.get(name), dst.holding_of[name]), []).append(name)
     return tuple(
-        Family(
-            tuple(fields),
-            dst.field_by_name[fields[0]],
-            *(
-                {rank: layout.rank_by_number[rank].geometries[number] for rank, number in numbers.get(fields[0], ())}
-                for layout, numbers in zip((src, dst), geometries, strict=True)
-            ),
-        )
+        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders.get(fields[0], {}), dst.holders[fields[0]])
         for fields in members.values()
     )
-
-
-def _geometry_numbers(layout: EngineLayout) -> Mapping[str, list[tuple[int, int]]]:
-    """Field -> each rank that holds a part of it, with the number of its geometry there."""
-    found = defaultdict[str, list[tuple[int, int]]](list)
-    for rank in layout.ranks:
-        for name, number in zip(rank.outline.fields, rank.outline.geometry_of, strict=True):
-            found[name].append((rank.rank, number))
-    return found
 
 
 class CutAxis:

@@ -37,7 +37,6 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     findings: defaultdict[str, list[str]] = defaultdict(list)
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
-    held = set(dst.held_fields)
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
@@ -45,7 +44,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             continue
         for finding in differences(src.engine, other, dst.engine, field):
             findings[finding].append(field.name)
-        if field.name in held:
+        if field.name in dst.holders:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:
