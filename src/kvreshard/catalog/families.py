@@ -14,7 +14,7 @@ from kvreshard.catalog import caches as cache
 from kvreshard.catalog import deepseek_v4 as v4
 from kvreshard.catalog import field_rules as fields
 from kvreshard.catalog import layer_rules as rules
-from kvreshard.catalog.caches import attention, latent, state, tokens
+from kvreshard.catalog.caches import attention, heads, latent, state, tokens
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family
 from kvreshard.catalog.layer_rules import (
@@ -140,16 +140,17 @@ ATTENTION: Mapping[str, Family] = {
     # Windows with KV heads of their own: `mimo_v2.py`, `mimo_v2_mtp.py` (one layer predicts), `models/inkling/nvidia/`, `step3p5.py`.
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
         layers=rules.mimo_v2, predicts=rules.one("window"), numbered_on=True,
-        caches={"full": attention(heads=cache.heads_named("")),
-                "window": attention(window=tokens(("sliding_window_size", "sliding_window")), heads=cache.heads_named("swa_"))})),
+        caches={"full": attention(heads=heads("num_key_value_heads", "head_dim", ("v_head_dim", "head_dim"))),
+                "window": attention(window=tokens(("sliding_window_size", "sliding_window")),
+                                    heads=heads("swa_num_key_value_heads", "swa_head_dim", ("swa_v_head_dim", "swa_head_dim")))})),
     "inkling_model": Family(
         layers=rules.inkling, predicts=rules.mtp_inkling, one_per_draft=True, head_size=DERIVED,
-        caches={"inputs": cache.inkling_inputs(""), "full": attention(heads=cache.inkling_heads("")),
-                "window_inputs": cache.inkling_inputs("swa_"),
-                "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_heads("swa_"))}),
+        caches={"inputs": cache.inkling_inputs(cache.inkling_heads), "full": attention(heads=cache.inkling_heads),
+                "window_inputs": cache.inkling_inputs(cache.inkling_window_heads),
+                "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_window_heads)}),
     "step3p5": Family(
         layers=rules.step3p5, predicts=rules.mtp_behind, numbered_on=True, head_size=DERIVED,
-        caches={"full": attention(heads=cache.grouped_heads), "window": attention(window=tokens("sliding_window"), heads=cache.grouped_heads),
+        caches={"full": attention(heads=cache.step_heads), "window": attention(window=tokens("sliding_window"), heads=cache.step_heads),
                 "other_full": attention(heads=cache.other_heads),
                 "other_window": attention(window=tokens("sliding_window"), heads=cache.other_heads)}),
     # `whisper_causal.py`
@@ -160,7 +161,7 @@ ATTENTION: Mapping[str, Family] = {
 LATENTS: Mapping[str, Family] = {
     # `deepseek_v2.py`.
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), Family(
-        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=cache.derived_heads)})),
+        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, fields.deepseek_head_size))})),
     # `AXK1.py`, `glm4_moe_lite.py`, `openpangu.py`, `sarvam.py`.
     **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=alike("latent"), predicts=mtp("latent"))),
     # `longcat_flash.py`: two attentions in a layer, one in a layer that predicts.

@@ -16,6 +16,11 @@ def minicpm3_head_size(config: Config) -> int:
     return config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
 
 
+def deepseek_head_size(config: Config) -> int:
+    """As wide as vLLM's `DeepseekAttention` has it, which does not look at `head_dim`."""
+    return config.count("hidden_size") // config.count("num_attention_heads")
+
+
 def falcon_kv_heads(config: Config) -> int:
     """`num_kv_heads` in the newer architecture, else one, or one per query head. The oldest files do not say which architecture they have."""
     is_newer = config.flag("new_decoder_architecture", False)
