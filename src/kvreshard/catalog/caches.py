@@ -1,4 +1,4 @@
-"""What a word of a layer means: the rules that make one cache of a decoder layer, by the fields of a file.
+"""Rules that make one cache of a decoder layer, by the fields of a file: what the words of `layers` mean.
 
 `USUAL` has the words that every family may use: `full`, `window`, `latent`, `indexer`. The others are made in the rows of `families` from
 `attention`, `latent`, `keys`, `ring` and `state`, with the fields that hold their sizes. A state has the model's dtype, its recurrent part

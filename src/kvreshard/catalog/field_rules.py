@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layer_rules import with_pattern
+from kvreshard.catalog.family_layers import with_pattern
 
 # The hidden size of the Falcon file that had the newer architecture before there was a field for that.
 NEWER_HIDDEN_SIZE = 8192
