@@ -1,4 +1,4 @@
-"""What a word of a layer means: the rules that make one cache of a decoder layer, by the fields of a file.
+"""Rules that make one cache of a decoder layer, by the fields of a file: what the words of `layers` mean.
 
 `USUAL` has the words that every family may use: `full`, `window`, `latent`, `indexer`. The others are made in the rows of `families` from
 `attention`, `latent`, `keys`, `ring` and `state`, with the fields that hold their sizes. A state has the model's dtype, its recurrent part
@@ -25,8 +25,10 @@ POSITION_CHANNELS = 12
 
 WindowRule = Callable[[Config, int], int | None]
 """Config and number of a layer -> tokens of its window."""
-HeadRule = Callable[[Config, int], tuple[int, int, int | None]]
-"""Config and number of a layer -> KV heads, channels of K, channels of V (None: as many)."""
+Heads = tuple[int, int, int | None]
+"""KV heads, channels of K, channels of V (None: as many)."""
+HeadRule = Callable[[Config, int], Heads]
+"""Config and number of a layer -> its heads."""
 
 
 def no_window(_config: Config, _index: int) -> int | None:
@@ -55,9 +57,17 @@ def chunk(config: Config, _index: int) -> int | None:
     return config.count("attention_chunk_size") if config.has("attention_chunk_size") else None
 
 
-def usual_heads(config: Config, _index: int) -> tuple[int, int, int | None]:
-    """`num_key_value_heads` x `head_dim`, or what the family has without them."""
-    return config.num_kv_heads(), config.head_size(), None
+def heads(number: Source, size: Source, size_v: Source | None = None) -> HeadRule:
+    """The same in all layers: KV heads, channels of K, and of V if they differ."""
+    return lambda config, _index: (
+        config.number(number),
+        config.number(size),
+        None if size_v is None else config.number(size_v),
+    )
+
+
+usual_heads = heads(Config.num_kv_heads, Config.head_size)
+"""`num_key_value_heads` x `head_dim`, or what the family has without them."""
 
 
 def attention(name: str = "attn", window: WindowRule = no_window, heads: HeadRule = usual_heads) -> CacheRule:
@@ -79,12 +89,12 @@ def attention(name: str = "attn", window: WindowRule = no_window, heads: HeadRul
     return cache
 
 
-def listed_heads(config: Config, index: int) -> tuple[int, int, int | None]:
+def listed_heads(config: Config, index: int) -> Heads:
     """What differs in a layer is listed for it, as transformers 5.19 saves it (`per_layer_config`)."""
     return usual_heads(config.of_layer(index), index)
 
 
-def gemma4_heads(config: Config, index: int) -> tuple[int, int, int | None]:
+def gemma4_heads(config: Config, index: int) -> Heads:
     """Full layers are `global_head_dim` wide and, with `attention_k_eq_v`, have `num_global_key_value_heads` KV heads."""
     if config.has(PER_LAYER):
         return listed_heads(config, index)
@@ -94,37 +104,19 @@ def gemma4_heads(config: Config, index: int) -> tuple[int, int, int | None]:
     return usual_heads(full, index)
 
 
-def grouped_heads(config: Config, _index: int) -> tuple[int, int, int | None]:
-    """Step-3.5 counts its KV heads as `num_attention_groups`."""
-    return config.count("num_attention_groups"), config.head_size(), None
+def other_heads(config: Config, index: int) -> Heads:
+    """Step-3.5: the usual fields as `attention_other_setting` has them."""
+    return step_heads(config.with_fields(**config.part("attention_other_setting").fields), index)
 
 
-def other_heads(config: Config, index: int) -> tuple[int, int, int | None]:
-    """The same with the fields of `attention_other_setting`."""
-    return grouped_heads(config.with_fields(**config.part("attention_other_setting").fields), index)
+step_heads = heads("num_attention_groups", Config.head_size)
+inkling_heads = heads("num_key_value_heads", Config.head_size)
+inkling_window_heads = heads(
+    ("swa_num_key_value_heads", "num_key_value_heads"), lambda config: config.count("swa_head_dim", config.head_size())
+)
 
 
-def heads_named(prefix: str) -> HeadRule:
-    """MiMo-V2's, whose V is narrower than K, from fields that begin with `prefix`."""
-
-    def heads(config: Config, _index: int) -> tuple[int, int, int | None]:
-        size = config.count(f"{prefix}head_dim")
-        return config.count(f"{prefix}num_key_value_heads"), size, config.count(f"{prefix}v_head_dim", size)
-
-    return heads
-
-
-def inkling_heads(prefix: str) -> HeadRule:
-    """By fields that begin with `prefix`, else by the usual ones."""
-
-    def heads(config: Config, _index: int) -> tuple[int, int, int | None]:
-        number = config.number((f"{prefix}num_key_value_heads", "num_key_value_heads"))
-        return number, config.count(f"{prefix}head_dim", config.head_size()), None
-
-    return heads
-
-
-def inkling_inputs(prefix: str) -> CacheRule:
+def inkling_inputs(heads: HeadRule) -> CacheRule:
     """The inputs of a token's four convolutions, per KV head: K, V and the head's part of two outputs, up to a power of two.
 
     A window of as many tokens as the convolutions have taps (vLLM 0.32 `models/inkling/nvidia/sconv_swa_attn.py`).
@@ -132,27 +124,21 @@ def inkling_inputs(prefix: str) -> CacheRule:
 
     def cache(config: Config, layer: str, index: int) -> ModelLayer:
         taps = config.count("sconv_kernel_size", config.count("conv_kernel_size", 4))
-        heads, size, _ = inkling_heads(prefix)(config, index)
-        width = 1 << (2 * size + 2 * (config.count("hidden_size") // heads) - 1).bit_length()
-        inputs = Attention(heads, width, "bfloat16", 0, taps)
+        number, size, _ = heads(config, index)
+        width = 1 << (2 * size + 2 * (config.count("hidden_size") // number) - 1).bit_length()
+        inputs = Attention(number, width, "bfloat16", 0, taps)
         return ModelLayer(f"{layer}.conv", index, inputs, "window", page_tokens=taps)
 
     return cache
 
 
-def block_heads(config: Config, index: int) -> tuple[int, int, int | None]:
+def block_heads(config: Config, index: int) -> Heads:
     """Nemotron-NAS: query heads over `block_configs[].attention.n_heads_in_group`."""
     own, num_heads = config.element("block_configs", index).part("attention"), config.count("num_attention_heads")
     shared = own.count("n_heads_in_group")
     if num_heads % shared:
         raise own.error("n_heads_in_group", f"is {shared}", f"it must divide {num_heads} heads")
     return num_heads // shared, config.head_size(), None
-
-
-def derived_heads(config: Config, _index: int) -> tuple[int, int, int | None]:
-    """As wide as `DeepseekAttention` has them, which does not look at `head_dim`."""
-    width = config.count("hidden_size") // config.count("num_attention_heads")
-    return config.num_kv_heads(), width, None
 
 
 def latent(name: str = "attn", *, packs: bool = True, least_rotated: int = 1) -> CacheRule:

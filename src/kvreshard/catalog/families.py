@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from kvreshard.catalog import caches as cache
 from kvreshard.catalog import deepseek_v4 as v4
+from kvreshard.catalog import family_layers as rules
 from kvreshard.catalog import field_rules as fields
-from kvreshard.catalog import layer_rules as rules
-from kvreshard.catalog.caches import attention, latent, state, tokens
+from kvreshard.catalog.caches import attention, heads, latent, state, tokens
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family
 from kvreshard.catalog.layer_rules import (
     ALL_OR_NONE,
+    ALTERNATING,
     BY_TYPE,
     LAYER_TYPES,
     OFF,
@@ -29,7 +30,10 @@ from kvreshard.catalog.layer_rules import (
     every,
     listed,
     mtp,
+    mtp_behind,
     mtp_like_first,
+    one,
+    sharing,
 )
 
 # fmt: off
@@ -71,8 +75,8 @@ ATTENTION: Mapping[str, Family] = {
     "hy_v3": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=128),
     "mimo": Family(layers=SWITCHED, predicts=mtp_like_first, head_size=DERIVED),
     # `GptOssConfig`, `Gemma2Config`.
-    "gpt_oss": Family(layers=rules.ALTERNATING, kv_heads=8, head_size=64),
-    "gemma2": Family(layers=rules.ALTERNATING, kv_heads=4, head_size=256),
+    "gpt_oss": Family(layers=ALTERNATING, kv_heads=8, head_size=64),
+    "gemma2": Family(layers=ALTERNATING, kv_heads=4, head_size=256),
     # `AfmoeConfig`.
     "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Cohere2Config`, `commandr.py`, `cohere2_moe.py`: a token sees `sliding_window` tokens beside itself.
@@ -104,9 +108,9 @@ ATTENTION: Mapping[str, Family] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), Family(
         layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), unsaid={"num_attention_heads": 8, "sliding_window": 4096},
         expects={"use_bidirectional_attention": (False,)}, kv_heads=4, head_size=256)),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=rules.sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Family(
-        layers=rules.sharing(rules.gemma4), expects={"use_bidirectional_attention": (False, "vision")}, reads_per_layer=True,
+        layers=sharing(rules.gemma4), expects={"use_bidirectional_attention": (False, "vision")}, reads_per_layer=True,
         caches={"full": attention(heads=cache.gemma4_heads), "window": attention(window=tokens("sliding_window"), heads=cache.listed_heads)},
         kv_heads=4, head_size=256)),
     # Other names for the usual fields: `GPT2Config`, `GPTJConfig`, `BloomConfig`, `OPTConfig`, `GPTNeoXConfig`, `telechat2.py`, `exaone.py`.
@@ -139,17 +143,18 @@ ATTENTION: Mapping[str, Family] = {
         unsaid={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
     # Windows with KV heads of their own: `mimo_v2.py`, `mimo_v2_mtp.py` (one layer predicts), `models/inkling/nvidia/`, `step3p5.py`.
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
-        layers=rules.mimo_v2, predicts=rules.one("window"), numbered_on=True,
-        caches={"full": attention(heads=cache.heads_named("")),
-                "window": attention(window=tokens(("sliding_window_size", "sliding_window")), heads=cache.heads_named("swa_"))})),
+        layers=rules.mimo_v2, predicts=one("window"), numbered_on=True,
+        caches={"full": attention(heads=heads("num_key_value_heads", "head_dim", ("v_head_dim", "head_dim"))),
+                "window": attention(window=tokens(("sliding_window_size", "sliding_window")),
+                                    heads=heads("swa_num_key_value_heads", "swa_head_dim", ("swa_v_head_dim", "swa_head_dim")))})),
     "inkling_model": Family(
         layers=rules.inkling, predicts=rules.mtp_inkling, one_per_draft=True, head_size=DERIVED,
-        caches={"inputs": cache.inkling_inputs(""), "full": attention(heads=cache.inkling_heads("")),
-                "window_inputs": cache.inkling_inputs("swa_"),
-                "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_heads("swa_"))}),
+        caches={"inputs": cache.inkling_inputs(cache.inkling_heads), "full": attention(heads=cache.inkling_heads),
+                "window_inputs": cache.inkling_inputs(cache.inkling_window_heads),
+                "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_window_heads)}),
     "step3p5": Family(
-        layers=rules.step3p5, predicts=rules.mtp_behind, numbered_on=True, head_size=DERIVED,
-        caches={"full": attention(heads=cache.grouped_heads), "window": attention(window=tokens("sliding_window"), heads=cache.grouped_heads),
+        layers=rules.step3p5, predicts=mtp_behind, numbered_on=True, head_size=DERIVED,
+        caches={"full": attention(heads=cache.step_heads), "window": attention(window=tokens("sliding_window"), heads=cache.step_heads),
                 "other_full": attention(heads=cache.other_heads),
                 "other_window": attention(window=tokens("sliding_window"), heads=cache.other_heads)}),
     # `whisper_causal.py`
@@ -160,7 +165,7 @@ ATTENTION: Mapping[str, Family] = {
 LATENTS: Mapping[str, Family] = {
     # `deepseek_v2.py`.
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), Family(
-        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=cache.derived_heads)})),
+        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, fields.deepseek_head_size))})),
     # `AXK1.py`, `glm4_moe_lite.py`, `openpangu.py`, `sarvam.py`.
     **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=alike("latent"), predicts=mtp("latent"))),
     # `longcat_flash.py`: two attentions in a layer, one in a layer that predicts.

@@ -4,7 +4,7 @@ A row has columns of data and, where a family needs them, small functions:
 
 | column | what it says |
 |---|---|
-| `layers` | the caches of every decoder layer, as words: `"full"`, `"full state"`, `""` for none (`layer_rules`) |
+| `layers` | the caches of every decoder layer, as words: `"full"`, `"full state"`, `""` for none (`layer_rules`, `family_layers`) |
 | `caches` | what a word means, where it is not one of `caches.USUAL` |
 | `predicts` | the caches of every layer that predicts tokens (MTP), as words |
 | `kv_heads`, `head_size` | of a file that leaves `num_key_value_heads` or `head_dim` out |

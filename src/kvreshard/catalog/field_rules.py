@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.layer_rules import with_pattern
+from kvreshard.catalog.family_layers import with_pattern
 
 # The hidden size of the Falcon file that had the newer architecture before there was a field for that.
 NEWER_HIDDEN_SIZE = 8192
@@ -14,6 +14,11 @@ NEWER_HIDDEN_SIZE = 8192
 def minicpm3_head_size(config: Config) -> int:
     """Channels of K as they come out of the latent."""
     return config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
+
+
+def deepseek_head_size(config: Config) -> int:
+    """As wide as vLLM's `DeepseekAttention` has it, which does not look at `head_dim`."""
+    return config.count("hidden_size") // config.count("num_attention_heads")
 
 
 def falcon_kv_heads(config: Config) -> int:

@@ -116,7 +116,7 @@ def _doubts(config: Config) -> Iterator[str]:
 
 
 def _are_kin(family: Family, other: Family) -> bool:
-    """Whether the rules are the same, and more than those of plain attention, of which many unlike families have no others."""
+    """Whether the rules are the same: of rows that were written as one. Rules of plain attention alone do not count, many unlike families have no others."""
     return family == other and family != Family(layers=family.layers)
 
 

@@ -238,6 +238,18 @@ def test_only_types_with_the_same_rules_stand_for_each_other(
     assert bool(read_model("m", {**raw, "architectures": [architecture]}).doubts) == is_doubted
 
 
+def test_the_last_layers_of_gemma_3n_read_the_cache_of_others() -> None:
+    types = ["sliding_attention", "full_attention"] * 3
+    raw = changed(
+        PLAIN, model_type="gemma3n_text", head_dim=256, num_hidden_layers=6, layer_types=types, sliding_window=512
+    )
+    model = read_model("m", {**raw, "num_kv_shared_layers": 2})
+    assert (windows(model), model.num_layers) == ([512, None, 512, None], 6)
+    assert windows(read_model("m", {**raw, "num_kv_shared_layers": 0})) == [512, None] * 3
+    with pytest.raises(LayoutError, match="num_kv_shared_layers': is 6 of 6 layers; one layer needs a cache"):
+        read_model("m", {**raw, "num_kv_shared_layers": 6})
+
+
 def test_types_that_are_known_for_their_head_size_only_have_no_rules() -> None:
     others = [row for row in FAMILIES.values() if row.layers is None]
     assert len(others) > 40
