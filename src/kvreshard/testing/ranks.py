@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 import kvreshard
 from kvreshard.model import LayoutMismatch
 from kvreshard.testing import rank_worker
-from kvreshard.testing.rank_memory import HostBlock
+from kvreshard.testing.rank_memory import Block
 from kvreshard.testing.rank_worker import Answer, Call, Columns, RankWorker, Report
 from kvreshard.transport.base import Copies, Direction, Transport, TransportError
 from kvreshard.transport.framed import Frame, FramedCopies
@@ -192,7 +192,7 @@ class LocalRanks(Ranks):
             def make(rank: int = rank) -> Transport:
                 return make_transport(rank)
 
-            self._workers.append(RankWorker(HostBlock(memory.ctypes.data, memory_bytes), make))
+            self._workers.append(RankWorker(Block(memory.ctypes.data, memory_bytes), make))
             self.open(rank)
 
     def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
