@@ -58,7 +58,6 @@ reliability: ## every run behind docs/reliability.md that needs no vLLM, then it
 	@$(PY) -m bench.incast --json tests/results/incast.json
 	@$(PY) -m tests.faults.leaks --json tests/results/leaks.json
 	@$(PY) -m tests.soak --seconds $(if $(filter full,$(BENCH)),3600,120) --json tests/results/soak.json
-	@$(PY) tests/mutations/run.py session/ transport/ --json tests/results/mutants.json
 	@$(PY) -m tests.reliability --into docs/reliability.md
 
 check: ## format, lint, strict types, architecture, fast tests; before each commit
@@ -73,17 +72,16 @@ format: ## rewrite the sources the way `make check` wants them
 	@$(PY) -m ruff check --fix --exit-zero --quiet .
 	@$(PY) -m ruff format .
 
-bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), raw NIXL and a plain copy; BENCH=full for all of it
+bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), with verdicts; BENCH=full for all of it
 	@scripts/venv bench
 	@OMP_NUM_THREADS=1 $(BENCH_PY) -m bench $(ARGS)
 	@$(PY) -m bench.page
 	@$(PY) -m bench.plots
-	@if [ "$$BENCH" = full ]; then for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done; fi
 
-mutants: ## break the code in many ways; every one must fail a test (some ten minutes)
+mutants: ## break what matters most, some two dozen ways; every one must fail a test (a few minutes)
 	@scripts/venv test
-	@$(PY) tests/mutations/run.py $(ARGS)
+	@$(PY) -m tests.mutants $(ARGS)
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What does one event of a session cost where `n` others wait? Processor seconds, by the kind of event.
+"""The cost of one event of a session where `n` others wait: processor seconds, by the kind of event.
 
 Each function sets `n` of something up and returns the cost of one event among them. Without NIXL and without sockets: what is measured is
 our own part.

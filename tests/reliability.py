@@ -110,11 +110,6 @@ def _fuzz(result: Result) -> Figures:
     return Figures(f"{len(result) - 1} decoders", None, total["inputs"], None, total["findings"])
 
 
-def _mutants(result: Result) -> Figures:
-    killed = sum(row["killer"] is not None for row in result["rows"])
-    return Figures(f"{killed} of {len(result['rows'])} noticed", None, None, len(result["rows"]) - killed, None)
-
-
 ROWS = (
     Row(
         "No order of events serves wrong bytes, writes pages that were given back, loses a request or keeps a lease",
@@ -165,12 +160,6 @@ ROWS = (
         "`tests/e2e/test_faults.py`",
         "e2e-faults.json",
         _tests(),
-    ),
-    Row(
-        "The tests notice when a session's code is broken (lost: not noticed)",
-        "`tests/mutations/`",
-        "mutants.json",
-        _mutants,
     ),
 )
 
@@ -229,13 +218,6 @@ def _details(folder: Path) -> list[str]:
         for row in incast["rows"]:
             rate = sum(row["num_bytes"]) / row["seconds"] / 1e6
             lines.append(_line([row["case"], f"{row['jain']:.3f}", f"{row['ratio']:.2f}", f"{rate:,.0f}"]))
-        lines.append("")
-    if mutants := _read(folder, "mutants.json"):
-        lines += ["**A session broken on purpose.**", "", _line(("broken", "in", "noticed by")), _line(["---"] * 3)]
-        for row in mutants["rows"]:
-            file, _, test = (row["killer"] or "nobody").partition("::")
-            name = f"`{file.removeprefix('tests/')}`: `{test.partition('[')[0]}`" if test else file
-            lines.append(_line([row["name"], f"`{row['path']}`", name]))
         lines.append("")
     return lines
 

@@ -9,7 +9,7 @@ whatever module, is private and may change in any release. Names are loaded when
 | compile a pair of engines | `compile_routes`: a proved `Route` per rank of the decode engine, with a `CostModel`; `explain`, `name_fields` for people |
 | bind a request | `Request` with a `PageTable` per group; `bind` to `CopyList`s, `find_unwritten` for what is zeroed |
 | move it | a `Transport` (`NixlTransport`, or `MemoryTransport` on a `Fabric`) with its `MemoryRegion`s; a `Mover` with `HostMemory`; `pull`, `push` |
-| verify it | `digest_lanes` of both sides' `ArrayBytes`, `compare`; `oracle_transfer` for what all memory must be |
+| verify it | `digest_lanes` of both sides, `compare`; `oracle_transfer` for what all memory must be |
 | check a machine | `check_host`, `check_route` |
 
 Every error that a user can cause is a `KvReshardError`: `UsageError` (something of another type was given), `LayoutError`, `LayoutMismatch`,
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from kvreshard.session.transfer import pull as pull
     from kvreshard.session.transfer import push as push
     from kvreshard.testing.oracle import oracle_transfer as oracle_transfer
-    from kvreshard.tools import ArrayBytes as ArrayBytes
     from kvreshard.tools import compare as compare
     from kvreshard.tools import digest_lanes as digest_lanes
     from kvreshard.transport.base import MemoryRegion as MemoryRegion
@@ -86,7 +85,7 @@ _PLACES = {
     "HostMemory": "transport.local",
     **dict.fromkeys(("Fabric", "MemoryTransport"), "transport.memory"),
     "NixlTransport": "transport.nixl",
-    **dict.fromkeys(("ArrayBytes", "compare", "digest_lanes"), "tools"),
+    **dict.fromkeys(("compare", "digest_lanes"), "tools"),
 }
 __all__ = [*sorted(_PLACES), "__version__"]  # noqa: PLE0604 (they are names)
 

@@ -2,18 +2,16 @@
 
 from kvreshard.tools.cells import Side
 from kvreshard.tools.digest import digest_cells, digest_lanes
-from kvreshard.tools.memory import ArrayBytes, Memory
-from kvreshard.tools.verdict import Difference, Digest, Part, Verdict, WrongBytes, compare
+from kvreshard.tools.memory import Memory
+from kvreshard.tools.verdict import Difference, Digest, Part, Verdict, compare
 
 __all__ = [
-    "ArrayBytes",
     "Difference",
     "Digest",
     "Memory",
     "Part",
     "Side",
     "Verdict",
-    "WrongBytes",
     "compare",
     "digest_cells",
     "digest_lanes",

@@ -1,6 +1,6 @@
 """Compares what one load has brought with its source, by digests, before the load is reported.
 
-`check_steps` is a generator like `pull_steps`, and follows it while the source's lease still holds:
+`DigestCheck.steps` is a generator like `pull_steps`, and follows it while the source's lease still holds:
 
 1. Cut the load into digest requests and send a few at a time, by notification.
 2. While the source computes, compute the same digests here, one at a resumption.
@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 from kvreshard.model.layout import EngineLayout, Rank
-from kvreshard.model.tables import Request
 from kvreshard.plan.route import Route
 from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
-from kvreshard.session.mover import Mover
-from kvreshard.session.observer import RejectedLoad
-from kvreshard.session.orders import CheckResult, RemoteLease
+from kvreshard.session.observer import Landing, RejectedLoad
+from kvreshard.session.orders import CheckResult, Load
 from kvreshard.session.pull import settled
 from kvreshard.tools import Digest, Memory
 from kvreshard.tools.digest_request import DigestRequest, Part, make_requests, readable, write_request
 from kvreshard.tools.mailbox import NUM_ENTRIES, DigestAnswer, Status, entry_offset, read_answer
 from kvreshard.transport.base import Copies, Direction, Transfer
+
+Clock = Callable[[], float]
 
 WINDOW = 16
 CHECK_BYTES = WINDOW * MAILBOX_ENTRY_BYTES
@@ -53,24 +53,6 @@ class DigestError(RejectedLoad):
     def __init__(self, text: str, result: CheckResult) -> None:
         super().__init__(text)
         self.result: CheckResult = result
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What a check needs. `scratch_address`: `CHECK_BYTES` of registered local memory. `wake`: resume soon.
-
-    `cards`: of the source's ranks, by number. `posted`: hears of every transfer.
-    """
-
-    lease: RemoteLease
-    cards: Mapping[int, RankCard]
-    memory: Memory
-    scratch_address: int
-    timeout_s: float
-    posted: Callable[[Transfer], None]
-    wake: Callable[[], None]
-    clock: Callable[[], float]
-    new_token: Callable[[], int] = lambda: secrets.randbits(64)
 
 
 def is_chosen(request: str, share: float) -> bool:
@@ -106,88 +88,115 @@ class _Pending:
     theirs: Digest | None = None
 
 
-def check_steps(check: Check, mover: Mover, route: Route, request: Request) -> Generator[Transfer | None, None, int]:
-    """Compare a load with its source; returns how many bytes are equal. Resume as with `pull_steps`.
+class DigestCheck:
+    """The comparison of one load. `scratch_address`: `CHECK_BYTES` of registered local memory. `memory`: this rank's."""
 
-    Raises DigestError, or TransportError where a source cannot be reached.
-    """
-    started_s = check.clock()
-    pending: dict[int, _Pending] = {}
+    def __init__(
+        self, load: Load, landing: Landing, memory: Memory, scratch_address: int, timeout_s: float, clock: Clock
+    ) -> None:
+        self._transfer, self._landing, self._memory = load.transfer, landing, memory
+        self._scratch_address, self._timeout_s, self._clock = scratch_address, timeout_s, clock
+        self._mover, self._cards = landing.peer.mover, landing.peer.card.rank_by_number
+        self._pending: dict[int, _Pending] = {}
+        self._todo = make_requests(
+            landing.peer.route.lanes, load.transfer, load.lease, secrets.token_bytes(16), self._new_token
+        )
 
-    def new_token() -> int:
+    def steps(self) -> Generator[Transfer | None, None, int]:
+        """Compare; returns how many bytes are equal. Resume as with `pull_steps`.
+
+        Raises DigestError, or TransportError where a source cannot be reached.
+        """
+        started_s, num_bytes = self._clock(), 0
         while True:
-            token = check.new_token()
-            if all((token - other) % NUM_ENTRIES for other in pending):
+            self._send_more()
+            if not self._pending:
+                return num_bytes
+            behind = next((one for one in self._pending.values() if one.mine is None), None)
+            if behind is not None:
+                behind.mine = behind.part.digest(self._transfer, self._memory, behind.request.key)
+            yield from self._read_mailboxes()
+            num_bytes += self._compare()
+            if not self._pending:
+                continue
+            if self._clock() - started_s >= self._timeout_s:
+                part = next(iter(self._pending.values())).part
+                raise DigestError(
+                    f"the source has not answered within {self._timeout_s:g} s what the digest of {part} is; is it alive, and does "
+                    "it have time? The load is not served unchecked",
+                    "unanswered",
+                )
+            self._send_again()
+            if any(one.mine is None for one in self._pending.values()):
+                self._landing.wake()
+            yield None
+
+    def _new_token(self) -> int:
+        """A random number whose place in a mailbox no other open request has."""
+        while True:
+            token = secrets.randbits(64)
+            if all((token - other) % NUM_ENTRIES for other in self._pending):
                 return token
 
-    todo = make_requests(route.lanes, request, check.lease, secrets.token_bytes(16), new_token)
-    num_bytes = 0
-    while True:
-        _send_more(check, mover, todo, pending)
-        if not pending:
-            return num_bytes
-        behind = next((one for one in pending.values() if one.mine is None), None)
-        if behind is not None:
-            behind.mine = behind.part.digest(request, check.memory, behind.request.key)
-        yield from _read_mailboxes(check, mover, pending)
-        num_bytes += _compare(pending)
-        if not pending:
-            continue
-        if check.clock() - started_s >= check.timeout_s:
-            raise DigestError(
-                f"the source has not answered within {check.timeout_s:g} s what the digest of {next(iter(pending.values())).part} is; "
-                "is it alive, and does it have time? The load is not served unchecked",
-                "unanswered",
-            )
-        for one in pending.values():
-            if one.theirs is None and check.clock() >= one.sent_s + ASK_AGAIN_S:
-                one.sent_s = check.clock()
-                mover.transport.notify(mover.peers[one.part.src_rank], write_request(one.request))
-        if any(one.mine is None for one in pending.values()):
-            check.wake()
-        yield None
+    def _send_more(self) -> None:
+        """Keep `WINDOW` requests under way."""
+        for place in sorted(set(range(WINDOW)) - {one.place for one in self._pending.values()}):
+            found = next(self._todo, None)
+            if found is None:
+                return
+            part, request = found
+            self._pending[request.token] = _Pending(part, request, place, self._clock())
+            self._send(self._pending[request.token])
 
+    def _send_again(self) -> None:
+        """Ask again for what was not answered for a while."""
+        for one in self._pending.values():
+            if one.theirs is None and self._clock() >= one.sent_s + ASK_AGAIN_S:
+                one.sent_s = self._clock()
+                self._send(one)
 
-def _send_more(
-    check: Check, mover: Mover, todo: Iterator[tuple[Part, DigestRequest]], pending: dict[int, _Pending]
-) -> None:
-    """Keep `WINDOW` requests under way."""
-    free = sorted(set(range(WINDOW)) - {one.place for one in pending.values()})
-    for place in free:
-        found = next(todo, None)
-        if found is None:
-            return
-        part, request = found
-        pending[request.token] = _Pending(part, request, place, check.clock())
-        mover.transport.notify(mover.peers[part.src_rank], write_request(request))
+    def _send(self, one: _Pending) -> None:
+        self._mover.transport.notify(self._mover.peers[one.part.src_rank], write_request(one.request))
 
-
-def _read_mailboxes(
-    check: Check, mover: Mover, pending: Mapping[int, _Pending]
-) -> Generator[Transfer | None, None, None]:
-    """Read the entries of all open requests, one transfer per source rank."""
-    by_rank: dict[int, list[_Pending]] = {}
-    for one in pending.values():
-        if one.theirs is None:
-            by_rank.setdefault(one.part.src_rank, []).append(one)
-    transfers = []
-    for rank, unanswered in by_rank.items():
-        card = check.cards[rank]
-        local = [check.scratch_address + one.place * MAILBOX_ENTRY_BYTES for one in unanswered]
-        remote = [card.mailbox_address + entry_offset(one.request.token, card.mailbox_entries) for one in unanswered]
-        copies = Copies.of(local, remote, MAILBOX_ENTRY_BYTES)
-        transfers.append(mover.transport.post(mover.peers[rank], Direction.READ, copies))
-        check.posted(transfers[-1])
-    error: Exception | None = None
-    for transfer in transfers:
-        error = (yield from settled(transfer)) or error
-    if error is not None:
-        raise error
-    for unanswered in by_rank.values():
+    def _read_mailboxes(self) -> Generator[Transfer | None, None, None]:
+        """Read the entries of all open requests, one transfer per source rank."""
+        unanswered = [one for one in self._pending.values() if one.theirs is None]
+        transfers = []
+        for rank in sorted({one.part.src_rank for one in unanswered}):
+            here, card = [one for one in unanswered if one.part.src_rank == rank], self._cards[rank]
+            local = [self._place_of(one) for one in here]
+            remote = [card.mailbox_address + entry_offset(one.request.token, card.mailbox_entries) for one in here]
+            copies = Copies.of(local, remote, MAILBOX_ENTRY_BYTES)
+            transfers.append(self._mover.transport.post(self._mover.peers[rank], Direction.READ, copies))
+            self._landing.posted(transfers[-1])
+        error: Exception | None = None
+        for transfer in transfers:
+            error = (yield from settled(transfer)) or error
+        if error is not None:
+            raise error
         for one in unanswered:
-            answer = read_answer(check.scratch_address + one.place * MAILBOX_ENTRY_BYTES, one.request.token)
+            answer = read_answer(self._place_of(one), one.request.token)
             if answer is not None:
                 one.theirs = _digest_of(answer, one.part)
+
+    def _place_of(self, one: _Pending) -> int:
+        return self._scratch_address + one.place * MAILBOX_ENTRY_BYTES
+
+    def _compare(self) -> int:
+        """Take out the requests of which both digests are known; returns their bytes."""
+        num_bytes = 0
+        for token, one in list(self._pending.items()):
+            if one.mine is None or one.theirs is None:
+                continue
+            if one.mine != one.theirs:
+                raise DigestError(
+                    f"wrong bytes: {one.part}: the source has {one.theirs}, this rank has {one.mine}. Every length was right and "
+                    "the lease held; report both layouts, or replay the flight record",
+                    "different",
+                )
+            num_bytes += one.mine.num_bytes
+            del self._pending[token]
+        return num_bytes
 
 
 def _digest_of(answer: DigestAnswer, part: Part) -> Digest:
@@ -196,20 +205,3 @@ def _digest_of(answer: DigestAnswer, part: Part) -> Digest:
     if answer.status is not Status.DIGEST:
         raise DigestError(f"no digest of {part}: {REFUSALS[answer.status]}", "refused")
     return Digest(answer.value, answer.num_bytes)
-
-
-def _compare(pending: dict[int, _Pending]) -> int:
-    """Take out the requests of which both digests are known; returns their bytes."""
-    num_bytes = 0
-    for token, one in list(pending.items()):
-        if one.mine is None or one.theirs is None:
-            continue
-        if one.mine != one.theirs:
-            raise DigestError(
-                f"wrong bytes: {one.part}: the source has {one.theirs}, this rank has {one.mine}. Every length was right and the "
-                "lease held; report both layouts, or replay the flight record",
-                "different",
-            )
-        num_bytes += one.mine.num_bytes
-        del pending[token]
-    return num_bytes

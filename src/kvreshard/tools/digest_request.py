@@ -150,9 +150,7 @@ def answer_request(
 def _size(lane: Lane) -> tuple[int, int]:
     """Fields and tokens of one request about a lane."""
     per_index = lane.element_bytes * prod(
-        count_common(axis.extent, axis.src.owned, axis.dst.owned, axis.chosen)
-        for axis in lane.axes
-        if axis.extent is not None
+        count_common(axis.extent, axis.dst.owned, axis.chosen) for axis in lane.axes if axis.extent is not None
     )
     if lane.is_state:
         return max(1, min(REQUEST_FIELDS, REQUEST_BYTES // max(1, per_index))), 1

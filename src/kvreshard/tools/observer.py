@@ -17,13 +17,12 @@ from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.orders import CheckResult, Failure, Load
 from kvreshard.session.scratch import Scratch
-from kvreshard.tools.digest_check import CHECK_BYTES, Check, DigestError, check_steps, find_obstacle, is_chosen
+from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request, readable
 from kvreshard.tools.digest_server import DigestServer
-from kvreshard.tools.events import Events
 from kvreshard.tools.mailbox import DigestMailbox
 from kvreshard.tools.memory import Memory
-from kvreshard.tools.recorder import FailedLoad, Recorder, is_recorded
+from kvreshard.tools.recorder import Events, FailedLoad, Recorder, is_recorded
 from kvreshard.transport.base import MemoryRegion, Transfer
 
 logger = get_logger(__name__)
@@ -147,11 +146,9 @@ class WatchedLoad(LoadObserver):
         )  # fmt: skip
 
     def _compare(self, landing: Landing, own: Memory, address: int) -> Generator[Transfer | None, None, None]:
-        peer, timeout_s, clock = landing.peer, self._rank.options.digest_timeout_s, self._rank.clock
-        cards = peer.card.rank_by_number
-        check = Check(self._load.lease, cards, own, address, timeout_s, landing.posted, landing.wake, clock)
+        timeout_s, clock = self._rank.options.digest_timeout_s, self._rank.clock
         self.noted("checking", "comparing digests with the source")
-        num_bytes = yield from check_steps(check, peer.mover, peer.route, self._load.transfer)
+        num_bytes = yield from DigestCheck(self._load, landing, own, address, timeout_s, clock).steps()
         self._check = "equal"
         self.noted("checked", f"{num_bytes} bytes are equal")
 

@@ -18,6 +18,7 @@ import re
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,6 @@ from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard
 from kvreshard.session.orders import Failure, Load
 from kvreshard.session.workers import Workers
-from kvreshard.tools.events import Events
 from kvreshard.tools.flight import (
     Flight,
     FlightEvent,
@@ -45,7 +45,30 @@ PART = ".part"
 MIN_INTERVAL_S = 1.0
 PART_AGE_S = 600.0
 CLOSE_S = 0.1
+MAX_EVENTS = 256
+MAX_EVENT_TEXT = 400
 MAX_NAME = 40
+
+
+class Events:
+    """The last events of one load, by the session's clock; older ones are counted and forgotten. Any thread may add."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._started_s = clock, clock()
+        self._ring: deque[FlightEvent] = deque(maxlen=MAX_EVENTS)
+        self._lock = threading.Lock()
+        self.num_forgotten = 0
+
+    def add(self, name: str, text: str = "") -> None:
+        """Something has happened, now."""
+        with self._lock:
+            self.num_forgotten += len(self._ring) == MAX_EVENTS
+            self._ring.append(FlightEvent(self._clock() - self._started_s, name, text[:MAX_EVENT_TEXT]))
+
+    def list(self) -> list[FlightEvent]:
+        """The events that are kept, oldest first."""
+        with self._lock:
+            return [*self._ring]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +199,7 @@ def make_flight(failed: FailedLoad, written_at_s: float) -> Flight:
         is_routed=failed.is_routed,
         staging_bytes=failed.staging_bytes,
         allow_mismatch=list(failed.allow_mismatch),
-        events=[FlightEvent(event.at_s, event.name, event.text) for event in failed.events.list()],
+        events=failed.events.list(),
         num_events_forgotten=failed.events.num_forgotten,
     )
 

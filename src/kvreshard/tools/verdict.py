@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvreshard.model.errors import KvReshardError
 from kvreshard.model.tables import Tokens
 
 MAX_LINES_IN_MESSAGE = 8
-
-
-class WrongBytes(KvReshardError):
-    """The bytes that arrived are not those that the source holds; every length was right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +76,6 @@ class Verdict:
         if len(self.differences) > MAX_LINES_IN_MESSAGE:
             lines.append(f"and {len(self.differences) - MAX_LINES_IN_MESSAGE} more")
         return f"{len(self.differences)} of {self.num_parts} parts differ:\n  " + "\n  ".join(lines)
-
-    def require_equal(self) -> None:
-        """Raises WrongBytes naming fields, ranks and tokens unless everything is equal."""
-        if not self.equal:
-            raise WrongBytes(f"{self}\nDo not serve this request: recompute it, and report both layouts")
 
 
 def compare(src: Mapping[Part, Digest], dst: Mapping[Part, Digest]) -> Verdict:

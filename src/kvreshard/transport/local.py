@@ -9,7 +9,7 @@ Nothing is checked here: addresses come from a proved route and a checked reques
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -57,7 +57,17 @@ class HostMemory:
 
     def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
         """See `tools.memory.Memory.weighted_sums`."""
-        return sum_weighted(self.read, rows, runs, weights, unit_bytes)
+        low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
+        rows, runs = rows - rows.min(), runs - runs.min()
+        content = self.read(low, low + int(rows.max() + runs.max()) + run_bytes)
+        # A run as one opaque element, of which one begins at every byte: NumPy copies it whole, whatever its alignment. Short runs are read as
+        # numbers where they are aligned, which is several times as fast.
+        is_number = run_bytes in (1, 2, 4, 8) and not ((rows % run_bytes).any() or (runs % run_bytes).any())
+        element, step = (f"<i{run_bytes}", run_bytes) if is_number else (f"V{run_bytes}", 1)
+        every = np.ndarray((content.size - run_bytes) // step + 1, element, content, strides=step)
+        units = every[(rows // step)[:, None] + runs // step].view(f"<i{unit_bytes}").reshape(len(rows), -1)
+        sums: Int64s = np.einsum("ru,u->r", units, weights.reshape(-1))
+        return sums
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""
@@ -111,23 +121,6 @@ class MoveViews(msgspec.Struct, frozen=True, eq=False):
             [page_step, *(step for _, _, step in loops)],
             page_numbers,
         )
-
-
-def sum_weighted(
-    read: Callable[[int, int], NDArray[np.uint8]], rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int
-) -> Int64s:
-    """`tools.memory.Memory.weighted_sums` of bytes that `read(low, high)` gives without a copy."""
-    low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
-    rows, runs = rows - rows.min(), runs - runs.min()
-    content = read(low, low + int(rows.max() + runs.max()) + run_bytes)
-    # A run as one opaque element, of which one begins at every byte: NumPy copies it whole, whatever its alignment. Short runs are read as
-    # numbers where they are aligned, which is several times as fast.
-    is_number = run_bytes in (1, 2, 4, 8) and not ((rows % run_bytes).any() or (runs % run_bytes).any())
-    element, step = (f"<i{run_bytes}", run_bytes) if is_number else (f"V{run_bytes}", 1)
-    every = np.ndarray((content.size - run_bytes) // step + 1, element, content, strides=step)
-    units = every[(rows // step)[:, None] + runs // step].view(f"<i{unit_bytes}").reshape(len(rows), -1)
-    sums: Int64s = np.einsum("ru,u->r", units, weights.reshape(-1))
-    return sums
 
 
 def _view(address: int, run: np.dtype[np.void], shape: list[int], steps: list[int]) -> NDArray[np.void]:

@@ -206,6 +206,23 @@ def test_a_lease_that_ended_fails_the_load(world: World) -> None:
     assert "its word is 0xabd, expected 0xabc" in failed["d"].text
 
 
+def test_a_lease_that_ends_while_its_pages_are_read_fails_the_load(world: World) -> None:
+    """Every read takes three steps, and the word changes between the first and the second of them: it is read after the data."""
+    world.grant_and_offer()
+    world.faults[-1] = Fault(delay_steps=3)
+    order_load(world)
+    world.turn()
+    meet(world)
+    for step in range(20):
+        if step == 4:
+            for table in world.src.tables.values():
+                table[SLOT] = WORD + 1
+        world.turn()
+        world.fabric.step()
+    received, failed, _ = collect(world.dst)
+    assert (received, failed["d"].kind) == (set(), "stale lease")
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,13 +19,29 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan import Lane
 from kvreshard.testing.oracle import oracle_transfer, write_values
-from kvreshard.tools import ArrayBytes, Digest, Memory, Part, Side, digest_cells, digest_lanes
+from kvreshard.tools import Digest, Memory, Part, Side, digest_cells, digest_lanes
 from kvreshard.tools.cells import of_lane
+from kvreshard.transport.local import HostMemory
 
 NUM_TOKENS = 45
 INTERVALS: dict[str, list[Tokens]] = {"attention": [(3, NUM_TOKENS)], "state": [(0, NUM_TOKENS)]}
 ATTENTION = Attention(4, 16, "bfloat16")
 STATE = Mamba2(4, 3, 2, 5, 4, "bfloat16", "float32")
+
+
+class ArrayBytes(HostMemory):
+    """Arrays that stand for memory at made-up addresses, of any device: address of the first byte -> shape (size_bytes,)."""
+
+    def __init__(self, arrays: Mapping[int, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def reaches(self, device: str) -> bool:
+        return True
+
+    def read(self, low: int, high: int) -> np.ndarray:
+        (found,) = (array[low - at : high - at] for at, array in self._arrays.items() if at <= low < at + len(array))
+        assert len(found) == high - low
+        return found
 
 
 @dataclass(frozen=True)

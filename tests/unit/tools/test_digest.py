@@ -1,11 +1,12 @@
 """Known answers, keys, positions, refusals, and the message that a wrong transfer ends in."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 from tests.unit.tools import slow_digest
-from tests.unit.tools.engines import Engine, small
+from tests.unit.tools.engines import ArrayBytes, Engine, small
 
 from kvreshard.kinds import Attention, Latent, Opaque, Ring, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
@@ -15,7 +16,7 @@ from kvreshard.model.errors import BindError
 from kvreshard.model.fields import Fields
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
-from kvreshard.tools import ArrayBytes, Digest, Memory, WrongBytes, compare, digest_lanes
+from kvreshard.tools import Digest, Memory, compare, digest_lanes
 from kvreshard.tools.digest import UNITS_AT_ONCE, weights
 from kvreshard.tools.rows import INDICES_PER_WINDOW
 from kvreshard.transport.local import HostMemory
@@ -210,7 +211,7 @@ def test_a_side_needs_its_own_tables_only() -> None:
     request = arrived.request
     src = replace(arrived, request=Request(request.src_tables, {}, request.intervals, {}))
     dst = replace(arrived, request=Request({}, request.dst_tables, request.intervals, {}))
-    compare(src.digests("src", KEY), dst.digests("dst", KEY)).require_equal()
+    assert compare(src.digests("src", KEY), dst.digests("dst", KEY)).equal
 
 
 def test_only_some_fields() -> None:
@@ -235,10 +236,8 @@ def test_the_message_names_field_ranks_and_tokens() -> None:
     assert any(cells[cell] != content for cell, content in wrong.items())
     arrived.corrupt("layers.1.k", wrong)
     verdict = compare(arrived.digests("src", KEY), arrived.digests("dst", KEY))
-    with pytest.raises(
-        WrongBytes, match=r"field 'layers\.1\.k' \(.*head \[2, 4\).*\), source rank 1 -> destination rank 0"
-    ):
-        verdict.require_equal()
+    told = r"field 'layers\.1\.k' \(.*head \[2, 4\).*\), source rank 1 -> destination rank 0"
+    assert re.search(told, str(verdict))
     assert "tokens [3, 45)" in str(verdict)
 
 
@@ -292,12 +291,10 @@ def test_overwritten_tokens_of_a_ring_and_states_of_two_pages_are_refused() -> N
         digest(arrived.dst, tables, arrived.request.intervals, arrived.memory_of("dst")[0])
 
 
-def test_sizes_of_keys_and_addresses_outside_the_memory_are_refused() -> None:
+def test_a_key_of_a_wrong_size_is_refused() -> None:
     layout = latent()
-    content, reader = memory_of(layout)
     tables, intervals = {"g": PageTable([1], 4)}, {"g": [(0, 4)]}
-    with pytest.raises(BindError, match="lie outside the memory that was given"):
-        digest(layout, tables, intervals, ArrayBytes({0: content}))
+    reader = memory_of(layout)[1]
     for key in (b"", b"x" * 65):
         with pytest.raises(BindError, match=f"digest key of {len(key)} bytes"):
             digest(layout, tables, intervals, reader, key)

@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,10 +40,20 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.peer import Self
+from kvreshard.session.seal import Seal
 from kvreshard.tools import flight as form
-from kvreshard.tools.events import MAX_EVENTS, MAX_TEXT, Events
 from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight
-from kvreshard.tools.recorder import MIN_INTERVAL_S, PART, PART_AGE_S, SUFFIX, FailedLoad, Recorder
+from kvreshard.tools.recorder import (
+    MAX_EVENT_TEXT,
+    MAX_EVENTS,
+    MIN_INTERVAL_S,
+    PART,
+    PART_AGE_S,
+    SUFFIX,
+    Events,
+    FailedLoad,
+    Recorder,
+)
 from kvreshard.tools.replay import replay, summarize
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fault
@@ -311,34 +322,42 @@ def test_what_was_left_half_written_goes_in_time(world: World, clock: Clock, tmp
     assert [path.exists() for path in left.values()] == [True, False]
 
 
+def failed_load(num_pages: int, clock: Clock) -> FailedLoad:
+    """Of a request of so many pages on both sides, all of them new here."""
+    world = make_world(2, 1)
+    table = PageTable(np.arange(1, num_pages + 1), 16 * num_pages)
+    wanted = Request({"g": table}, {"g": table}, {"g": [(0, table.num_tokens)]}, {"g": table.pages})
+    load = Load("d", REMOTE, LEASE, wanted, Seal(b"", b""), gives_back=True)
+    failure, src = Failure("transfer", "x"), world.src.card()
+    return FailedLoad(load, 0, failure, world.dst.card(), src, True, Events(clock), 0, ())
+
+
 def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock) -> None:
     """8,192 pages of 16 tokens whose heads are split are millions of copies; what is recorded of them is 8,192 numbers a side."""
     sizes, costs = [], []
     for num_pages in (1, 8192):
         recorder = Recorder(tmp_path / str(num_pages) / "flights", 3, clock, lambda: NOW_S, at_once)
-        world = make_world(2, 1)
-        num_tokens = 16 * num_pages
-        table = PageTable(np.arange(1, num_pages + 1), num_tokens)
-        wanted = Request({"g": table}, {"g": table}, {"g": [(0, num_tokens)]}, {"g": table.pages})
-        load = Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True)
-        failure, card = Failure("transfer", "x"), world.src.card()
-        failed = FailedLoad(
-            load,
-            0,
-            failure,
-            world.dst.card(),
-            card,
-            is_routed=True,
-            events=Events(clock),
-            staging_bytes=0,
-            allow_mismatch=(),
-        )
+        failed = failed_load(num_pages, clock)
         costs.append(count_bytecodes(lambda recorder=recorder, failed=failed: recorder.record(failed)))
         (path,) = records(tmp_path / str(num_pages))
         sizes.append(path.stat().st_size)
-        assert np.array_equal(decode_flight(path.read_bytes()).transfer.request().src_tables["g"].pages, table.pages)
+        tables = decode_flight(path.read_bytes()).transfer.request().src_tables
+        assert np.array_equal(tables["g"].pages, failed.load.transfer.src_tables["g"].pages)
     assert sizes[1] - sizes[0] < 3 * 4 * 8192 + 100
     assert costs[1] < 1.2 * costs[0] + 50
+
+
+@pytest.mark.parametrize("num_pages", [1_300_000, 1_500_000, 10_000_000])
+def test_no_record_takes_much_memory(tmp_path: Path, clock: Clock, num_pages: int) -> None:
+    """Up to the largest that is written, and those that are not."""
+    failed = failed_load(num_pages, clock)
+    recorder = Recorder(tmp_path / "flights", 3, clock, lambda: NOW_S, at_once)
+    tracemalloc.start()
+    recorder.record(failed)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 50e6
+    assert len(records(tmp_path)) == (3 * 4 * num_pages < form.MAX_FLIGHT_BYTES)
 
 
 def test_events_are_a_ring() -> None:
@@ -346,7 +365,7 @@ def test_events_are_a_ring() -> None:
     events = Events(clock)
     for number in range(MAX_EVENTS + 5):
         clock.now_s += 1.0
-        events.add(str(number), "x" * (MAX_TEXT + 1))
+        events.add(str(number), "x" * (MAX_EVENT_TEXT + 1))
     kept = events.list()
     assert (len(kept), events.num_forgotten, kept[0].name, kept[0].at_s) == (MAX_EVENTS, 5, "5", 6.0)
-    assert len(kept[0].text) == MAX_TEXT
+    assert len(kept[0].text) == MAX_EVENT_TEXT

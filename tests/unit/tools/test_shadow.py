@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.pairs.small import GROUP, engine, request
@@ -12,10 +17,12 @@ from kvreshard.kinds import Attention
 from kvreshard.model import EngineLayout
 from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
-from kvreshard.session.handshake import Address
+from kvreshard.session.card import EngineCard, RankCard, make_card
+from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.orders import Load, RemoteEngine, RemoteLease
 from kvreshard.session.seal import Seal
-from kvreshard.tools.shadow_record import RecordingAgent
+from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
+from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
 
 HEADS = Attention(4, 16, "bfloat16")
@@ -134,3 +141,91 @@ def test_refused_on_either_side_and_what_cannot_be_said(pair: tuple[EngineLayout
     assert GROUP in here.reason
     twice = report(*pair, [*ours(*pair), *ours(*pair)])
     assert (twice.verdict, "two copies write" in twice.reason) == ("unknown", True)
+
+
+@pytest.fixture
+def judged(
+    pair: tuple[EngineLayout, EngineLayout], tmp_path: Path
+) -> Iterator[tuple[ShadowJudge, Listener, Callable[[int], list[dict[str, Any]]]]]:
+    """A judge of the destination, the source's listener, and the reports once there are so many."""
+    src, dst = pair
+    file, listener = tmp_path / "reports", Listener(Address("127.0.0.1", 0), card_of(src))
+    judge = ShadowJudge(dst.engine, ShadowOptions(5.0, None, (), str(file)))
+    judge.introduce(card_of(dst))
+
+    def reports(number: int) -> list[dict[str, Any]]:
+        deadline_s = time.monotonic() + 60.0
+        while not (file.exists() and file.read_text().count("\n") >= number) and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+        return [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+
+    yield judge, listener, reports
+    judge.close()
+    listener.close()
+
+
+def card_of(layout: EngineLayout) -> EngineCard:
+    return make_card(layout, bytes(32), {"model": "m"}, [RankCard(rank.rank, b"", 0, 0) for rank in layout.ranks])
+
+
+class Done:
+    """What NixlConnector posted, as copies."""
+
+    def __init__(self, agent: str, copies: CopyList) -> None:
+        self.remote, self._copies = DescriptorList(agent, np.zeros((0, 3), np.int64)), copies
+
+    def copies(self, src_rank: int, dst_rank: int) -> CopyList:
+        assert (src_rank, dst_rank) == (self._copies.src_rank, self._copies.dst_rank)
+        return self._copies
+
+
+def ended(pair: tuple[EngineLayout, EngineLayout], address: Address, **changes: Any) -> EndedLoad:
+    """A load of all heads that NixlConnector carried out as the planner would have."""
+    src, dst = pair
+    wanted = request(src, dst, 13)
+    remote = RemoteEngine(src.engine, card_of(src).incarnation, address)
+    load = Load("r", remote, RemoteLease("s", 0, 1), wanted, Seal(b"", b""), gives_back=True)
+    posted = [Done(f"agent {copies.src_rank}", copies) for copies in bind(compile_route(src, dst, 0), wanted)]
+    agents = {f"agent {rank.rank}": (dict(rank.place)["pp"], dict(rank.place)["tp"]) for rank in src.ranks}
+    made = EndedLoad(ShadowLoad(load, "r", 13, 13), posted, agents, is_failed=False, rearranges=False)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **changes)
+
+
+def test_a_load_is_judged_by_the_route_from_the_source_that_is_met(judged: Any, pair: Any) -> None:
+    judge, listener, reports = judged
+    same = ended(pair, listener.address)
+    judge.submit(same)
+    judge.submit(dataclasses.replace(same, load=dataclasses.replace(same.load, lost="token 12 looks at token 1")))
+    judge.submit(dataclasses.replace(same, is_failed=True))
+    judge.submit(dataclasses.replace(same, agents={}))
+    found = reports(4)
+    assert [report["verdict"] for report in found] == ["same", "missing", "refused there", "unknown"]
+    assert found[0]["same_bytes"] == found[0]["num_bytes"] == found[0]["their_bytes"] > 0
+    assert found[1]["reason"] == "token 12 looks at token 1"
+
+
+def test_what_this_connector_would_not_load_is_told_with_the_reason(judged: Any, pair: Any) -> None:
+    judge, listener, reports = judged
+    listener.close()  # nobody answers any more
+    good = ended(pair, listener.address)
+    judge.submit(dataclasses.replace(good, load=dataclasses.replace(good.load, load=None, why_not="no parameters")))
+    judge.submit(dataclasses.replace(good, load=dataclasses.replace(good.load, load=None)))
+    judge.submit(good)
+    found = reports(3)
+    assert [report["verdict"] for report in found] == ["refused here", "more", "refused here"]
+    assert found[0]["reason"] == "no parameters"
+    assert str(listener.address.port) in found[2]["reason"]
+
+
+def test_the_log_gets_the_first_of_each_verdict_and_then_each_tenfold(
+    judged: Any, pair: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge, listener, reports = judged
+    with caplog.at_level("INFO"):
+        for _ in range(12):
+            judge.submit(ended(pair, listener.address))
+        reports(12)
+        judge.close()
+    lines = [record.getMessage() for record in caplog.records if "request r from engine" in record.getMessage()]
+    assert len(lines) == 2
+    assert lines[1].endswith("10 requests like it by now")

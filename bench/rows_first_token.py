@@ -1,4 +1,4 @@
-"""How long does a client wait for the first token of two real engines, with our connector and with the in-tree one?
+"""Row f: the first token of two real engines, with our connector and with the in-tree one.
 
 From the client's send of the prompt to the prefill engine until the decode engine's process has the first token, with a router in
 between that does nothing else; the same prompt goes through both pairs, one right after the other, in turns (`engine_pairs`). The
@@ -15,7 +15,6 @@ the interval is that of the turns, not of starts, and `details` has the decode e
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,8 @@ import numpy as np
 from tests.e2e.compare import compare
 from tests.e2e.prompts import prompt
 
+from bench import bars
+from bench.beside import named
 from bench.compare import interval
 from bench.results import Result, skipped
 
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
     from bench.engine_pairs import Pair, Turn
 
 ROW = "f first token"
-NAME = "time to first token, two real engines"
-BAR = "lower bound >= 0.95 of in-tree's"
-SHIPPED, SPARE = "NixlConnector as it ships", "NixlConnector with cores to spare"
+SHIPPED, SPARE = "as it ships", "with cores to spare"
 LENGTHS = (256, 1024)
 PAIRS = (("gemma3", 1, 2),)
 MORE_PAIRS = (("llama", 1, 1), ("llama", 1, 2), ("llama", 2, 1), ("nemotron-h", 1, 1))
@@ -43,13 +42,8 @@ NUM_ROUNDS, NUM_ROUNDS_FULL = 24, 60
 LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 3.0, 60.0  # no prompt is begun after the budget, once there are so many
 
 
-def run(full: bool) -> Iterator[Result]:
-    """Each pair of engines, each length, beside both."""
-    if importlib.util.find_spec("vllm") is None:
-        yield skipped(
-            ROW, NAME, "vLLM is not installed here; `scripts/venv vllm` does it, `make bench` then uses it", BAR
-        )
-        return
+def run(release: str, full: bool) -> Iterator[Result]:
+    """Each pair of engines, each length, beside both. All engines are of the release of vLLM that is imported."""
     from tests.e2e.engine import EngineFailed
     from tests.e2e.engines import Nursery
 
@@ -57,22 +51,22 @@ def run(full: bool) -> Iterator[Result]:
 
     with Nursery() as nursery:
         for model, prefill_tp, decode_tp in (*PAIRS, *(MORE_PAIRS if full else ())):
-            name = f"{model} TP {prefill_tp} -> {decode_tp}"
+            name, beside = f"{model} TP {prefill_tp} -> {decode_tp}", named(release)
             try:
                 with both_pairs(nursery, model, prefill_tp, decode_tp) as (ours, theirs):
-                    yield from _measure(name, ours, theirs, full, prefill_tp + decode_tp)
+                    yield from _measure(name, beside, ours, theirs, full, prefill_tp + decode_tp)
             except EngineFailed as error:
-                yield skipped(ROW, name, f"an engine did not start or ended: {str(error).splitlines()[0]}", BAR)
+                yield skipped(ROW, name, f"an engine did not start or ended: {str(error).splitlines()[0]}", beside)
 
 
-def _measure(name: str, ours: Pair, theirs: Pair, full: bool, num_ranks: int) -> Iterator[Result]:
+def _measure(name: str, beside: str, ours: Pair, theirs: Pair, full: bool, num_ranks: int) -> Iterator[Result]:
     first_ms = [1e3 * pair.turn(prompt(LENGTHS[0], 0)).total_s for pair in (ours, theirs)]
-    for against in (SHIPPED, SPARE):
-        if against == SPARE:
+    for how in (SHIPPED, SPARE):
+        if how == SPARE:
             found = theirs.make_yield()
             if found != num_ranks:
                 why = f"{found} of {num_ranks} spinning threads of NIXL's were found"
-                yield skipped(ROW, f"{name}, beside {against}", why, BAR)
+                yield skipped(ROW, name, why, f"{beside} {how}")
                 return
         for length in LENGTHS:
             num_prompts = NUM_WARM + (NUM_ROUNDS_FULL if full else NUM_ROUNDS)
@@ -80,11 +74,8 @@ def _measure(name: str, ours: Pair, theirs: Pair, full: bool, num_ranks: int) ->
             turns = _take_turns(ours, theirs, prompts, BUDGET_FULL_S if full else BUDGET_S)
             gap = _check_texts(ours, prompts, turns)
             yield _result(
-                f"{name}, {length} tokens, beside {against}",
-                turns[NUM_WARM:],
-                first_request_ms=first_ms,
-                logprob_gap=gap,
-            )
+                f"{name}, {length} tokens", f"{beside} {how}", turns[NUM_WARM:], first_request_ms=first_ms, logprob_gap=gap
+            )  # fmt: skip
 
 
 def _take_turns(ours: Pair, theirs: Pair, prompts: Sequence[list[int]], budget_s: float) -> list[tuple[Turn, Turn]]:
@@ -95,8 +86,8 @@ def _take_turns(ours: Pair, theirs: Pair, prompts: Sequence[list[int]], budget_s
         if number >= NUM_WARM + LEAST_ROUNDS and time.monotonic() > started_s + budget_s:
             break
         order = (ours, theirs) if number % 2 else (theirs, ours)
-        made = {id(pair): pair.turn(words) for pair in order}
-        turns.append((made[id(ours)], made[id(theirs)]))
+        first, second = (pair.turn(words) for pair in order)
+        turns.append((first, second) if order[0] is ours else (second, first))
     return turns
 
 
@@ -110,7 +101,7 @@ def _check_texts(ours: Pair, prompts: Sequence[list[int]], turns: Sequence[tuple
     return gap
 
 
-def _result(name: str, turns: Sequence[tuple[Turn, Turn]], **details: object) -> Result:
+def _result(name: str, beside: str, turns: Sequence[tuple[Turn, Turn]], **details: object) -> Result:
     total_ms, decode_ms = (
         1e3 * np.array([[getattr(turn, part) for turn in pair] for pair in turns]) for part in ("total_s", "decode_s")
     )
@@ -118,6 +109,6 @@ def _result(name: str, turns: Sequence[tuple[Turn, Turn]], **details: object) ->
     ours, theirs = np.median(total_ms, axis=0)
     of_decode = [round(float(value), 2) for value in np.median(decode_ms, axis=0)]
     return Result(
-        ROW, name, float(ours), float(theirs), "ms", ratio, (low, high), BAR, low >= 0.95,
+        ROW, name, float(ours), "ms", beside, float(theirs), ratio, (low, high), bars.first_token((low, high)),
         details={"pairs": len(turns), "decode_ms": of_decode, "load": round(os.getloadavg()[0], 1), **details},
     )  # fmt: skip

@@ -1,7 +1,6 @@
-"""What of a model whose type is not known?
+"""Refuses a file of a type that is not known if any of its fields may shape the cache.
 
-It is read as plain attention (`read_attention.read_plain`) if it names its heads and their width, and none of its fields may shape the cache
-otherwise; else it is refused, with the name of the field.
+Others are read as plain attention if they name their heads and the width of one.
 """
 
 from __future__ import annotations
@@ -9,9 +8,6 @@ from __future__ import annotations
 import re
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.defaults import DERIVED_HEAD_SIZE, HEAD_SIZES
-from kvreshard.catalog.layers import Model
-from kvreshard.catalog.read_attention import read_plain
 
 # Words of a field name that tell of a cache other than K and V per head: another model type may mean anything by them.
 SHAPING = re.compile(
@@ -29,9 +25,9 @@ CROSS_LAYER_FIELDS = ("cla_share_factor",)
 WIDTH_FIELDS = ("attention_head_dim", "attn_head_dim", "qk_head_dim", "v_head_dim", "head_size")
 
 
-def read_unknown(config: Config) -> Model:
-    """A model type that is not listed: read as attention if it names its heads and nothing else can shape the cache."""
-    has_width = config.has("head_dim") or config.model_type in HEAD_SIZES or config.model_type in DERIVED_HEAD_SIZE
+def check_unknown(config: Config) -> None:
+    """Raises LayoutError unless the file names its heads and nothing in it can shape the cache otherwise."""
+    has_width = config.has("head_dim") or config.family.head_size is not None
     understood = _understood(config, config.head_size() if has_width else None)
     for name, value in config.fields.items():
         if value in (None, False, 0, []) or name in understood or HARMLESS.search(name) or not SHAPING.search(name):
@@ -49,16 +45,6 @@ def read_unknown(config: Config) -> Model:
                 f"is missing, and model type '{config.model_type}' is not known",
                 "it shapes the cache; add it to a copy of the file, as the model was made",
             )
-    return read_plain(config)
-
-
-def refuse_listening(config: Config) -> Model:
-    """Voxtral's encoder of sound attends to what it has heard before (vLLM 0.32 `whisper_causal.py`), which the text part does not tell."""
-    raise config.error(
-        "model_type",
-        f"is '{config.model_type}', whose encoder of sound keeps caches beside the language model's",
-        "these are not described; ask an engine that runs for its layout (`kvreshard doctor --peer`)",
-    )
 
 
 def _understood(config: Config, width: int | None) -> set[str]:
