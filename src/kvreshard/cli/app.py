@@ -76,6 +76,9 @@ class Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         options["standalone_mode"] = False
+        options["prog_name"] = (
+            options.get("prog_name") or "kvreshard"
+        )  # also as `python -m kvreshard`: completion asks for it
         as_json = any(word.partition("=")[0] == "--json" for word in words)
         code = _run(lambda: super(Commands, self).main(words or ["--help"], *more, **options), as_json)
         sys.exit(code)

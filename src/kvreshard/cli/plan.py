@@ -120,7 +120,15 @@ def plan(
             raise InputError("--copies and --fills need a request")
         _print_request(pair, routes, request, copies, fills, in_words, as_json)
         return
-    priced = None if request is None else Priced(what, tuple(count_totals(routes, request, cost)))
+    priced = None
+    if request is not None:
+        try:
+            priced = Priced(what, tuple(count_totals(routes, request, cost)))
+        except (
+            BindError
+        ):  # a page that a forced staging has no room for; of a request that nobody asked for, nothing is said
+            if tables is not None or tokens is not None:
+                raise
     if as_json:
         write_json(plan_document(explain(routes), pair, priced))
     else:

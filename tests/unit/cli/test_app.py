@@ -122,8 +122,9 @@ def test_the_short_form_of_help(run, command: tuple[str, ...]) -> None:
 )
 def test_a_shell_completes_words(words: str, wanted: str) -> None:
     environment = {"_KVRESHARD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    command = [sys.executable, "-c", "import sys; sys.argv[0] = 'kvreshard'; from kvreshard.cli import main; main()"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvreshard"], check=False, capture_output=True, text=True, env=os.environ | environment
+    )
     assert (wanted in done.stdout.split(), done.stderr) == (True, "")
 
 
