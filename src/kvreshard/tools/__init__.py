@@ -1,4 +1,4 @@
-"""Tools that watch what is moved: digests in logical coordinates, which say whether the right bytes arrived whatever the two layouts are."""
+"""What watches loads, off by default: digests in logical coordinates, flight records and their replay, shadow mode."""
 
 from kvreshard.tools.cells import Side
 from kvreshard.tools.digest import digest_cells, digest_lanes
