@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvreshard.model.loops import are_apart, int64s, shard_places, slab_places
+from kvreshard.model.loops import MAX_PLACE, are_apart, int64s, shard_places, slab_places
 from kvreshard.model.outline import Int64s, Outline
-from kvreshard.model.plain_loops import MAX_PLACE
 
 
 class PlainSlabs(msgspec.Struct, frozen=True, eq=False):
