@@ -1,4 +1,4 @@
-"""Is this machine fit for it: Python, packages, limits, ports, NIXL and UCX, and bytes that go from process to process?
+"""The doctor's checks of this machine: Python, packages, limits, ports, NIXL and UCX, and a transfer between two processes.
 
 A check is a function that gives lines. `bounded` runs it on a thread of its own: one that does not finish in time, or fails in a way that
 nobody foresaw, is a line of its own, never a traceback. Facts are read, never changed; what cannot be read here (another system, a sandbox)
