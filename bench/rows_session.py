@@ -24,10 +24,10 @@ from bench.results import Result
 from bench.rows_handshake import NUM_PAGES, NUM_TOKENS, SHAPE
 from bench.shapes import Shape, pool_for, request
 from kvreshard.plan.route import compile_route
+from kvreshard.session.commands import EndpointOptions, Load, RemoteEngine, RemoteLease
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import EndpointOptions, Load, RemoteEngine, RemoteLease
 from kvreshard.session.pull import pull_steps
 from kvreshard.session.seal import Seal
 from kvreshard.transport.local import HostMemory

@@ -35,8 +35,8 @@ from tests.soak.prefill import Params, Prefills, seal_params
 from tests.soak.shapes import SHAPES
 
 from kvreshard.model.changed import replace
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.nixl import NixlTransport

@@ -15,9 +15,9 @@ from tests.pairs.small import engine
 from kvreshard.model import packed, wire
 from kvreshard.session import hello as hellos
 from kvreshard.session.card import RankCard, encode_card, make_card
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
-from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.seal import incarnation_of
 from kvreshard.tools.digest_request import DigestRequest, Owned, write_request
 from kvreshard.transport.base import MemoryRegion

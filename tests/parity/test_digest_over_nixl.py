@@ -55,7 +55,7 @@ def run_until_over(world: World) -> tuple[set[str], set[str], set[str]]:
 
 
 def start(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     order_load(world)
     world.turn()
     meet(world)

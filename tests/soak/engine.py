@@ -23,10 +23,10 @@ from kvreshard.model.changed import replace
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.card import RankCard, make_card
+from kvreshard.session.commands import Command, EndpointOptions, RemoteEngine, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Results
 from kvreshard.session.seal import new_key
 from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
@@ -131,7 +131,7 @@ class Engine:
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._ranks)
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: Command) -> None:
         """The same order for every rank."""
         for rank in self._ranks.values():
             rank.endpoint.submit(order)

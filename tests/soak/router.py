@@ -18,7 +18,7 @@ from tests.soak.prefill import Params
 from tests.soak.shapes import MAX_TOKENS, sources_of
 from tests.soak.tally import Tally
 
-from kvreshard.session.orders import EndpointOptions
+from kvreshard.session.commands import EndpointOptions
 
 OPTIONS = EndpointOptions(
     handshake_timeout_s=2.0,

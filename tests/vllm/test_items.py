@@ -25,7 +25,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvreshard.session.orders import Failure, Release, Unwatch, Watch
+from kvreshard.session.commands import Failure, Release, Renew, StopRenewing
 from kvreshard.vllm import params as vllm_params
 from kvreshard.vllm.items import Positions, digest_grid, isolate
 from kvreshard.vllm.missing_items import MissingItems
@@ -226,14 +226,14 @@ def test_what_turns_out_to_be_hopeless_gives_its_source_back() -> None:
     grid = picture("cat", 20, 64, (1, 8, 8))
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], positions=Positions.GRID, **items(grid))
     asked = decode.arrive(params, TOKENS)
-    assert [type(order) for order in decode.meet({"d-1": schedulers.KEY})] == [Unwatch, Release]
+    assert [type(order) for order in decode.meet({"d-1": schedulers.KEY})] == [StopRenewing, Release]
     assert decode.side.missing_items.why_refused(asked, 0, decode.side.count_loadable(asked, 0))
 
 
 NOBODY: dict[str, Callable[[Decode], object]] = {
     "unmet": lambda decode: decode.meet({}, {"d-1": GONE}),
     "reset": lambda decode: list(decode.side.reset()),
-    "standstill": lambda decode: list(decode.side.give_up_one()),
+    "deadlock": lambda decode: list(decode.side.give_up_one()),
     "pool": lambda decode: list(decode.side.give_up("d-1")),
     "role": lambda _: None,
     "host": lambda _: None,
@@ -285,7 +285,7 @@ def test_a_source_is_given_back_at_once_where_nothing_helps() -> None:
     assert [type(order) for order in decode.watched] == [Release]
     decode = Decode(full(128))
     decode.arrive(params, TOKENS)
-    assert [type(order) for order in decode.watched] == [Watch]
+    assert [type(order) for order in decode.watched] == [Renew]
 
 
 def test_tokens_that_stand_for_a_picture_are_not_computed_without_one_whatever_became_of_the_parameters() -> None:

@@ -98,7 +98,7 @@ def test_what_falls_back() -> None:
         given_up.arrive(params, TOKENS)
         list(give_up())
     assert (itself_noted, role_noted, spent_noted) == ([("itself", 300)], [("role", 300)], [("spent", 300)])
-    assert given_up_noted == [("reset", 300), ("standstill", 300), ("pool", 300)]
+    assert given_up_noted == [("reset", 300), ("deadlock", 300), ("pool", 300)]
 
 
 def test_what_the_source_does_not_have_or_is_beyond() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, prefill, request
 
-from kvreshard.session.orders import Failure, Load, Release, Unwatch, Watch
+from kvreshard.session.commands import Failure, Load, Release, Renew, StopRenewing
 from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm import known_sources
 from kvreshard.vllm.options import read_options
@@ -31,7 +31,7 @@ def params() -> dict[str, object]:
 def test_a_request_waits_for_the_key_of_a_source_that_is_new() -> None:
     decode, first = Decode(full(64), has_met=False), params()
     asked = decode.arrive(first, TOKENS)
-    assert [(type(order), order.asks_key) for order in decode.watched] == [(Watch, True)]
+    assert [(type(order), order.asks_key) for order in decode.watched] == [(Renew, True)]
     assert [decode.side.count_loadable(asked, 0) for _ in range(3)] == [None] * 3
     decode.meet({"another": bytes(32)}, {"another": GONE})
     assert decode.side.count_loadable(asked, 0) is None
@@ -41,7 +41,7 @@ def test_a_request_waits_for_the_key_of_a_source_that_is_new() -> None:
     assert (load.refusal, decode.fallbacks) == (None, [])
     list(decode.side.ended("d-1"))
     asked = decode.arrive(params(), TOKENS)
-    assert [(type(order), order.asks_key) for order in decode.watched] == [(Watch, False)]
+    assert [(type(order), order.asks_key) for order in decode.watched] == [(Renew, False)]
     assert decode.side.count_loadable(asked, 0) == 299
 
 
@@ -67,7 +67,7 @@ def test_a_request_that_needs_nothing_does_not_wait() -> None:
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), TOKENS)
     assert [decode.side.count_loadable(asked, hit) for hit in (256, 298, 299, 300)] == [None, None, 0, 0]
-    assert [type(order) for order in decode.side.allocate(asked, blocks(BLOCKS), 0)] == [Unwatch, Release]
+    assert [type(order) for order in decode.side.allocate(asked, blocks(BLOCKS), 0)] == [StopRenewing, Release]
 
 
 def test_a_source_that_cannot_be_met_fails_the_load_and_nothing_is_read() -> None:
@@ -82,13 +82,13 @@ def test_a_source_that_cannot_be_met_fails_the_load_and_nothing_is_read() -> Non
     assert (load.refusal, decode.fallbacks) == (GONE, [])
     assert list(decode.side.ended("d-1")) == []  # whoever could not be met is not asked once more to be told so
     decode.arrive(json.loads(json.dumps(asked.kv_transfer_params)), TOKENS)
-    assert [type(order) for order in decode.watched] == [Watch]
+    assert [type(order) for order in decode.watched] == [Renew]
 
 
 def test_a_request_that_has_ended_hears_of_no_key() -> None:
     decode = Decode(full(64), has_met=False)
     decode.arrive(params(), TOKENS)
-    assert [type(order) for order in decode.side.abort("d-1")] == [Unwatch, Release]
+    assert [type(order) for order in decode.side.abort("d-1")] == [StopRenewing, Release]
     decode.meet({"d-1": KEY}, {"d-1": GONE})
     assert not decode.side._waiting
 
@@ -101,7 +101,7 @@ def test_a_key_of_a_former_request_with_the_same_id_is_not_kept_for_others() -> 
     decode.meet({"d-1": KEY})
     assert decode.side.count_loadable(asked, 0) == 299
     decode.arrive(params(), TOKENS)
-    assert [order.asks_key for order in decode.watched if isinstance(order, Watch)] == [False]
+    assert [order.asks_key for order in decode.watched if isinstance(order, Renew)] == [False]
 
 
 def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

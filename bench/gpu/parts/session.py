@@ -25,9 +25,9 @@ from bench.gpu.findings import Bench
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout
 from kvreshard.plan.cost import CostModel
+from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.staging import Staging
 from kvreshard.testing.oracle import oracle_transfer
 from kvreshard.testing.rank_memory import Block, make_block
@@ -118,7 +118,7 @@ def run(bench: Bench) -> None:
         ):
             made = DeviceWorld(bench.device, options, stack)
             world = made.world
-            world.grant_and_offer()
+            world.acquire_and_publish()
             before = {place: content.copy() for place, content in world.dst.memory.items()}
             wanted = order_load(world)
             expected = oracle_transfer(world.src.layout, world.dst.layout, world.src.memory, before, wanted)
@@ -133,7 +133,7 @@ def run(bench: Bench) -> None:
         with bench.check(f"a {way} load whose lease is gone fails") as found, contextlib.ExitStack() as stack:
             made = DeviceWorld(bench.device, options, stack)
             world = made.world
-            world.grant_and_offer()
+            world.acquire_and_publish()
             world.src.turn()
             for table in world.src.tables.values():
                 table[SLOT] = WORD + 1

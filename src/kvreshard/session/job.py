@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
+from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
-from kvreshard.session.orders import EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
 from kvreshard.session.seal import SealError, check_seal

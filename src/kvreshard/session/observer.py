@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from kvreshard.model import EngineLayout
 from kvreshard.model.errors import KvReshardError
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import CheckResult, Failure, Load
 from kvreshard.session.lease import LeaseBook
-from kvreshard.session.orders import CheckResult, Failure, Load
 from kvreshard.session.peer import Peer
 from kvreshard.transport.base import MemoryRegion, Transfer
 

@@ -1,4 +1,4 @@
-"""A source engine that this rank has met (`Peer`), and this rank as its peers see it (`Self`)."""
+"""A source engine that this rank has met (`Peer`), and this rank as its peers see it (`LocalRank`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvreshard.plan.kept import Kept
 from kvreshard.plan.route import Route
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.pull import LeaseProof
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Transport, TransportError
@@ -58,7 +58,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Self:
+class LocalRank:
     """This rank: its engine's card and layout, its memory and what it moves bytes with.
 
     `refused`: cards of engines that could not be worked with, for the record of a failed load. `kept`: what the routes from all of

@@ -31,12 +31,12 @@ from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, check_facts
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.handshake import HandshakeError, card_hello, outcome_hello, read_card
 from kvreshard.session.handshake_client import HandshakeClient
 from kvreshard.session.hello import MAX_HELLO_BYTES
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peer import Peer, Self, disconnect
+from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.workers import Workers
 from kvreshard.transport.base import TransportError
 
@@ -62,7 +62,7 @@ class Peers:
         options: EndpointOptions,
         clock: Callable[[], float],
         wake: Callable[[], None],
-        connect: Callable[[Self, RemoteEngine, EngineCard, EndpointOptions], Peer] | None = None,
+        connect: Callable[[LocalRank, RemoteEngine, EngineCard, EndpointOptions], Peer] | None = None,
     ) -> None:
         self._options = options
         self._clock = clock
@@ -96,7 +96,7 @@ class Peers:
         """Engines that are being asked and have not answered."""
         return self._client.num_asking
 
-    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
+    def get(self, me: LocalRank, remote: RemoteEngine) -> Future[Peer]:
         """The peer, now or later; its exception says why there is none."""
         remote = self._as_known(remote)
         self._used_s[remote] = self._clock()
@@ -148,7 +148,7 @@ class Peers:
         if found is not None:
             disconnect(found)
 
-    def doubt(self, me: Self, peer: Peer) -> None:
+    def doubt(self, me: LocalRank, peer: Peer) -> None:
         """Ask whether a peer is still there; one that is not is forgotten in a later `sweep`."""
         if peer in self._doubted:
             return
@@ -192,7 +192,7 @@ class Peers:
             if not self._num_of_host[host]:
                 del self._num_of_host[host]
 
-    def _ask_card(self, me: Self, remote: RemoteEngine) -> Future[bytes]:
+    def _ask_card(self, me: LocalRank, remote: RemoteEngine) -> Future[bytes]:
         hello, options = card_hello(me.card.engine, me.rank), self._options
         return self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_CARD_BYTES, options.keys)
 
@@ -203,7 +203,7 @@ class Peers:
         """
         return self._lives.get((remote.engine, remote.incarnation), remote)
 
-    def _doubt_former(self, me: Self, remote: RemoteEngine) -> None:
+    def _doubt_former(self, me: LocalRank, remote: RemoteEngine) -> None:
         """Other lives of an engine that has answered: most likely it has restarted, but two engines may have been given one name.
 
         Only once the new one has answered: a reference to a life that is gone, or that never was, must not end the routes of the
@@ -243,7 +243,7 @@ class Peers:
 
     # Below: on other threads.
 
-    def _on_reply(self, me: Self, remote: RemoteEngine, reply: Future[bytes], peer: Future[Peer]) -> None:
+    def _on_reply(self, me: LocalRank, remote: RemoteEngine, reply: Future[bytes], peer: Future[Peer]) -> None:
         """A listener has answered, or will not."""
         self._asked.pop(remote, None)
         self._discount(remote.address.host)
@@ -254,7 +254,7 @@ class Peers:
         elif not self._workers.submit(lambda: self._meet(me, remote, reply.result(), peer)):
             peer.cancel()
 
-    def _meet(self, me: Self, remote: RemoteEngine, reply: bytes, peer: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, reply: bytes, peer: Future[Peer]) -> None:
         """Steps 2 to 4."""
         try:
             card = check_life(remote, read_card(remote.address, reply))
@@ -297,7 +297,7 @@ class Peers:
                 peer.set_exception(outcome)
         self._wake()
 
-    def _tell(self, me: Self, remote: RemoteEngine, text: str, *, is_good: bool) -> None:
+    def _tell(self, me: LocalRank, remote: RemoteEngine, text: str, *, is_good: bool) -> None:
         """A courtesy: whatever goes wrong with it, the handshake has ended as it has."""
         hello, options = outcome_hello(me.card.engine, me.rank, text, is_good), self._options
 
@@ -345,7 +345,7 @@ def describe_route(route: Route) -> str:
     )
 
 
-def connect_engine(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+def connect_engine(me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
     """Steps 2 and 3. Raises KvReshardError or TransportError."""
     check_facts(me.card, card, options.allow_mismatch)
     layout = card.decode_layout()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvreshard.session.orders import RemoteEngine, Watch
+from kvreshard.session.commands import RemoteEngine, Renew
 from kvreshard.session.peer import Peer
 
 
@@ -41,15 +41,15 @@ class SourceKeys:
         """Requests that wait."""
         return len(self._source)
 
-    def ask(self, watch: Watch) -> None:
+    def ask(self, command: Renew) -> None:
         """A request waits for its source."""
-        request, remote = watch.request, watch.remote
+        request, remote = command.request, command.remote
         self.forget(request)
         if remote not in self._asked:
             self._asked[remote] = _Asked()
             self._to_ask[remote] = None
         self._source[request] = remote
-        self._asked[remote].requests[request] = watch.asks_key
+        self._asked[remote].requests[request] = command.asks_key
 
     def forget(self, request: str) -> None:
         """A request waits no longer."""

@@ -21,8 +21,8 @@ from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route
 from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
+from kvreshard.session.commands import CheckResult, Load
 from kvreshard.session.observer import Landing, RejectedLoad
-from kvreshard.session.orders import CheckResult, Load
 from kvreshard.session.pull import settled
 from kvreshard.tools import Digest, Memory
 from kvreshard.tools.digest_request import DigestRequest, Part, make_requests, readable, write_request

@@ -30,8 +30,8 @@ from kvreshard.model.ownership import MAX_SIZE, Cyclic, Interval, Ownership
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.cover import count_common
 from kvreshard.plan.lane import Lane
+from kvreshard.session.commands import RemoteLease
 from kvreshard.session.notes import VERSION
-from kvreshard.session.orders import RemoteLease
 from kvreshard.tools import Digest, Memory, digest_cells
 from kvreshard.tools.cells import Cells, Cut, of_lane
 from kvreshard.tools.digest import cut_tokens

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from kvreshard.model import EngineLayout
 from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import CheckResult, Failure, Load
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
-from kvreshard.session.orders import CheckResult, Failure, Load
 from kvreshard.session.scratch import Scratch
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request, readable

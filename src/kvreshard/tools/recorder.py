@@ -27,7 +27,7 @@ from kvreshard import __version__
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.session.card import EngineCard
-from kvreshard.session.orders import Failure, Load
+from kvreshard.session.commands import Failure, Load
 from kvreshard.session.workers import Workers
 from kvreshard.tools.flight import (
     Flight,

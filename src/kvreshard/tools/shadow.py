@@ -21,9 +21,9 @@ from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.card import EngineCard, check_facts
+from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.handshake import fetch_card, tell_outcome
 from kvreshard.session.keys import Keys
-from kvreshard.session.orders import Load, RemoteEngine
 from kvreshard.session.peers import describe_route
 from kvreshard.tools.shadow_record import Posted
 from kvreshard.tools.shadow_report import ShadowReport, compare_load

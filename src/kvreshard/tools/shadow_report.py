@@ -26,7 +26,7 @@ from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.plan.bind import bind
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route, compile_route
-from kvreshard.session.orders import Load
+from kvreshard.session.commands import Load
 from kvreshard.tools.moves import compare_moves
 
 

@@ -1,4 +1,4 @@
-"""The decode side in vLLM's scheduler: how many tokens can be loaded, and which order goes to the ranks?
+"""The decode side in vLLM's scheduler: how many tokens can be loaded, and which command goes to the ranks?
 
 1. A request with `do_remote_prefill` arrives: its parameters are read; the ranks meet its source and renew its lease.
 2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`): the longest prefix that is the same
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session.orders import Cancel, Failure, Load, Order, Release, Unwatch, Watch
+from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, Renew, StopRenewing
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.first_tokens import first_token
 from kvreshard.vllm.groups import CacheGroup
@@ -67,7 +67,7 @@ class _Waiting:
 
 class Consumer:
     """`me`: this engine and its incarnation; `own_key`: its key, where it has one. `num_backoff_tokens`, `whole_prompts`, `positions`: see `LoadableTokens`. `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'standstill' or
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'deadlock' or
     'pool'. `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
     `compares`: prompts are compared; otherwise what is as long counts as equal. `placeholders`: token ids that stand for pictures, audio or video.
     """
@@ -104,7 +104,7 @@ class Consumer:
         self._loading: set[str] = set()
         self._of_source: dict[Source, set[str]] = {}
 
-    def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
+    def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
         try:
             prefill = read_params(params)
@@ -151,9 +151,9 @@ class Consumer:
         self._forget(request.request_id)
         self._waiting[request.request_id] = _Waiting(request, prefill, key)
         self._of_source.setdefault((prefill.remote, prefill.lease), set()).add(request.request_id)
-        yield Watch(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
+        yield Renew(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
 
-    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> Iterator[Order]:
+    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> Iterator[Command]:
         """The ranks have met the sources of some requests, whose keys these are, and could not meet those of others.
 
         Ranks may differ, and say so one after the other. A key that is not the source's, of a former request with the same id, opens nothing.
@@ -175,7 +175,7 @@ class Consumer:
                     self._compare_items(waiting.request, waiting.prefill, None)
                 waiting.unmet = failure
 
-    def clean_up(self, params: Mapping[str, Any]) -> Iterator[Order]:
+    def clean_up(self, params: Mapping[str, Any]) -> Iterator[Command]:
         """Give back the source of a request that never got here, or has ended with an error: vLLM names it once more, to abort it at once."""
         try:
             prefill = read_params(params)
@@ -202,7 +202,7 @@ class Consumer:
             waiting.num_loadable = self._count(request, waiting)
         return max(0, waiting.num_loadable - num_computed)
 
-    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Order]:
+    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Command]:
         """Blocks are there: load `num_external` tokens, or let the source go."""
         waiting = self._waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
@@ -225,7 +225,7 @@ class Consumer:
             refusal=waiting.refusal,
         )
 
-    def reset(self) -> Iterator[Order]:
+    def reset(self) -> Iterator[Command]:
         """Whatever waits to be loaded is computed here: other weights may have come."""
         for request_id, waiting in list(self._waiting.items()):
             if not waiting.is_loading:
@@ -243,10 +243,10 @@ class Consumer:
         """Whether requests wait to be loaded, and none is being loaded."""
         return bool(self._waiting) and not self.is_loading
 
-    def give_up_one(self) -> Iterator[Order]:
-        """The request that waits longest is computed here (see `standstill`)."""
+    def give_up_one(self) -> Iterator[Command]:
+        """The request that waits longest is computed here (see `deadlock`)."""
         request_id, waiting = next(iter(self._waiting.items()))
-        self._fall_back(waiting.request, "standstill", waiting.prefill, waiting.key)
+        self._fall_back(waiting.request, "deadlock", waiting.prefill, waiting.key)
         logger.warning(
             "request %s will be computed here: nothing is computed or loaded while blocks are held for other engines, which may wait "
             "for one another in a circle; its source %s gets its blocks back. Give these engines more blocks or less to prefill",
@@ -255,7 +255,7 @@ class Consumer:
         )
         yield from self._release(request_id, waiting)
 
-    def give_up(self, request_id: str) -> Iterator[Order]:
+    def give_up(self, request_id: str) -> Iterator[Command]:
         """A load that this engine's pool never has room for is computed here (see `admission`)."""
         waiting = self._waiting.get(request_id)
         if waiting is not None and not waiting.is_loading:
@@ -267,7 +267,7 @@ class Consumer:
             )
             yield from self._release(request_id, waiting)
 
-    def abort(self, request_id: str) -> Iterator[Order]:
+    def abort(self, request_id: str) -> Iterator[Command]:
         """The request has ended, in whatever way."""
         self.missing_items.end(request_id)
         waiting = self._waiting.get(request_id)
@@ -287,7 +287,7 @@ class Consumer:
         self._note_partial(request_id, "failure", 0, waiting.prefill)
         return True
 
-    def ended(self, request_id: str) -> Iterator[Order]:
+    def ended(self, request_id: str) -> Iterator[Command]:
         """The load is over on every rank: its source is given back, unless others here still have it."""
         waiting = self._forget(request_id)
         if waiting is not None:
@@ -350,12 +350,12 @@ class Consumer:
         elif num_external > 0 or num_loadable - num_loaded > self._largest_page:
             self._note_partial(request.request_id, "vllm", num_loaded, waiting.prefill)
 
-    def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
+    def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Command]:
         self._forget(request_id)
-        yield Unwatch(request_id)
+        yield StopRenewing(request_id)
         yield from self._give_back(waiting.prefill, waiting.is_unmet)
 
-    def _give_back(self, prefill: RemotePrefill, is_unmet: bool = False) -> Iterator[Order]:
+    def _give_back(self, prefill: RemotePrefill, is_unmet: bool = False) -> Iterator[Command]:
         """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later.
 
         One that no rank could meet is not asked again for this.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvreshard.session.orders import RemoteEngine, RemoteLease
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.seal import incarnation_of
 
 # A source whose key was forgotten is asked again. Further choices of a request come together, and retries within minutes.

@@ -24,9 +24,9 @@ import msgspec
 
 from kvreshard.model import KvReshardError
 from kvreshard.plan.cost import CostModel, usual_cost
+from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
-from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.renewals import RENEWALS_PER_LEASE
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads

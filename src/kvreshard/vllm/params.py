@@ -29,8 +29,8 @@ import msgspec
 from kvreshard.model import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import Name, plain
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
 from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
 

@@ -11,10 +11,10 @@ from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOpt
 from kvreshard.tools.shadow_record import RecordingAgent
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
-from kvreshard.vllm.reception import RankPart
-from kvreshard.vllm.shadow_scheduler import ShadowOrders
+from kvreshard.vllm.shadow_scheduler import ShadowCommands
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +67,11 @@ class ShadowWorker:
         # No agent of ours: a peer's shadow only looks at the layout.
         self.part = RankPart(wire.encode(part), RankCard(place.rank, b"", 0, 0), read_facts(self._vllm_config))
 
-    def remember(self, orders: ShadowOrders) -> None:
+    def remember(self, commands: ShadowCommands) -> None:
         """This step's loads."""
-        if orders.card is not None:
-            self._judge.introduce(decode_card(orders.card))
-        self._loads.update((load.request, load) for load in orders.loads)
+        if commands.card is not None:
+            self._judge.introduce(decode_card(commands.card))
+        self._loads.update((load.request, load) for load in commands.loads)
 
     def ended(self, received: set[str], failed: set[str]) -> None:
         """NixlConnector is done with these requests: have them judged."""

@@ -1,7 +1,7 @@
 """The side of the connector that every rank has: its memory, its NIXL agent and its session.
 
 When vLLM hands over the cache views, they are described, registered and put on this rank's card. After that the engine's
-thread only passes orders on and collects what has ended; everything else is the session's own thread.
+thread only passes commands on and collects what has ended; everything else is the session's own thread.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvreshard.model import wire
 from kvreshard.model.logs import get_logger
 from kvreshard.session.card import RankCard, decode_card
+from kvreshard.session.commands import Publish
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import Offer
 from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import RankObserver
 from kvreshard.tools.recorder import Recorder
@@ -27,10 +27,10 @@ from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
-from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
 from kvreshard.vllm.start_check import check_outer_role
 
@@ -123,16 +123,16 @@ class WorkerSide:
         )
 
     def obey(self, metadata: ReshardMetadata) -> None:
-        """Pass this step's orders on."""
+        """Pass this step's commands on."""
         if self._endpoint is None:
-            self._unread |= {order.request for order in metadata.orders if isinstance(order, Offer)}
+            self._unread |= {command.request for command in metadata.commands if isinstance(command, Publish)}
             return
         self._patience_s = PATIENCE_S if metadata.is_idle else 0.0
         if metadata.card is not None:
             card = decode_card(metadata.card)
             self._endpoint.introduce(card, card.decode_layout())
-        for order in metadata.orders:
-            self._endpoint.submit(order)
+        for command in metadata.commands:
+            self._endpoint.submit(command)
 
     def collect(self) -> KVConnectorTransferResults:
         """What has ended since the last step. A failed load is listed as received too, as vLLM wants it."""

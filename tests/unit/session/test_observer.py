@@ -10,10 +10,10 @@ from tests.unit.session.world import OPTIONS, World, collect, make_world, meet, 
 from kvreshard.model import EngineLayout
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import Cancel, CheckResult, Failure, Load
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.notes import VERSION, Heartbeat, write_note
 from kvreshard.session.observer import Landing, LoadObserver, Observer, RejectedLoad
-from kvreshard.session.orders import Cancel, CheckResult, Failure, Load
 from kvreshard.transport.base import Direction, Transfer
 from kvreshard.transport.memory import Fault
 
@@ -74,7 +74,7 @@ def watched(land: Land = at_once) -> tuple[World, Spy]:
 
 
 def load(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     order_load(world)
     world.turn()
     meet(world)

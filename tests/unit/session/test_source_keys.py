@@ -10,8 +10,8 @@ from tests.pairs.small import request
 from tests.unit.session.world import KEY, LEASE, REMOTE, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
+from kvreshard.session.commands import Failure, Load, RemoteEngine, Renew, StopRenewing
 from kvreshard.session.handshake import HandshakeError
-from kvreshard.session.orders import Failure, Load, RemoteEngine, Unwatch, Watch
 from kvreshard.session.peer import Peer
 from kvreshard.session.source_keys import SourceKeys
 from kvreshard.tools.flight import decode_flight
@@ -35,7 +35,7 @@ class Handshakes:
 def peer() -> Peer:
     world = make_world(1, 1)
     (endpoint,) = world.dst.endpoints.values()
-    endpoint.submit(Watch("d", REMOTE, LEASE))
+    endpoint.submit(Renew("d", REMOTE, LEASE))
     world.turn()
     meet(world)
     made = endpoint._peers.met(REMOTE)
@@ -44,8 +44,8 @@ def peer() -> Peer:
     return made
 
 
-def wanted(name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> Watch:
-    return Watch(name, remote, LEASE, asks_key)
+def wanted(name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> Renew:
+    return Renew(name, remote, LEASE, asks_key)
 
 
 def test_requests_of_one_source_share_its_handshake(peer: Peer) -> None:
@@ -93,7 +93,7 @@ def told(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]
 
 def watch(world: World, name: str, *, asks_key: bool = True) -> None:
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch(name, REMOTE, LEASE, asks_key))
+        endpoint.submit(Renew(name, REMOTE, LEASE, asks_key))
 
 
 def test_every_rank_says_the_key_of_a_source_once_it_is_met() -> None:
@@ -102,7 +102,7 @@ def test_every_rank_says_the_key_of_a_source_once_it_is_met() -> None:
     watch(world, "b", asks_key=False)
     watch(world, "c")
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("c"))
+        endpoint.submit(StopRenewing("c"))
     world.turn()
     assert told(world) == ([{}, {}], [{}, {}])
     meet(world)
@@ -130,7 +130,7 @@ def test_a_source_that_cannot_be_met_is_said_with_the_reason() -> None:
 
 def test_a_load_that_was_refused_reads_nothing_and_asks_nobody(tmp_path: Path) -> None:
     world = make_world(1, 2, recorder=Recorder(tmp_path, 4, submit=at_once))
-    world.grant_and_offer()
+    world.acquire_and_publish()
     watch(world, "d")
     transfer = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
     refusal = Failure("mismatch", "model is 'a' there and 'b' here")

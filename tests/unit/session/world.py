@@ -17,20 +17,20 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan import compile_route
 from kvreshard.session.card import EngineCard, RankCard, make_card
+from kvreshard.session.commands import (
+    Acquire,
+    EndpointOptions,
+    Failure,
+    Load,
+    Publish,
+    RemoteEngine,
+    RemoteLease,
+)
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import (
-    EndpointOptions,
-    Failure,
-    Grant,
-    Load,
-    Offer,
-    RemoteEngine,
-    RemoteLease,
-)
-from kvreshard.session.peer import Peer, Self, disconnect
+from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.peers import Peers
 from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging
@@ -123,12 +123,12 @@ class World:
             for side in sides or (self.src, self.dst):
                 side.turn(1)
 
-    def grant_and_offer(self, name: str = "r", ttl_s: float = 30.0) -> None:
+    def acquire_and_publish(self, name: str = "r", ttl_s: float = 30.0) -> None:
         """A lease of the pages that `order_load` reads."""
         tables = request(self.src.layout, self.dst.layout, 21).src_tables
         for endpoint in self.src.endpoints.values():
-            endpoint.submit(Grant(name, SLOT, WORD))
-            endpoint.submit(Offer(name, ttl_s, tables))
+            endpoint.submit(Acquire(name, SLOT, WORD))
+            endpoint.submit(Publish(name, ttl_s, tables))
 
     def close(self) -> None:
         for side in (self.src, self.dst):
@@ -197,7 +197,7 @@ class ScriptedPeers(Peers):
         self.queue = queue
         self.known: dict[RemoteEngine, Future[Peer]] = {}
 
-    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
+    def get(self, me: LocalRank, remote: RemoteEngine) -> Future[Peer]:
         if remote not in self.known:
             self.known[remote] = future = Future()
             self.queue.append(lambda: None if future.cancelled() else self._meet(me, remote, future))
@@ -213,7 +213,7 @@ class ScriptedPeers(Peers):
             del self.known[remote]
             disconnect(met)
 
-    def doubt(self, me: Self, peer: Peer) -> None:
+    def doubt(self, me: LocalRank, peer: Peer) -> None:
         self.queue.append(lambda: self._ask(peer))
 
     def cancel(self, remote: RemoteEngine) -> None:
@@ -227,7 +227,7 @@ class ScriptedPeers(Peers):
     def close(self) -> None:
         """Nothing runs."""
 
-    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, future: Future[Peer]) -> None:
         raise NotImplementedError
 
     def _ask(self, peer: Peer) -> None:
@@ -242,7 +242,7 @@ class FakePeers(ScriptedPeers):
         super().__init__(world.met)
         self.world, self.rank = world, rank
 
-    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, future: Future[Peer]) -> None:
         if self.world.meeting_error:
             future.set_exception(self.world.meeting_error[0])
             return
@@ -293,7 +293,7 @@ def make_world(
 
 
 def meet_engine(
-    me: Self, remote: RemoteEngine, options: EndpointOptions, is_told: Callable[[], object] = lambda: True
+    me: LocalRank, remote: RemoteEngine, options: EndpointOptions, is_told: Callable[[], object] = lambda: True
 ) -> Peer:
     """Meet one engine through its listener, and wait for that, and for what it is told of it."""
     peers = Peers(options, Clock(), lambda: None)

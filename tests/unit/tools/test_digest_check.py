@@ -15,8 +15,8 @@ from tests.pairs.small import request
 from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, WORD, World, make_world, meet, order_load, seal
 
 from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
+from kvreshard.session.commands import Failure, Load, Revoke
 from kvreshard.session.notes import VERSION
-from kvreshard.session.orders import Failure, Load, Revoke
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.tools import digest_check, digest_request, digest_server
 from kvreshard.tools.digest_request import DigestRequest, write_request
@@ -44,7 +44,7 @@ def results(world: World) -> tuple[set[str], set[str], list[Failure]]:
 
 
 def load(world: World, times: int = 12) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     wanted = order_load(world)
     write_values(world.src.layout, world.dst.layout, world.src.memory, wanted, 3)
     world.turn()
@@ -66,7 +66,7 @@ def before_the_check(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) 
 
 
 def test_an_honest_load_is_equal_and_leaves_what_the_oracle_leaves(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     wanted = order_load(world)
     write_values(world.src.layout, world.dst.layout, world.src.memory, wanted, 3)
     expected = {place: content.copy() for place, content in world.dst.memory.items()}
@@ -112,7 +112,7 @@ def test_pages_that_are_swapped_at_the_destination_fail_the_load(world: World, m
 
 
 def test_a_source_that_is_gone_fails_the_load_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     order_load(world)
     world.dst.turn()
@@ -128,7 +128,7 @@ def test_a_source_that_is_gone_fails_the_load_in_time(world: World, monkeypatch:
 
 
 def test_a_lost_request_is_asked_again(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     order_load(world)
     world.dst.turn()
@@ -142,7 +142,7 @@ def test_a_lost_request_is_asked_again(world: World) -> None:
 
 
 def test_a_lease_that_ends_before_the_answer_fails_the_load(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     order_load(world)
     world.dst.turn()
@@ -190,7 +190,7 @@ def test_memory_that_cannot_be_read_is_skipped_and_told_once(
         wanted = request(world.src.layout, world.dst.layout, 21)
         for endpoint in world.dst.endpoints.values():
             endpoint.submit(Load(name, REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     meet(world)
     world.turn(12)
@@ -232,7 +232,7 @@ def test_cards_of_both_versions_are_read_by_both() -> None:
 
 def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:
     world = make_world(1, 1, watched=dataclasses.replace(CHECKED, digest_timeout_s=1e6))
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     order_load(world)
     world.dst.turn()
@@ -247,7 +247,7 @@ def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:
 
 def test_a_source_that_takes_its_time_is_not_asked_without_rest(world: World) -> None:
     """Each look at its mailbox is a read, and nothing is kept of those that are over."""
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.src.turn()
     order_load(world)
     world.dst.turn()
@@ -303,7 +303,7 @@ def status_of(world: World, asked: DigestRequest) -> Status:
 @pytest.fixture
 def source() -> Iterator[World]:
     made = make_world(1, 1, watched=CHECKED)
-    made.grant_and_offer()
+    made.acquire_and_publish()
     made.turn()
     yield made
     made.close()
@@ -357,7 +357,7 @@ owned = st.tuples(numbers, st.none() | numbers, st.none() | numbers)
 )
 def test_any_request_gets_a_word_and_never_a_fault(asked: DigestRequest) -> None:
     world = make_world(1, 1, watched=CHECKED)
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn(1)
     assert status_of(world, asked) in (Status.DIGEST, Status.MALFORMED)
     world.close()

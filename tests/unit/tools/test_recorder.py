@@ -37,9 +37,9 @@ from tests.work import count_bytecodes
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError, packed
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
+from kvreshard.session.commands import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.handshake import Address, Listener
-from kvreshard.session.orders import Cancel, Failure, Load, RemoteEngine
-from kvreshard.session.peer import Self
+from kvreshard.session.peer import LocalRank
 from kvreshard.session.seal import Seal
 from kvreshard.tools import flight as form
 from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight
@@ -82,7 +82,7 @@ def records(tmp_path: Path) -> list[Path]:
 
 
 def fail(world: World, name: str = "d") -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(fail_after_pieces=0)
     order_load(world, name)
     world.turn()
@@ -122,7 +122,7 @@ def test_the_card_of_a_pair_that_is_refused_is_kept_for_the_record(world: World)
     mine = msgspec.structs.replace(world.dst.card(), facts={"model": "small"})
     listener = Listener(Address("127.0.0.1", 0), card)
     remote = RemoteEngine("prefill", LIFE, listener.address)
-    me = Self(mine, world.dst.layout, 0, world.dst.transports[0], HostMemory(), None)
+    me = LocalRank(mine, world.dst.layout, 0, world.dst.transports[0], HostMemory(), None)
     with pytest.raises(LayoutMismatch, match="model is 'large' there and 'small' here"):
         meet_engine(me, remote, OPTIONS)
     listener.close()
@@ -156,7 +156,7 @@ def test_a_source_whose_layout_is_none_is_recorded_as_it_came(world: World, tmp_
 
 
 def test_a_request_that_cannot_be_bound_is_recorded_with_the_reason(world: World, tmp_path: Path) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
@@ -180,7 +180,7 @@ def test_an_aborted_request_is_no_crash(world: World, tmp_path: Path) -> None:
 
 
 def test_a_quarantined_one_is(world: World, tmp_path: Path) -> None:
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     world.faults[-1] = Fault(drop=True)
     order_load(world)
     world.turn()

@@ -18,8 +18,8 @@ from kvreshard.model import EngineLayout
 from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.card import EngineCard, RankCard, make_card
+from kvreshard.session.commands import Load, RemoteEngine, RemoteLease
 from kvreshard.session.handshake import Address, Listener
-from kvreshard.session.orders import Load, RemoteEngine, RemoteLease
 from kvreshard.session.seal import Seal
 from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
 from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent

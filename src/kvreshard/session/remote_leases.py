@@ -1,6 +1,6 @@
 """Which leases of other engines does this rank want, and who must be told so?
 
-1. A request wants a lease while it waits for its load (`watch`), while it is loaded (`begin`), and afterwards where its load does not
+1. A request wants a lease while it waits for its load (`start_renewing`), while it is loaded (`begin`), and afterwards where its load does not
    give the source back by itself (`end`).
 2. The sources of what waits, or is kept, hear of it in time (`renew`).
 3. With the last request that wanted it a lease is given back: a report goes to the source ranks that the election appoints to hear
@@ -21,9 +21,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvreshard.model.logs import get_logger
+from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.notes import Report, heartbeats, write_note
-from kvreshard.session.orders import Load, Release, RemoteEngine, RemoteLease, Watch
-from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.refusals import Refusals
 from kvreshard.session.renewals import Renewals
@@ -57,7 +57,7 @@ class _Source:
         return self.handshake is not None and not self.handshake.done()
 
 
-class LeaseHolder:
+class RemoteLeases:
     """The leases that one rank has from others. Used from the session's thread only.
 
     `usual_s`: between two renewals where a source says nothing (`renewals`).
@@ -85,19 +85,19 @@ class LeaseHolder:
         """Whether leases are to be given back whose sources are not met yet."""
         return any(source.releases for source in self._sources.values())
 
-    def watch(self, watch: Watch, me: Self | None) -> None:
-        """Get to know the source, and renew its lease until the request is loaded, or `unwatch`."""
-        self.unwatch(watch.request)
-        source = self._source(watch.remote)
-        self._waiting[watch.request] = watch.remote, watch.lease
-        source.waiting.setdefault(watch.lease, set()).add(watch.request)
-        self._renewals.expect(watch.remote)
+    def start_renewing(self, command: Renew, me: LocalRank | None) -> None:
+        """Get to know the source, and renew its lease until the request is loaded, or `stop_renewing`."""
+        self.stop_renewing(command.request)
+        source = self._source(command.remote)
+        self._waiting[command.request] = command.remote, command.lease
+        source.waiting.setdefault(command.lease, set()).add(command.request)
+        self._renewals.expect(command.remote)
         if me is None:
-            self._open[watch.remote] = None
+            self._open[command.remote] = None
         else:
-            self._ask(me, watch.remote, source)
+            self._ask(me, command.remote, source)
 
-    def unwatch(self, request: str) -> None:
+    def stop_renewing(self, request: str) -> None:
         """Renew no longer."""
         found = self._waiting.pop(request, None)
         if found is not None:
@@ -109,7 +109,7 @@ class LeaseHolder:
         """A load is under way. It must `end`."""
         self._source(load.remote).loading[load.lease] += 1
 
-    def end(self, me: Self, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
+    def end(self, me: LocalRank, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
         """A load is over. `is_kept`: a release or a cancel gives its source back, not this. `peer` is None where it was not met."""
         source = self._source(load.remote)
         source.loading[load.lease] -= 1
@@ -120,7 +120,7 @@ class LeaseHolder:
             self._kept[load.request] = load.remote, load.lease
             source.kept.setdefault(load.lease, set()).add(load.request)
             self._renewals.expect(load.remote)
-        self.unwatch(load.request)
+        self.stop_renewing(load.request)
         if is_kept:
             return
         if peer is None:  # given up before its source was met: the source hears of it as soon as it is
@@ -142,7 +142,7 @@ class LeaseHolder:
         if found is not None:
             self._give_back(*found)
 
-    def send_releases(self, me: Self | None, now_s: float) -> None:
+    def send_releases(self, me: LocalRank | None, now_s: float) -> None:
         """Give back what is not wanted any more where the source is met: a report needs its route, which says who reports to whom."""
         if me is None:
             return
@@ -162,7 +162,7 @@ class LeaseHolder:
         for remote in opened:
             self._settle(me, remote, now_s)
 
-    def renew(self, me: Self, now_s: float) -> float:
+    def renew(self, me: LocalRank, now_s: float) -> float:
         """Tell the sources for which it is time which leases are wanted; how long nobody else need be told."""
         for remote in self._renewals.due(now_s):
             source = self._sources.get(remote)
@@ -183,7 +183,7 @@ class LeaseHolder:
     def _source(self, remote: RemoteEngine) -> _Source:
         return self._sources.setdefault(remote, _Source())
 
-    def _ask(self, me: Self, remote: RemoteEngine, source: _Source) -> Future[Peer]:
+    def _ask(self, me: LocalRank, remote: RemoteEngine, source: _Source) -> Future[Peer]:
         """The handshake with a source, of whose end this hears once."""
         handshake = self._peers.get(me, remote)
         if handshake is not source.handshake:
@@ -191,7 +191,7 @@ class LeaseHolder:
             handshake.add_done_callback(lambda _: self._answered.put(remote))
         return handshake
 
-    def _settle(self, me: Self, remote: RemoteEngine, now_s: float) -> None:
+    def _settle(self, me: LocalRank, remote: RemoteEngine, now_s: float) -> None:
         """Ask for a source that was not asked for, tell one that is met what is given back, and forget one that is not wanted."""
         source = self._sources.get(remote)
         if source is None:
@@ -229,7 +229,7 @@ class LeaseHolder:
             _discard(self._sources[found[0]].kept, found[1], request)
         return found
 
-    def _report(self, me: Self, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
+    def _report(self, me: LocalRank, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
         for rank in peer.told_ranks:
             report = Report(peer.note_version, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)

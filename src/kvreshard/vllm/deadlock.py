@@ -1,4 +1,4 @@
-"""Do engines wait for one another in a circle?
+"""Detects engines that wait for one another in a circle.
 
 Engines that are prefill and decode engine at once (`kv_both`) can fill their pools with finished prefills that others shall read,
 while those others wait for blocks that are held in the same way. Readers that wait renew their leases, so nobody's would ever run
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 
-class Standstill:
+class DeadlockDetector:
     """Of one engine. `patience_s`: seconds."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -39,7 +39,7 @@ class RankPart:
     facts: Mapping[str, str]
 
 
-class Reception:
+class EngineHandshake:
     """One per engine. `key`: what this start of the engine seals with. `incarnation`: its digest, which no other start has."""
 
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvreshard.model.logs import get_logger
+from kvreshard.session.commands import Release
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report, read_note
 from kvreshard.session.observer import Observer
-from kvreshard.session.orders import Release
 from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)
@@ -27,7 +27,7 @@ STOOD_STILL_S = 0.6
 HEARING_S = 5.0
 
 
-class OwnLeases:
+class LocalLeases:
     """Of one rank. `table`: its lease words."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is a rank's endpoint told to do, and what does it say afterwards?
+"""The commands that a rank's endpoint is given, and the results that it returns.
 
 Frozen data that may cross a process border. Times are seconds.
 """
@@ -73,8 +73,8 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """Get to know the source, and renew its lease until the request is loaded, released or unwatched.
+class Renew:
+    """Get to know the source, and renew its lease until the request is loaded or released, or `StopRenewing`.
 
     `asks_key`: say the source's key when it has been met (`Results.keys`), or that it could not be met (`Results.unmet`).
     """
@@ -86,14 +86,14 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Unwatch:
+class StopRenewing:
     """Renew no longer."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class Acquire:
     """Write the word of a request that computes here."""
 
     request: str
@@ -102,7 +102,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Publish:
     """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat.
 
     `tables`: the block tables that were sealed, by group; digest requests are answered from them.
@@ -115,12 +115,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """The request will not be offered, or is no longer: its pages may be used again, and whoever reads them fails."""
+    """The request will not be published, or is no longer: its pages may be used again, and whoever reads them fails."""
 
     request: str
 
 
-Order = Load | Release | Cancel | Watch | Unwatch | Grant | Offer | Revoke
+Command = Load | Release | Cancel | Renew | StopRenewing | Acquire | Publish | Revoke
 
 FailureKind = Literal[
     "handshake", "mismatch", "seal", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
@@ -168,7 +168,7 @@ class EndpointOptions:
 
     Attributes:
         handshake_timeout_s: for each question to a peer's listener.
-        load_timeout_s: from the order to load until the last byte; then the load is stopped and has failed.
+        load_timeout_s: from the command to load until the last byte; then the load is stopped and has failed.
         settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
         heartbeat_s: between renewals of leases whose source does not say how long they last (`session.renewals`).
         paused_renewal_s: how long they are renewed for an engine that does not step, since it is paused.

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvreshard.session.orders import Failure, Results
-from kvreshard.session.outbox import Outbox
+from kvreshard.session.commands import Failure, Results
 from kvreshard.session.pull import Moved
+from kvreshard.session.results import ResultQueue
 
 MOVED = Moved(1, 1, 1, 0, 0.0, 0.0)
 FOR_EVER_S, DEADLINE_S = 1000.0, 10.0
@@ -16,7 +16,7 @@ FOR_EVER_S, DEADLINE_S = 1000.0, 10.0
 class Taker:
     """Takes on a thread of its own, with more patience than the test has."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: ResultQueue) -> None:
         self._found: list[Results] = []
         self._thread = threading.Thread(target=lambda: self._found.append(outbox.take(FOR_EVER_S)), daemon=True)
         self._thread.start()
@@ -28,7 +28,7 @@ class Taker:
 
 
 def test_nothing_is_waited_for_without_a_load() -> None:
-    outbox = Outbox()
+    outbox = ResultQueue()
     outbox.free({"r": "reported"})
     outbox.settle("q")
     found = Taker(outbox).result()
@@ -44,8 +44,8 @@ def test_nothing_is_waited_for_without_a_load() -> None:
     ],
     ids=["received", "failed"],
 )
-def test_the_end_of_a_load_ends_the_wait(end: Callable[[Outbox], None]) -> None:
-    outbox = Outbox()
+def test_the_end_of_a_load_ends_the_wait(end: Callable[[ResultQueue], None]) -> None:
+    outbox = ResultQueue()
     outbox.expect("d")
     outbox.expect("other")
     taker = Taker(outbox)
@@ -56,7 +56,7 @@ def test_the_end_of_a_load_ends_the_wait(end: Callable[[Outbox], None]) -> None:
 
 
 def test_a_load_that_has_ended_before_is_not_waited_for() -> None:
-    outbox = Outbox()
+    outbox = ResultQueue()
     outbox.expect("d")
     outbox.end("d", MOVED)
     outbox.expect("other")
@@ -64,7 +64,7 @@ def test_a_load_that_has_ended_before_is_not_waited_for() -> None:
 
 
 def test_all_loads_have_ended_so_nothing_is_waited_for() -> None:
-    outbox = Outbox()
+    outbox = ResultQueue()
     outbox.expect("d")
     outbox.end("d", MOVED)
     outbox.take(0.0)
@@ -72,7 +72,7 @@ def test_all_loads_have_ended_so_nothing_is_waited_for() -> None:
 
 
 def test_patience_ends() -> None:
-    outbox = Outbox()
+    outbox = ResultQueue()
     outbox.expect("d")
     outbox.free({"r": "expired"})
     assert outbox.take(0.01).freed == {"r": "expired"}

@@ -1,4 +1,4 @@
-"""What has ended since the engine's thread last asked, and is it worth waiting a moment for more?
+"""The queue of what has ended, between the session's thread and the engine's.
 
 The session's thread puts in, the engine's thread takes out. An engine that computes nothing may wait a little while loads are
 under way: asking again costs it a whole step, and the threads that carry out the load need the processor that the step takes.
@@ -10,13 +10,13 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 
+from kvreshard.session.commands import CheckResult, Failure, Results
 from kvreshard.session.lease import Cause
-from kvreshard.session.orders import CheckResult, Failure, Results
 from kvreshard.session.pull import Moved
 
 
-class Outbox:
-    """Results on their way out. Safe for use from any thread."""
+class ResultQueue:
+    """Results that the engine has not taken yet. Safe for use from any thread."""
 
     def __init__(self) -> None:
         self._results = Results()
