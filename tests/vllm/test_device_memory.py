@@ -149,8 +149,7 @@ def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: 
 
 
 def test_devices_are_told_apart() -> None:
-    memory = TensorMemory([torch.zeros(4)])
-    assert isinstance(memory, Memory)
+    memory: Memory = TensorMemory([torch.zeros(4)])
     assert [memory.reaches(device) for device in ("cpu", "cuda:0")] == [True, False]
 
 

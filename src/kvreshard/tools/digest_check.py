@@ -25,7 +25,7 @@ from kvreshard.session.commands import CheckResult, Load
 from kvreshard.session.observer import Landing, RejectedLoad
 from kvreshard.session.pull import settled
 from kvreshard.tools import Digest, Memory
-from kvreshard.tools.digest_request import DigestRequest, Part, make_requests, readable, write_request
+from kvreshard.tools.digest_request import DigestRequest, Part, is_readable, make_requests, write_request
 from kvreshard.tools.mailbox import NUM_ENTRIES, DigestAnswer, Status, entry_offset, read_answer
 from kvreshard.transport.base import Direction, Transfer
 
@@ -68,9 +68,9 @@ def is_chosen(request: str, share: float) -> bool:
     return number < share * 2**64
 
 
-def find_obstacle(route: Route, src: EngineLayout, cards: Mapping[int, RankCard], mine: Rank, memory: object) -> str:
+def find_obstacle(route: Route, src: EngineLayout, cards: Mapping[int, RankCard], mine: Rank, memory: Memory) -> str:
     """Why a load of this route cannot be compared at all; empty if it can."""
-    if readable(memory, mine) is None:
+    if not is_readable(memory, mine):
         devices = ", ".join(sorted(set(mine.devices)))
         return f"digest not available: rank {mine.rank} here cannot read its own memory on {devices}"
     for number in route.src_ranks:

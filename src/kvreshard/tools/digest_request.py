@@ -108,11 +108,9 @@ class Part:
         return digest_cells(self.mine, request.dst_tables, {self.mine.group.name: self.intervals}, memory, key)
 
 
-def readable(memory: object, rank: Rank) -> Memory | None:
-    """The rank's memory for digests; None where it does not reach all of it."""
-    if isinstance(memory, Memory) and all(memory.reaches(device) for device in set(rank.devices)):
-        return memory
-    return None
+def is_readable(memory: Memory, rank: Rank) -> bool:
+    """Whether a rank's memory can be read for digests, all of it."""
+    return all(memory.reaches(device) for device in set(rank.devices))
 
 
 def make_requests(

@@ -18,8 +18,9 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.logs import get_logger
 from kvreshard.session.lease import LeaseBook
-from kvreshard.tools.digest_request import DigestRequest, answer_request, readable
+from kvreshard.tools.digest_request import DigestRequest, answer_request, is_readable
 from kvreshard.tools.mailbox import DigestAnswer, DigestMailbox, Status
+from kvreshard.tools.memory import Memory
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,7 @@ WORK_S = 0.010
 class DigestServer:
     """Answers digest requests of one source rank. Used from the session's thread only."""
 
-    def __init__(self, rank: int, mailbox: DigestMailbox, memory: object, clock: Callable[[], float]) -> None:
+    def __init__(self, rank: int, mailbox: DigestMailbox, memory: Memory, clock: Callable[[], float]) -> None:
         self._rank, self._mailbox, self._memory, self._clock = rank, mailbox, memory, clock
         self._waiting: OrderedDict[int, DigestRequest] = OrderedDict()
         self._early: dict[int, DigestRequest] = {}
@@ -76,14 +77,13 @@ class DigestServer:
                 self._waiting[token] = self._early.pop(token)
 
     def _answer(self, request: DigestRequest, leases: LeaseBook, layout: EngineLayout) -> DigestAnswer:
-        memory = readable(self._memory, layout.rank_by_number[self._rank])
-        if memory is None:
+        if not is_readable(self._memory, layout.rank_by_number[self._rank]):
             return DigestAnswer(request.token, Status.NOT_READABLE)
         tables = leases.tables(request.request)
         if tables is None or not leases.holds(request.request, request.word):
             return DigestAnswer(request.token, Status.NO_LEASE)
         try:
-            digest = answer_request(request, tables, layout, self._rank, memory)
+            digest = answer_request(request, tables, layout, self._rank, self._memory)
         except KvReshardError as error:
             logger.warning("a digest request for request %s is not answered: %s", request.request[:200], error)
             return DigestAnswer(request.token, Status.MALFORMED)

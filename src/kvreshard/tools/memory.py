@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 
-@runtime_checkable
 class Memory(Protocol):
     """Readable memory of a rank."""
 

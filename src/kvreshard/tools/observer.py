@@ -18,7 +18,7 @@ from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.scratch import Scratch
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
-from kvreshard.tools.digest_request import read_request, readable
+from kvreshard.tools.digest_request import read_request
 from kvreshard.tools.digest_server import DigestServer
 from kvreshard.tools.mailbox import DigestMailbox
 from kvreshard.tools.memory import Memory
@@ -50,7 +50,7 @@ class RankObserver(Observer):
     def __init__(
         self,
         rank: int,
-        memory: object,
+        memory: Memory,
         options: ObserverOptions,
         *,
         recorder: Recorder | None = None,
@@ -117,15 +117,15 @@ class WatchedLoad(LoadObserver):
             return
         peer, memory = landing.peer, self._rank.memory
         mine, cards = landing.dst.rank_by_number[peer.route.dst_rank], peer.card.rank_by_number
-        obstacle, own = find_obstacle(peer.route, peer.layout, cards, mine, memory), readable(memory, mine)
-        if obstacle or own is None:
+        obstacle = find_obstacle(peer.route, peer.layout, cards, mine, memory)
+        if obstacle:
             self._skip(obstacle)
             return
         scratch = self._rank.scratch
         while (address := scratch.take(CHECK_BYTES // WORD_BYTES)) is None:
             yield None
         try:
-            yield from self._compare(landing, own, address)
+            yield from self._compare(landing, address)
         except DigestError as error:
             self._check = error.result
             if error.result != "skipped":
@@ -145,10 +145,10 @@ class WatchedLoad(LoadObserver):
             )
         )  # fmt: skip
 
-    def _compare(self, landing: Landing, own: Memory, address: int) -> Generator[Transfer | None, None, None]:
+    def _compare(self, landing: Landing, address: int) -> Generator[Transfer | None, None, None]:
         timeout_s, clock = self._rank.options.digest_timeout_s, self._rank.clock
         self.noted("checking", "comparing digests with the source")
-        num_bytes = yield from DigestCheck(self._load, landing, own, address, timeout_s, clock).steps()
+        num_bytes = yield from DigestCheck(self._load, landing, self._rank.memory, address, timeout_s, clock).steps()
         self._check = "equal"
         self.noted("checked", f"{num_bytes} bytes are equal")
 
