@@ -11,7 +11,7 @@ A byte of no request's page, or of no cell (padding), is named as what it is.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -35,6 +35,16 @@ class Use:
     logical: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Some cells of one field in one page, as global coordinates: how many, the distinct ones on each axis, those of the first and last."""
+
+    count: int
+    distinct: dict[str, Int64s]
+    first: dict[str, int]
+    last: dict[str, int]
+
+
 def find_cell(layout: EngineLayout, requests: Sequence[Request], rank_number: int, region: str, offset: int) -> str:
     """What lies at byte `offset` of a region, in words: `field 'layers.5.attn.k', token 17, head 1, channel 0 of request 0`."""
     rank = layout.rank_by_number[rank_number]
@@ -45,7 +55,7 @@ def find_cell(layout: EngineLayout, requests: Sequence[Request], rank_number: in
     uses = find_uses(layout, requests, pool, page)
     for use in uses:
         for field, found in _cells(layout, rank, region, offset, offset + 1, page, use):
-            told = ", ".join(f"{axis} {values[0]}" for axis, values in found.items())
+            told = ", ".join(f"{axis} {value}" for axis, value in found.first.items())
             return f"field '{field}', {told} of request {use.request}"
     if uses:
         return f"page {page} of request {uses[0].request}, group '{uses[0].group}', outside of every field (padding)"
@@ -56,7 +66,7 @@ def name_copy(layout: EngineLayout, request: Request, rank: Rank, address: int, 
     """What a copy writes: `layers.5.attn.k token 0-15, head 2`; axes that it writes whole are left out."""
     region = next(r for r in rank.regions if r.address <= address < r.address + r.size_bytes)
     start, stop = address - region.address, address - region.address + num_bytes
-    cells: defaultdict[str, list[Mapping[str, Int64s]]] = defaultdict(list)
+    cells: defaultdict[str, list[Cells]] = defaultdict(list)
     for pool, page in _pages_at(layout, rank, region.name, start, stop):
         for use in find_uses(layout, [request], pool, page):
             for field, found in _cells(layout, rank, region.name, start, stop, page, use):
@@ -64,13 +74,15 @@ def name_copy(layout: EngineLayout, request: Request, rank: Rank, address: int, 
     return "; ".join(_name_cells(layout, field, found) for field, found in cells.items())
 
 
-def _name_cells(layout: EngineLayout, field: str, found: Sequence[Mapping[str, Int64s]]) -> str:
-    """Cells of one field. `found`: per page, per axis the coordinates of each cell."""
-    coordinates = {axis: np.concatenate([part[axis] for part in found]) for axis in found[0]}
-    distinct = {axis: np.unique(values) for axis, values in coordinates.items()}
-    num_cells = len(next(iter(coordinates.values())))
-    if prod(map(len, distinct.values())) != num_cells:  # the end of one row and the beginning of the next
-        first, last = (", ".join(f"{axis} {values[at]}" for axis, values in coordinates.items()) for at in (0, -1))
+def _name_cells(layout: EngineLayout, field: str, found: Sequence[Cells]) -> str:
+    """Cells of one field, page by page."""
+    distinct = {axis: np.unique(np.concatenate([part.distinct[axis] for part in found])) for axis in found[0].distinct}
+    if prod(map(len, distinct.values())) != sum(
+        part.count for part in found
+    ):  # the end of one row, the beginning of the next
+        first, last = (
+            ", ".join(f"{axis} {value}" for axis, value in ends.items()) for ends in (found[0].first, found[-1].last)
+        )
         return f"{field} from {first} to {last}"
     extents = {axis.name: axis.extent for axis in layout.field_by_name[field].axes}
     parts = [
@@ -105,8 +117,8 @@ def find_uses(layout: EngineLayout, requests: Sequence[Request], pool: str, page
 
 def _cells(
     layout: EngineLayout, rank: Rank, region: str, start: int, stop: int, page: int, use: Use
-) -> Iterator[tuple[str, dict[str, Int64s]]]:
-    """Fields that have cells of this page at bytes [start, stop) of a region, with each cell's coordinates per axis, in order of address."""
+) -> Iterator[tuple[str, Cells]]:
+    """Fields that have cells of this page at bytes [start, stop) of a region, with these cells."""
     for shard in rank.shards:
         stride = shard.geometry.page_stride_bytes
         begins = shard.offset_bytes + page * stride
@@ -117,18 +129,27 @@ def _cells(
                 yield shard.field, found
 
 
-def _coordinates(shard: Shard, first_offset: int, stop_offset: int, logical: int) -> dict[str, Int64s] | None:
-    """Global coordinates of the cells that begin at bytes [first, stop) of their page; None if there are none."""
-    offsets, indices = _page_cells(shard.geometry.axes)
-    first, last = np.searchsorted(offsets, [first_offset, stop_offset]).tolist()
-    if first == last:
+def _coordinates(shard: Shard, first_offset: int, stop_offset: int, logical: int) -> Cells | None:
+    """The cells that begin at bytes [first, stop) of their page; None if there are none."""
+    offsets, _ = _page_cells(shard.geometry.axes)
+    first, stop = np.searchsorted(offsets, [first_offset, stop_offset]).tolist()
+    if first == stop:
         return None
-    found = {}
-    for mapped, index in zip(shard.geometry.axes, indices, strict=True):
+    cells = Cells(stop - first, {}, {}, {})
+    for mapped, (local, *ends) in zip(shard.geometry.axes, _page_part(shard.geometry.axes, first, stop), strict=True):
         is_sequence = mapped.num_held is None and mapped.ring_pages is None
-        local = index[first:last] + (logical * mapped.indices_per_page if is_sequence else 0)
-        found[mapped.axis] = mapped.owned.to_global(local)
-    return found
+        before = logical * mapped.indices_per_page if is_sequence else 0
+        cells.distinct[mapped.axis] = mapped.owned.to_global(local + before)
+        both = mapped.owned.to_global(np.array(ends, dtype=np.int64) + before).tolist()
+        cells.first[mapped.axis], cells.last[mapped.axis] = both
+    return cells
+
+
+@lru_cache(maxsize=4096)
+def _page_part(axes: tuple[AxisMap, ...], first: int, stop: int) -> tuple[tuple[Int64s, int, int], ...]:
+    """Of cells [first, stop) of a page, per axis: the distinct local indices, and those of the first and the last."""
+    parts = [index[first:stop] for index in _page_cells(axes)[1]]
+    return tuple((np.unique(part), int(part[0]), int(part[-1])) for part in parts)
 
 
 @lru_cache(maxsize=64)

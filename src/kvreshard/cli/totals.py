@@ -39,7 +39,9 @@ def count_totals(routes: Sequence[Route], request: Request, cost: CostModel) -> 
             total = totals.setdefault((route.dst_rank, copies.src_rank), PairTotal(route.dst_rank, copies.src_rank))
             total.num_bytes += copies.num_bytes
             total.num_operations += copies.num_copies
-            total.seconds += cost.direct_s(Work(copies.num_copies, copies.num_bytes, 0, 0, 0))
+            total.seconds += cost.direct_s(
+                Work(copies.num_copies, copies.num_bytes, num_reads=0, num_read_bytes=0, num_runs=0)
+            )
         for batch in plan.batches:
             total = totals.setdefault(
                 (route.dst_rank, batch.reads.src_rank), PairTotal(route.dst_rank, batch.reads.src_rank)
@@ -51,5 +53,7 @@ def count_totals(routes: Sequence[Route], request: Request, cost: CostModel) -> 
             total.num_bytes += batch.num_bytes
             total.num_staged_bytes += batch.num_bytes
             total.num_operations += reads.num_copies
-            total.seconds += cost.staged_s(Work(0, batch.num_bytes, reads.num_copies, reads.num_bytes, num_runs, 1))
+            total.seconds += cost.staged_s(
+                Work(0, batch.num_bytes, reads.num_copies, reads.num_bytes, num_runs, num_batches=1)
+            )
     return [totals[key] for key in sorted(totals)]
