@@ -80,7 +80,7 @@ class Group(msgspec.Struct, frozen=True):
             )
 
 
-class Geometry(msgspec.Struct, frozen=True, cache_hash=True):
+class Geometry(msgspec.Struct, frozen=True):
     """How a shard lies in its pages, without where: equal for all layers of a kind on a rank."""
 
     group: str
@@ -239,20 +239,23 @@ class EngineLayout:
         return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
 
     @cached_property
-    def holders(self) -> Mapping[str, Mapping[int, Geometry]]:
-        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
-        found: dict[str, dict[int, Geometry]] = {name: {} for name in self.fields.names}
-        for rank in self.ranks:
-            number, geometries = rank.rank, rank.geometries
-            for name, geometry in zip(rank.outline.fields, rank.outline.geometry_of, strict=True):
-                found[name][number] = geometries[geometry]
-        return {field: held for field, held in found.items() if held}
-
-    @cached_property
     def holding_of(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal geometry on every rank share; fields that some rank holds."""
+        """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
+        `fields`.
+        """
+        places: dict[str, list[tuple[int, int]]] = {name: [] for name in self.fields.names}
+        for rank in self.ranks:
+            for field, geometry in zip(rank.outline.fields, rank.outline.geometry_of, strict=True):
+                places[field].append((rank.rank, geometry))
         numbers: dict[object, int] = {}
-        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self.holders.items()}
+        return {field: numbers.setdefault(tuple(found), len(numbers)) for field, found in places.items() if found}
+
+    def holders(self, field: str) -> Mapping[int, Geometry]:
+        """Rank -> how it holds its part of a field, for every rank that does."""
+        found = ((rank, rank.outline.fields.number_of.get(field)) for rank in self.ranks)
+        return {
+            rank.rank: rank.geometries[rank.outline.geometry_of[number]] for rank, number in found if number is not None
+        }
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

@@ -22,10 +22,10 @@ from kvreshard.plan.match import quoted
 
 def find_unheld(layout: EngineLayout) -> tuple[str, ...]:
     """A sentence about each part of the model that no rank holds. Raises LayoutMismatch."""
-    absent = [field.name for field in layout.fields if field.name not in layout.holders]
+    absent = [field.name for field in layout.fields if field.name not in layout.holding_of]
     found = [f"no rank holds anything of {_counted(absent)}"] if absent else []
     budget = Budget(layout, layout)
-    for family in group_fields(layout, layout, layout.holders):
+    for family in group_fields(layout, layout, layout.holding_of):
         hole = _find_hole(family, cut_axes(layout, family, budget), budget)
         if hole:
             found.append(f"no rank holds {hole} of {_counted(family.fields)}")

@@ -112,7 +112,7 @@ def group_fields(src: EngineLayout, dst: EngineLayout, names: Iterable[str]) -> 
         shape = field.axes, field.element_bytes, field.encoding
         members.setdefault((shape, src.holding_of.get(name), dst.holding_of[name]), []).append(name)
     return tuple(
-        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders.get(fields[0], {}), dst.holders[fields[0]])
+        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders(fields[0]), dst.holders(fields[0]))
         for fields in members.values()
     )
 

@@ -44,7 +44,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             continue
         for finding in differences(src.engine, other, dst.engine, field):
             findings[finding].append(field.name)
-        if field.name in dst.holders:
+        if field.name in dst.holding_of:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:

@@ -1,8 +1,7 @@
-"""From a pair of engines to everything that a destination rank needs to know about its sources.
+"""Route: everything that one destination rank reads from one source engine.
 
-`compile_route`:
-1. match fields by name (`match`), 2. elect sources (`election`), 3. make a `Lane` per source and box (`lane`), 4. prove that
-the lanes cover the destination exactly once and stay in bounds (`check`).
+`compile_route`: 1. match fields by name (`match`), 2. elect sources (`election`), 3. make a `Lane` per source and box, each read in the way
+that costs less (`cost`), 4. prove that the lanes cover the destination exactly once and stay in bounds (`check`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from kvreshard.plan.budget import Budget
 from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose
 from kvreshard.plan.election import Box, Election, Family, elect
-from kvreshard.plan.kept import Kept
 from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.pattern import Bases
+from kvreshard.plan.pattern_cache import PatternCache
 
 # Steps of a lane, each of its fields, and each other lane of the same fields, with which the proof compares it.
 LANE_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
@@ -57,11 +56,11 @@ class Route:
         """The lanes, together where they share both block tables and cut the sequence alike."""
         return make_pairs(self.lanes)
 
-    def drop_kept(self) -> None:
-        """Keep nothing of what its lanes have computed: nobody will read by it."""
+    def drop_patterns(self) -> None:
+        """Drop what its lanes have computed: nobody will read by it."""
         owners: set[Hashable] = {*(lane.bases for lane in self.lanes), *self.pairs}
-        for kept in {lane.kept for lane in self.lanes}:
-            kept.drop(owners)
+        for cache in {lane.pattern_cache for lane in self.lanes}:
+            cache.drop(owners)
 
 
 def compile_route(
@@ -72,12 +71,12 @@ def compile_route(
     election: Election | None = None,
     cost: CostModel = CostModel(),  # noqa: B008 (frozen)
     way: Way | None = None,
-    kept: Kept | None = None,
+    pattern_cache: PatternCache | None = None,
 ) -> Route:
     """The proved route of one destination rank. Raises LayoutMismatch naming field, axis, both values and the remedy.
 
     `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
-    whether it is read directly or through staging; `way` forces it. `kept`: where what the lanes compute stays, if routes share it.
+    whether it is read directly or through staging; `way` forces it. `pattern_cache`: what the lanes compute stays there, if routes share it.
     """
     if dst_rank not in dst.rank_by_number:
         raise LayoutMismatch(
@@ -85,14 +84,14 @@ def compile_route(
         )
     matched = match_fields(src, dst)
     table = election if election is not None else elect(src, dst, matched.names)
-    kept, budget = Kept() if kept is None else kept, Budget(src, dst)
+    cache, budget = PatternCache() if pattern_cache is None else pattern_cache, Budget(src, dst)
     lanes: list[Lane] = []
     for index, family in enumerate(table.families):
         boxes = table.boxes.get((dst_rank, index), ())
         each_lane = LANE_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
         budget.spend(family.fields[0], len(boxes) * each_lane, "too many boxes that one rank reads")
         for src_rank, box in boxes:
-            lane = _lane(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, kept)
+            lane = _lane(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, cache)
             lanes.append(_decide(lane, cost, way, budget))
     route = Route(src.engine, dst.engine, dst_rank, tuple(lanes), table.reporters, matched.warnings, dst.groups)
     prove(route, src, dst)
@@ -115,7 +114,13 @@ def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lan
 
 
 def _lane(
-    src_rank: Rank, dst_rank: Rank, src: EngineLayout, dst: EngineLayout, family: Family, box: Box, kept: Kept
+    src_rank: Rank,
+    dst_rank: Rank,
+    src: EngineLayout,
+    dst: EngineLayout,
+    family: Family,
+    box: Box,
+    pattern_cache: PatternCache,
 ) -> Lane:
     src_geometry, dst_geometry = family.src[src_rank.rank], family.dst[dst_rank.rank]
     axes = tuple(
@@ -142,7 +147,7 @@ def _lane(
         keep_partial=sequence.keep_partial if sequence else False,
         src_span=_span(family, src, along.src, along.chosen) if along else state,
         dst_span=_span(family, dst, along.dst, Interval(0, None)) if along else state,
-        kept=kept,
+        pattern_cache=pattern_cache,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, LayoutMismatch
 from kvreshard.model.logs import get_logger
-from kvreshard.plan.kept import Kept
+from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.route import Route
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
@@ -61,7 +61,7 @@ class Peer:
 class LocalRank:
     """This rank: its engine's card and layout, its memory and what it moves bytes with.
 
-    `refused`: cards of engines that could not be worked with, for the record of a failed load. `kept`: what the routes from all of
+    `refused`: cards of engines that could not be worked with, for the record of a failed load. `pattern_cache`: what the routes from all of
     its sources keep.
     """
 
@@ -72,7 +72,7 @@ class LocalRank:
     memory: LocalMemory
     staging: Staging | None
     refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
-    kept: Kept = field(default_factory=Kept, compare=False)
+    pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False)
 
     @property
     def name(self) -> tuple[str, str]:
@@ -82,7 +82,7 @@ class LocalRank:
 
 def disconnect(peer: Peer) -> None:
     """Make the transport forget a peer's ranks, and keep nothing of its route."""
-    peer.route.drop_kept()
+    peer.route.drop_patterns()
     for name in peer.mover.peers.values():
         with contextlib.suppress(TransportError):
             peer.mover.transport.remove_peer(name)

@@ -349,13 +349,13 @@ def connect_engine(me: LocalRank, remote: RemoteEngine, card: EngineCard, option
     """Steps 2 and 3. Raises KvReshardError or TransportError."""
     check_facts(me.card, card, options.allow_mismatch)
     layout = card.decode_layout()
-    route = compile_route(layout, me.layout, me.rank, cost=options.cost, kept=me.kept)
+    route = compile_route(layout, me.layout, me.rank, cost=options.cost, pattern_cache=me.pattern_cache)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
     names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
     cards = card.rank_by_number
     try:
         me.transport.add_peers({name: cards[rank].metadata for rank, name in names.items()})
     except TransportError:
-        route.drop_kept()
+        route.drop_patterns()
         raise
     return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))

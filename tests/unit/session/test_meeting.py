@@ -46,7 +46,7 @@ def meet(dst: Side, listener: Listener, keys: Keys | None, heard: list[Hello]) -
     me = LocalRank(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
     options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
     route = meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), options, lambda: heard).route
-    assert all(lane.kept is me.kept for lane in route.lanes), "it has a bound of its own"
+    assert all(lane.pattern_cache is me.pattern_cache for lane in route.lanes), "it has a bound of its own"
     return route.src_ranks
 
 
@@ -64,23 +64,23 @@ def test_a_rank_meets_an_engine_and_says_how_it_went(sides: tuple[Side, Side], k
 
 def test_nothing_is_kept_of_a_peer_that_is_disconnected_and_all_of_another(sides: tuple[Side, Side]) -> None:
     me = LocalRank(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
-    other = compile_route(sides[0].layout, me.layout, 0, kept=me.kept)
-    of_other = len(me.kept)
+    other = compile_route(sides[0].layout, me.layout, 0, pattern_cache=me.pattern_cache)
+    of_other = len(me.pattern_cache)
     listener = Listener(LOCAL, sides[0].card())
     try:
         peer = meet_engine(
             me, RemoteEngine("prefill", LIFE, listener.address), EndpointOptions(handshake_timeout_s=60.0)
         )
-        with_peer = len(me.kept)
+        with_peer = len(me.pattern_cache)
         with pytest.raises(TransportError):  # the transport knows these ranks already
             meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), EndpointOptions(handshake_timeout_s=60.0))
-        assert len(me.kept) == with_peer > of_other > 0, "of a meeting that failed"
+        assert len(me.pattern_cache) == with_peer > of_other > 0, "of a meeting that failed"
     finally:
         listener.close()
     disconnect(peer)
-    assert len(me.kept) == of_other
-    other.drop_kept()
-    assert (len(me.kept), me.kept.num_bytes) == (0, 0)
+    assert len(me.pattern_cache) == of_other
+    other.drop_patterns()
+    assert (len(me.pattern_cache), me.pattern_cache.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(("engine_name", "life"), [("prefill", "former"), ("other", LIFE)])

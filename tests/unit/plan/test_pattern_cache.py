@@ -9,15 +9,15 @@ import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.plan import stage
-from kvreshard.plan.kept import ENTRY_BYTES, Kept
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.pattern import Pattern
+from kvreshard.plan.pattern_cache import ENTRY_BYTES, PatternCache
 from kvreshard.plan.route import compile_route
 from kvreshard.plan.stage import Image
 
 
 def test_what_was_not_asked_for_in_the_longest_time_goes_first() -> None:
-    kept, made = Kept(max_bytes=3 * (ENTRY_BYTES + 10)), list[str]()
+    kept, made = PatternCache(max_bytes=3 * (ENTRY_BYTES + 10)), list[str]()
 
     def get(name: str) -> str | None:
         return kept.get(0, name, lambda: made.append(name), lambda _: 10)
@@ -29,14 +29,14 @@ def test_what_was_not_asked_for_in_the_longest_time_goes_first() -> None:
 
 
 def test_the_newest_stays_whatever_its_size_and_none_is_a_value() -> None:
-    kept, made = Kept(max_bytes=5000), list[str]()
+    kept, made = PatternCache(max_bytes=5000), list[str]()
     for name in "abbcc":
         assert kept.get(0, name, lambda name=name: made.append(name), lambda _: 10**6) is None
     assert (made, len(kept), kept.num_bytes) == (["a", "b", "c"], 1, 10**6 + ENTRY_BYTES)
 
 
 def test_what_an_owner_that_is_gone_had_is_dropped_and_nothing_else() -> None:
-    kept, made = Kept(), list[str]()
+    kept, made = PatternCache(), list[str]()
 
     def get(owner: str, name: str) -> None:
         kept.get(owner, name, lambda: made.append(owner + name), lambda _: 10)
@@ -63,20 +63,20 @@ def image_of(lane: Lane, overlap: tuple[int, int, int]) -> Image:
     return stage._image_of(lane, (overlap,))
 
 
-def lanes_of(kept: Kept, num_sources: int) -> list[Lane]:
+def lanes_of(kept: PatternCache, num_sources: int) -> list[Lane]:
     """Of sources whose pages are large and whose heads are apart here."""
     model = load("llama-3.1-8b")
     dst = describe(model, parse_engine("tp=1,page=192,order=HND"), "decode", num_pages=64)
     found = []
     for number in range(num_sources):
         src = describe(model, parse_engine("tp=2,page=192,order=NHD"), f"prefill-{number}", num_pages=64)
-        found += compile_route(src, dst, 0, kept=kept).lanes
+        found += compile_route(src, dst, 0, pattern_cache=kept).lanes
     return found
 
 
 def test_the_lanes_of_all_sources_share_a_bound() -> None:
     bound = 1 << 20
-    kept = Kept(bound)
+    kept = PatternCache(bound)
     for lane in lanes_of(kept, 3):
         for overlap in ends(lane):
             image_of(lane, overlap)
@@ -85,8 +85,8 @@ def test_the_lanes_of_all_sources_share_a_bound() -> None:
 
 def test_lanes_do_not_take_one_another_s_patterns() -> None:
     """Congruent lanes of several sources, in one place; a fresh lane has nothing of theirs."""
-    kept = Kept()
-    for shared, (alone,) in zip(lanes_of(kept, 2), [[lane] for lane in lanes_of(Kept(), 2)], strict=True):
+    kept = PatternCache()
+    for shared, (alone,) in zip(lanes_of(kept, 2), [[lane] for lane in lanes_of(PatternCache(), 2)], strict=True):
         for overlap in ends(shared)[:5]:
             mine, own = shared.pattern(overlap), alone.pattern(overlap)
             assert shared.pattern(overlap) is mine

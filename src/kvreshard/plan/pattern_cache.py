@@ -1,8 +1,8 @@
-"""What has been computed and may be needed again: how much of it is kept, for all of a rank's sources together?
+"""Size-bounded LRU of copy patterns and staging layouts, shared by all routes of a rank.
 
-Where pages are cut anew by every request (its last page, the end of a prefix hit), there is a pattern for each way that they overlap,
-and a pattern of a large page whose heads are apart has some 100 KB: a count bounds no bytes. So what is kept has a size, and what was
-not asked for in the longest time goes first. The newest stays, whatever its size.
+Where every request cuts pages anew (its last page, the end of a prefix hit), there is a pattern for each way in which they overlap, and a
+pattern of a large page whose heads are apart has some 100 KB. A count would bound no bytes, so values have a size. What was not asked for
+in the longest time goes first; the newest stays, whatever its size.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 V = TypeVar("V")
 
-# Patterns and slots of pages of 1,056 tokens whose heads are apart took 240 MB for the ways that one source's requests end. Made anew,
-# each takes some 10 ms.
-MAX_KEPT_BYTES = 256 << 20
+# Those of pages of 1,056 tokens whose heads are apart take 240 MB for the ways in which one source's requests end. Made anew, each takes
+# some 10 ms.
+MAX_BYTES = 256 << 20
 # Of an entry, beside what it says of itself: its keys and objects.
 ENTRY_BYTES = 1 << 10
 
 
-class Kept:
-    """The newest values of at most `max_bytes` bytes together. Safe for use from any thread: sources are met on several."""
+class PatternCache:
+    """The newest values of at most `max_bytes` bytes together. Safe for use from any thread: handshakes run on several."""
 
-    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._values: OrderedDict[tuple[Hashable, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
