@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, packed, wire
+from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, wire
 from kvreshard.plan import bind
 from kvreshard.plan.route import compile_route
 from kvreshard.session.card import decode_card
@@ -53,19 +53,6 @@ def card(data: bytes) -> Outcome:
 @target
 def layout(data: bytes) -> Outcome:
     return _decoded(data, "msgpack")
-
-
-@target
-def layout_packed(data: bytes) -> Outcome:
-    """The form in which layouts come with cards; the plain form is accepted there too."""
-    try:
-        found = packed.decode(data)
-    except (WireError, LayoutError):
-        return "refused"
-    assert packed.decode(packed.encode(found)) == found
-    plain = wire.decode(wire.encode(found))
-    assert [rank.shards for rank in plain.ranks] == [rank.shards for rank in found.ranks]
-    return "accepted"
 
 
 @target

@@ -167,7 +167,7 @@ def _ranks(peer: Peer, card: EngineCard) -> Iterator[Line]:
     )
     text = f"{len(card.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
     if silent:
-        remedy = "upgrade it; digest_share is skipped until then"
+        remedy = "digest_share is skipped; run the same release of kvreshard on both sides"
         yield Line(name, "warning", f"{text}; {counted(len(silent), 'rank')} cannot be asked about digests", remedy)
     else:
         yield Line(name, "ok", text)

@@ -1,6 +1,5 @@
-"""Which pieces do both forms of a layout, the plain one (`wire`) and the packed one (`packed`), have in common?
+"""Pieces of the wire form: each as a strictly typed structure of the message, how it becomes a noun of the model, and the bounds of both.
 
-Each piece as a strictly typed structure of the message, how it becomes a noun of the model, and the bounds of what is accepted.
 Raises LayoutError where a well-formed piece is wrong by itself.
 """
 
@@ -31,13 +30,6 @@ MAX_AXES = 16
 
 # Both encodings take the same numbers: JSON knows larger ones, which could be read and not be written again.
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class HeaderForm(msgspec.Struct):
-    """What is read first, and decides whether anything else is."""
-
-    form: str
-    version: int
 
 
 class OwnedForm(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -1,28 +1,25 @@
-"""How does an engine's layout travel, and how does a person read it?
+"""The wire form of an engine's layout: msgpack between engines, JSON for people and tools.
 
-One form, two encodings: msgpack on the wire, JSON for people and tools (`docs/wire.md` describes every key, with test
-vectors). The form carries its name and version first:
+`docs/wire.md` describes every key, with test vectors.
 
-1. `decode` reads only that header; a later version is refused with both numbers, before anything else is looked at, and an
-   earlier one is brought up to this one (`form`).
-2. The body is decoded strictly by type and within the bounds below, then becomes an `EngineLayout`, which checks itself.
+1. `decode` reads name and version first (`form`); another version is refused with both numbers.
+2. The body is decoded strictly by type and within the bounds of `parts`, then becomes an `EngineLayout`, which checks itself.
 
-Geometries that several shards share are written once, under a key. Between engines a layout travels packed (`packed`). Refused:
-messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the bounds (`parts`), unknown forms, wrong types, keys that do not resolve. Raises WireError, or LayoutError when a
-well-formed layout is wrong.
+Geometries that several shards share are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the
+bounds, unknown forms and keys, wrong types, references that do not resolve. Raises WireError, or LayoutError when a well-formed layout is wrong.
 """
 
 from __future__ import annotations
 
 from sys import intern
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Field
 from kvreshard.model.fields import Fields
-from kvreshard.model.form import Form
+from kvreshard.model.form import Head
 from kvreshard.model.layout import EngineLayout, Geometry, Rank, Region, Shard, share_outlines
 from kvreshard.model.outline import Slab
 from kvreshard.model.parts import (
@@ -36,7 +33,6 @@ from kvreshard.model.parts import (
     AxisForm,
     AxisMapForm,
     GroupForm,
-    HeaderForm,
     Whole,
     axes_of,
     axis_form,
@@ -49,8 +45,7 @@ from kvreshard.model.parts import (
 from kvreshard.model.text import Name, ShortText, check_names, plain
 
 FORM = "kvreshard.layout"
-LAYOUT = Form(FORM)
-VERSION = LAYOUT.version
+VERSION = 1
 Encoding = Literal["msgpack", "json"]
 Read = TypeVar("Read", covariant=True)
 
@@ -115,28 +110,19 @@ class _Reader(Protocol[Read]):
 
 # Made at import: engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the
 # same one end the process (0.22: a segmentation fault in 7 of 10 tries).
-_headers: dict[Encoding, _Reader[HeaderForm]] = {
-    "msgpack": msgspec.msgpack.Decoder(HeaderForm),
-    "json": msgspec.json.Decoder(HeaderForm),
+_heads: dict[Encoding, _Reader[Head]] = {
+    "msgpack": msgspec.msgpack.Decoder(Head),
+    "json": msgspec.json.Decoder(Head),
 }
 _bodies: dict[Encoding, _Reader[_Layout]] = {
     "msgpack": msgspec.msgpack.Decoder(_Layout),
     "json": msgspec.json.Decoder(_Layout),
 }
-_trees: dict[Encoding, _Reader[dict[str, Any]]] = {
-    "msgpack": msgspec.msgpack.Decoder(dict[str, Any]),
-    "json": msgspec.json.Decoder(dict[str, Any]),
-}
 
 
-def encode(layout: EngineLayout, encoding: Encoding = "msgpack", version: int | None = None) -> bytes:
-    """The layout as bytes, in the newest version unless an earlier one is asked for.
-
-    JSON is indented, for people; both decode to an equal layout. Raises WireError for a version that there is not.
-    """
-    body: Any = _to_wire(layout)
-    if version not in (None, LAYOUT.version):
-        body = LAYOUT.lower(msgspec.to_builtins(body), version)
+def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
+    """The layout as bytes. JSON is indented, for people; both decode to an equal layout."""
+    body = _to_wire(layout)
     if encoding == "json":
         return msgspec.json.format(msgspec.json.encode(body), indent=1)
     return msgspec.msgpack.encode(body)
@@ -147,12 +133,8 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
     try:
-        header = _headers[encoding].decode(message)
-        LAYOUT.check(header.form, header.version)
-        if header.version == LAYOUT.version:
-            body = _bodies[encoding].decode(message)
-        else:
-            body = msgspec.convert(LAYOUT.rise(_trees[encoding].decode(message)), _Layout)
+        _heads[encoding].decode(message).check(FORM, VERSION)
+        body = _bodies[encoding].decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
     check_sizes(
@@ -196,7 +178,7 @@ def _to_wire(layout: EngineLayout) -> _Layout:
         ranks.append(_Rank(rank.rank, dict(rank.place), regions, slabs, shards))
     return _Layout(
         form=FORM,
-        version=LAYOUT.version,
+        version=VERSION,
         engine=layout.engine,
         fields=[
             _Field(

@@ -7,7 +7,7 @@
 3. Read the source's board until every answer is there, and compare. Unanswered questions are asked again now and then.
 
 Fail closed: a difference, a refusal, or no answer in time raises DigestError, and the load has failed. What cannot be compared
-at all is skipped: a rank that cannot read its own memory, a source of an earlier version. The reader's own is found before anything
+at all is skipped: a rank that cannot read its own memory, a source without a board. The reader's own is found before anything
 is asked (`find_obstacle`), a source's when it says so.
 """
 
@@ -90,9 +90,7 @@ def find_obstacle(route: Route, src: EngineLayout, boards: Mapping[int, RankCard
         return f"digest not available: rank {mine.rank} here cannot read its own memory on {devices}"
     for number in route.src_ranks:
         if not boards[number].board_entries:
-            return (
-                f"rank {number} of engine '{src.engine}' is of an earlier version and answers no questions; upgrade it"
-            )
+            return f"rank {number} of engine '{src.engine}' has no board for digests, so it answers no questions"
     return ""
 
 

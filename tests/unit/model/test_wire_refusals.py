@@ -6,7 +6,7 @@ by the planner too, and must not take its memory.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -131,9 +131,10 @@ def test_bombs_are_refused(encoding: wire.Encoding, message: bytes) -> None:
         wire.decode(message, encoding)
 
 
-def test_a_later_version_is_refused_with_both_numbers() -> None:
-    value = {**body(), "version": wire.VERSION + 6, "what_we_do_not_know": [1]}
-    with pytest.raises(WireError, match=rf"version {wire.VERSION + 6}; this side reads versions 1 to {wire.VERSION}"):
+@pytest.mark.parametrize("version", [0, 2, 7])
+def test_another_version_is_refused_with_both_numbers_and_the_remedy(version: int) -> None:
+    value = {**body(), "version": version, "what_we_do_not_know": [1]}
+    with pytest.raises(WireError, match=rf"version {version}; this side reads version 1: run the same release"):
         wire.decode(json.dumps(value).encode(), "json")
 
 
@@ -190,6 +191,36 @@ def test_a_reference_to_nothing_is_refused(part: str, key: str) -> None:
     tree["ranks"][0][part][0][key] = "nothing"
     with pytest.raises((WireError, LayoutError), match="'nothing'"):
         wire.decode(json.dumps(tree).encode(), "json")
+
+
+def changed(layout: EngineLayout, change: Callable[[Any], None]) -> bytes:
+    """The message of a layout in which something was changed."""
+    tree = msgspec.msgpack.decode(wire.encode(layout))
+    change(tree)
+    return msgspec.msgpack.encode(tree)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda tree: tree["geometries"]["g1"].update(group="nobody's"),
+            "rank 1, field 'layers.0.k': group 'nobody's' is not listed",
+        ),
+        (lambda tree: tree["geometries"]["g1"].update(page_stride_bytes=2048), "rank 1"),
+        (lambda tree: tree["ranks"][1]["regions"][0].update(address=-8), "region 'kv': .* bytes at address -8"),
+        (lambda tree: tree["ranks"][1]["regions"][0].update(address=2**63 - 8), "below address 2"),
+        (
+            lambda tree: tree["ranks"][1]["shards"][1].update(offset_bytes=10**6),
+            "rank 1, field 'layers.0.v': starts at byte 1000000",
+        ),
+        (lambda tree: tree["ranks"][1]["slabs"][0].update(page_bytes=10**6), "rank 1: slab in region 'kv'"),
+    ],
+)
+def test_what_only_one_of_the_ranks_has_wrong_is_found(change: Callable[[Any], None], told: str) -> None:
+    """What ranks have in common is checked once."""
+    with pytest.raises(LayoutError, match=told):
+        wire.decode(changed(engine("prefill", tp=2), change))
 
 
 def broken_maps() -> Iterator[tuple[str, str, Any]]:

@@ -15,7 +15,6 @@ from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, SLOT, WORD, W
 
 from kvreshard.session import answers, check, question
 from kvreshard.session.board import ENTRY_BYTES, Answer, AnswerBoard, Said, entry_offset, read_answer
-from kvreshard.session.card import RankCard
 from kvreshard.session.notes import VERSION, Question, write_note
 from kvreshard.session.orders import Failure, Load, Revoke
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
@@ -210,22 +209,8 @@ def test_a_source_of_an_earlier_version_is_skipped() -> None:
     route = next(iter(endpoint._jobs)).meeting.result().route
     assert meet_first is not None
     told = check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
-    assert "rank 0 of engine 'prefill' is of an earlier version" in told
+    assert "rank 0 of engine 'prefill' has no board for digests" in told
     world.close()
-
-
-def test_cards_of_both_versions_are_read_by_both() -> None:
-    earlier = msgspec.msgpack.decode(msgspec.msgpack.encode((0, b"meta", 4096, 64)), type=RankCard)
-    assert (earlier.lease_slots, earlier.board_entries) == (64, 0)
-
-    class Earlier(msgspec.Struct, array_like=True):
-        rank: int
-        metadata: bytes
-        lease_address: int
-        lease_slots: int
-
-    later = msgspec.msgpack.encode(RankCard(0, b"meta", 4096, 64, 8192, 16))
-    assert msgspec.msgpack.decode(later, type=Earlier).lease_slots == 64
 
 
 def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:

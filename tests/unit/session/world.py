@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from kvreshard.kinds import Attention
@@ -72,7 +71,7 @@ class Side:
     transports: dict[int, MemoryTransport]
     endpoints: dict[int, Endpoint]
     staging: list[np.ndarray] = field(default_factory=list)
-    lease_s: float | msgspec.UnsetType = msgspec.UNSET
+    lease_s: float = 30.0
     key: bytes = KEY
 
     def card(self) -> EngineCard:
