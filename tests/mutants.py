@@ -187,7 +187,7 @@ BREAKS = (
     ),
     Break(
         "decoding: lists of any length together",
-        "model.wire:check_sizes",
+        "model.wire:_check_sizes",
         returns(None),
         "tests/unit/plan/test_bounds.py",
     ),

@@ -5,11 +5,15 @@ This release reads version 1 of each form and no other. `docs/wire.md` says what
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvreshard.model.errors import WireError
 from kvreshard.model.text import plain
 
+# Both encodings take the same numbers: JSON knows larger ones, which could be read and not be written again.
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 SAME_RELEASE = "run the same release of kvreshard on both sides"
 
 

@@ -10,46 +10,56 @@ An `EngineLayout` is complete: a peer can compute every address from it and from
   same bytes; a page id belongs to one of them at a time.
 - `Slab`: the bytes that page p of a pool occupies at one place, padding included.
 - `Shard`: one rank's part of one field.
-- `Outline`: how a rank's memory is divided among its shards. Ranks that differ only in addresses, and in what they hold of an axis,
-  share one (`model.outline`), so that what is done for each shard is done once for all of them.
 
 Everything is checked once, here, by `layout_check`. Raises LayoutError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.column import Column
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.loops import extent_of, int64s, row_kinds
-from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
+from kvreshard.model.form import Whole
+from kvreshard.model.text import ShortText, plain
 
+Int64s = NDArray[np.int64]
 MAX_ADDRESS = 2**63
+# A layout has thousands of regions, slabs and shards. They refer to nothing that refers to them, so the garbage collector need not
+# follow them (`gc=False`).
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Registered memory: `size_bytes` bytes from `address` on `device` ('cpu', 'cuda:0', ...)."""
 
-    name: str
-    address: int
-    size_bytes: int
-    device: str = "cpu"
+    name: ShortText
+    address: Whole
+    size_bytes: Whole
+    device: ShortText = "cpu"
 
     def __post_init__(self) -> None:
         if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > MAX_ADDRESS:
             raise LayoutError(
-                f"region '{self.name}': {self.size_bytes} bytes at address {self.address}; "
+                f"region '{plain(self.name)}': {self.size_bytes} bytes at address {self.address}; "
                 "needs a positive size below address 2**63"
             )
+
+
+class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Page p of `pool` owns `page_bytes` bytes of `region` from `offset_bytes + p * page_stride_bytes`."""
+
+    pool: ShortText
+    region: ShortText
+    offset_bytes: Whole
+    page_stride_bytes: Whole
+    page_bytes: Whole
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -81,7 +91,7 @@ class Group(msgspec.Struct, frozen=True):
             )
 
 
-class Geometry(msgspec.Struct, frozen=True):
+class Geometry(msgspec.Struct, frozen=True, cache_hash=True):
     """How a shard lies in its pages, without where: equal for all layers of a kind on a rank."""
 
     group: str
@@ -92,7 +102,7 @@ class Geometry(msgspec.Struct, frozen=True):
         return next(axis for axis in self.axes if axis.axis == name)
 
 
-class Shard(msgspec.Struct, frozen=True):
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of one field: cell (0, ..., 0) of page 0 lies at `offset_bytes` of `region`."""
 
     field: str
@@ -103,80 +113,13 @@ class Shard(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its number, its place in the engine's grid (for people), and what it adds to its outline.
-
-    `addresses` and `devices`: per region of the outline. `geometries`: those that the outline's shards refer to.
-    """
+    """One rank: its number, its place in the engine's grid (for people), its memory, and what it holds of the fields."""
 
     rank: int
     place: tuple[tuple[str, int], ...]
-    outline: Outline
-    addresses: Column
-    devices: tuple[str, ...]
-    geometries: tuple[Geometry, ...]
-
-    @staticmethod
-    def of(
-        rank: int,
-        place: tuple[tuple[str, int], ...],
-        regions: tuple[Region, ...],
-        slabs: tuple[Slab, ...],
-        shards: tuple[Shard, ...],
-    ) -> Rank:
-        """The rank of these regions, slabs and shards. Raises LayoutError for a shard in a region that is not listed."""
-        numbers: dict[Geometry, int] = {}
-        outline = outline_of(f"rank {rank}", regions, slabs, shards, numbers)
-        return Rank(
-            rank,
-            place,
-            outline,
-            Column.of(region.address for region in regions),
-            tuple(region.device for region in regions),
-            tuple(numbers),
-        )
-
-    def __post_init__(self) -> None:
-        outline = self.outline
-        if not len(self.addresses) == len(self.devices) == len(outline.region_names):
-            raise LayoutError(
-                f"rank {self.rank}: {len(self.addresses)} addresses on {len(self.devices)} devices for "
-                f"{len(outline.region_names)} regions; each region has one of each"
-            )
-        if outline.num_geometries > len(self.geometries):
-            raise LayoutError(
-                f"rank {self.rank}: {len(self.geometries)} geometries, but a shard has number {outline.num_geometries - 1}"
-            )
-        low, least_bytes, end, _ = self.extent
-        if low < 0 or least_bytes <= 0 or end > MAX_ADDRESS:
-            _ = self.regions  # says of which one
-
-    @cached_property
-    def extent(self) -> tuple[int, int, int, bool]:
-        """Of the regions: the least address, the least size in bytes, where the last one ends, and whether each begins where the one
-        before ends, or after.
-        """
-        if not len(self.addresses):
-            return 0, 1, 0, True
-        return extent_of(self.addresses.array, self.outline.region_bytes.array)
-
-    @cached_property
-    def regions(self) -> tuple[Region, ...]:
-        outline = self.outline
-        return tuple(map(Region, outline.region_names, self.addresses, outline.region_bytes, self.devices))
-
-    @cached_property
-    def slabs(self) -> tuple[Slab, ...]:
-        return tuple(self.outline.slabs.listed(self.outline.region_names))
-
-    @cached_property
-    def shards(self) -> tuple[Shard, ...]:
-        outline = self.outline
-        return tuple(
-            Shard(field, outline.region_names[region], offset, self.geometries[geometry])
-            for field, region, offset, geometry in zip(
-                outline.fields, outline.region_of, outline.offsets_bytes, outline.geometry_of, strict=True
-            )
-        )
+    regions: tuple[Region, ...]
+    slabs: tuple[Slab, ...]
+    shards: tuple[Shard, ...]
 
     @cached_property
     def region_by_name(self) -> Mapping[str, Region]:
@@ -187,23 +130,27 @@ class Rank:
         return {shard.field: shard for shard in self.shards}
 
     @cached_property
-    def bases(self) -> Int64s:
-        """Address of each shard's first cell in page 0, shape (shards,), in the outline's order."""
-        return self.addresses.array[self.outline.region_of.array] + self.outline.offsets_bytes.array
+    def devices(self) -> frozenset[str]:
+        """The devices that its regions lie on."""
+        return frozenset(region.device for region in self.regions)
+
+    @cached_property
+    def addresses(self) -> Int64s:
+        """Address of each region, shape (regions,)."""
+        return np.array([region.address for region in self.regions], dtype=np.int64)
+
+    @cached_property
+    def region_numbers(self) -> Mapping[str, int]:
+        """Name of a region -> its place among the rank's regions."""
+        return {region.name: number for number, region in enumerate(self.regions)}
 
     def with_shards(self, shards: tuple[Shard, ...]) -> Rank:
-        """The same rank and memory with other shards. Raises LayoutError as `of` does."""
-        return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
+        """The same rank and memory with other shards."""
+        return replace(self, shards=shards)
 
     def base_address(self, shard: Shard) -> int:
         """Address of the shard's first cell in page 0."""
         return self.region_by_name[shard.region].address + shard.offset_bytes
-
-
-def share_outlines(ranks: Iterable[Rank]) -> tuple[Rank, ...]:
-    """The same ranks; those with equal outlines share one object, so that what is kept for it is kept once."""
-    known: dict[Outline, Outline] = {}
-    return tuple(replace(rank, outline=known.setdefault(rank.outline, rank.outline)) for rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -211,7 +158,7 @@ class EngineLayout:
     """A whole engine. `engine` names it in messages; ranks are ordered by their number."""
 
     engine: str
-    fields: Fields
+    fields: tuple[Field, ...]
     groups: tuple[Group, ...]
     ranks: tuple[Rank, ...]
 
@@ -221,69 +168,32 @@ class EngineLayout:
         check_layout(self)
 
     @cached_property
-    def geometry_numbers(self) -> Mapping[int, int]:
-        """`id(shard.geometry)` -> a number that equal geometries share, whichever object says them.
-
-        Hashing a geometry costs some 15 us, and a plan asks several times per field and rank.
-        """
-        numbers: dict[Geometry, int] = {}
-        found: dict[int, int] = {}
-        for rank in self.ranks:
-            for geometry in rank.geometries:
-                if id(geometry) not in found:
-                    found[id(geometry)] = numbers.setdefault(geometry, len(numbers))
-        return found
-
-    @cached_property
-    def holder_numbers(self) -> Int64s:
-        """A number that fields of equal geometry on every rank share, shape (fields,)."""
-        which = np.zeros(len(self.fields), dtype=np.int64)
-        for outline in self.outlines:
-            held = self.fields.names.numbers(outline.fields.all)
-            found, first = row_kinds((which[held], outline.geometry_of.array))
-            # Numbers of their own: those of fields that this outline does not hold stay as they are.
-            which[held] = found + (int(which.max()) + 1 if len(first) else 0)
-        # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
-        which, first = row_kinds((which,))
+    def kind_of(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal axes, element size and encoding share."""
         numbers: dict[object, int] = {}
-        known = []
-        for row in first:
-            held_by = tuple(
-                (rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(self.fields.names[row])
-            )
-            known.append(numbers.setdefault(held_by, len(numbers)))
-        return int64s(known)[which] if known else which
+        return {
+            field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+            for field in self.fields
+        }
 
-    def holders(self, field: str) -> Iterator[tuple[int, Geometry]]:
-        """Each rank that holds a part of the field, with its geometry."""
-        number_in: dict[int, int | None] = {}
-        for outline in self.outlines:
-            shard = outline.fields.number_of.get(field)
-            number_in[id(outline)] = None if shard is None else outline.geometry_of[shard]
+    @cached_property
+    def holders(self) -> Mapping[str, Mapping[int, Geometry]]:
+        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
+        found: dict[str, dict[int, Geometry]] = {field.name: {} for field in self.fields}
         for rank in self.ranks:
-            number = number_in[id(rank.outline)]
-            if number is not None:
-                yield rank.rank, rank.geometries[number]
+            number = rank.rank
+            for shard in rank.shards:
+                found[shard.field][number] = shard.geometry
+        return {field: held for field, held in found.items() if held}
 
     @cached_property
-    def outlines(self) -> tuple[Outline, ...]:
-        """The distinct outlines of the ranks, as objects."""
-        return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
-
-    @cached_property
-    def held_fields(self) -> tuple[str, ...]:
-        """The names of the fields that some rank holds a part of, in the order of `fields`."""
-        names = self.fields.names
-        if any(outline.fields == names for outline in self.outlines):
-            return names.all
-        held = np.zeros(len(names), dtype=bool)
-        for outline in self.outlines:
-            held[names.numbers(outline.fields.all)] = True
-        return tuple(names[number] for number in np.flatnonzero(held).tolist())
+    def holding_of(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal geometry on every rank share; fields that some rank holds."""
+        numbers: dict[object, int] = {}
+        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self.holders.items()}
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:
-        """All of them, made at once; `fields.called` makes one."""
         return {field.name: field for field in self.fields}
 
     @cached_property

@@ -16,8 +16,7 @@ from itertools import pairwise
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.layout import EngineLayout, Group, Rank, share_outlines
+from kvreshard.model.layout import EngineLayout, Group, Rank
 
 
 def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
@@ -40,14 +39,14 @@ def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
     for rank, part in ranked:
         for field in part.fields:
             _merge_field(found, field, rank)
-        held = {geometry.group for other in part.ranks for geometry in other.geometries}
+        held = {shard.geometry.group for other in part.ranks for shard in other.shards}
         for group in part.groups:
             _merge_group(groups, group, rank, group.name in held)
     return EngineLayout(
         engines[0],
-        Fields.of(field for field, _ in found.values()),
+        tuple(field for field, _ in found.values()),
         tuple(group for group, _, _ in groups.values()),
-        share_outlines(rank for rank, _ in ranked),
+        tuple(rank for rank, _ in ranked),
     )
 
 

@@ -1,10 +1,9 @@
-"""What do the lanes of a route have in common, so that a proof looks at it once?
+"""What the lanes of a route have in common, so that the proof looks at it once.
 
-The lanes of one family have one tuple of names, and mostly two outlines to find them in, one a side. What is said of every name is found
-once for each of these objects:
+The lanes of one family have equal names, and are read from a few ranks. What is said of every name is found once for each:
 
 1. `Seen.differences`: in what the two engines' fields differ, once for each pair of shapes.
-2. `Seen.named`: where the fields are in an outline, and of which kinds; each kind is then looked at once.
+2. `Seen.named`: where the fields are on a rank, and of which kinds; each kind is then looked at once.
 3. `Seen.drawn`: those of a lane's fields that have its axes.
 
 It takes nothing from how the route was made: names and layouts only.
@@ -12,18 +11,18 @@ It takes nothing from how the route was made: names and layouts only.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.field import Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.layout import EngineLayout, Rank
-from kvreshard.model.loops import bounds, row_kinds
-from kvreshard.model.outline import Int64s, Outline
+from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import differences, shape_pairs
+
+Int64s = NDArray[np.int64]
 
 
 def shape_of(field: Field) -> list[tuple[str, int | None]]:
@@ -32,32 +31,38 @@ def shape_of(field: Field) -> list[tuple[str, int | None]]:
 
 
 class Named(msgspec.Struct, frozen=True, eq=False):
-    """Some fields in an outline: those that `lacking` has have no shard there, of the others `shards` has the numbers, in their order.
+    """Some fields on a rank: those of `lacking` have no shard there, of the others `shards` are the shards, in their order.
 
-    `room_bytes`: from the first byte of each of them to the end of its region, and the least of these. `kinds`: the numbers of their
-    geometries, and a field of each, one for every shape.
+    `bases`, shape (shards,): address of the first cell of each. `room_bytes`, same shape: from there to the end of its region. `kinds`: their
+    distinct geometries and shapes, each with the first field that has them.
     """
 
     lacking: tuple[str, ...]
-    shards: Int64s
+    shards: tuple[Shard, ...]
+    bases: Int64s
     room_bytes: Int64s
-    least_room_bytes: int
-    kinds: tuple[tuple[int, Field], ...]
+    kinds: tuple[tuple[Geometry, Field], ...]
 
     @staticmethod
-    def of(names: tuple[str, ...], outline: Outline, fields: Fields) -> Named:
-        """Found once for all lanes of one family: they have one tuple of names."""
-        lacking, held = tuple[str, ...](), names
-        if not outline.fields.have_all(names):
-            lacking = tuple(name for name in names if name not in outline.fields)
-            held = tuple(name for name in names if name in outline.fields)
-        shards = outline.fields.numbers(held)
-        geometries = outline.geometry_of.array[shards]
-        _, rows = row_kinds((geometries, fields.kinds_of(held)))
-        room_bytes = outline.region_bytes.array[outline.region_of.array[shards]] - outline.offsets_bytes.array[shards]
-        least_room_bytes = bounds(room_bytes)[0] if held else 0
-        kinds = tuple([(int(geometries[row]), fields.called(held[row])) for row in rows])
-        return Named(lacking, shards, room_bytes, least_room_bytes, kinds)
+    def of(names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> Named:
+        """Found once for all lanes of one family."""
+        shard_of, regions = rank.shard_by_field, rank.region_by_name
+        lacking = tuple([name for name in names if name not in shard_of])
+        shards = tuple([shard_of[name] for name in names if name in shard_of])
+        bases, room_bytes = [], []
+        kinds: dict[tuple[Geometry, int], str] = {}
+        for shard in shards:
+            region = regions[shard.region]
+            bases.append(region.address + shard.offset_bytes)
+            room_bytes.append(region.size_bytes - shard.offset_bytes)
+            kinds.setdefault((shard.geometry, layout.kind_of[shard.field]), shard.field)
+        return Named(
+            lacking,
+            shards,
+            np.array(bases, dtype=np.int64),
+            np.array(room_bytes, dtype=np.int64),
+            tuple([(geometry, layout.field_by_name[name]) for (geometry, _), name in kinds.items()]),
+        )
 
 
 class Seen:
@@ -65,18 +70,15 @@ class Seen:
 
     def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
         self._src, self._dst = src, dst
-        self._shapes: dict[int, Mapping[tuple[int, int], tuple[Field, Field]]] = {}
-        self._named: dict[tuple[int, int, int], Named] = {}
+        self._shapes: dict[tuple[str, ...], Mapping[tuple[int, int], tuple[Field, Field]]] = {}
+        self._named: dict[tuple[tuple[str, ...], bool, int], Named] = {}
         self._compared: set[tuple[int, int]] = set()
-        self._drawn: defaultdict[tuple[tuple[str, int | None], ...], set[int]] = defaultdict(set)
-        for field in dst.fields.shapes:
-            self._drawn[tuple(shape_of(field))].add(dst.fields.kind_of(field.name))
 
     def shapes(self, names: tuple[str, ...]) -> Mapping[tuple[int, int], tuple[Field, Field]]:
         """Every pair of shapes that these fields have on both sides, with a field."""
-        found = self._shapes.get(id(names))
+        found = self._shapes.get(names)
         if found is None:
-            found = self._shapes[id(names)] = shape_pairs(self._src, self._dst, names)
+            found = self._shapes[names] = shape_pairs(self._src, self._dst, names)
         return found
 
     def differences(self, names: tuple[str, ...]) -> Iterator[str]:
@@ -88,16 +90,17 @@ class Seen:
                 yield from (f"field '{src.name}'{finding}" for finding in found)
 
     def drawn(self, lane: Lane) -> tuple[str, ...]:
-        """Those of a lane's fields that have its axes: the same tuple if all have."""
-        drawn = self._drawn[tuple((axis.name, axis.extent) for axis in lane.axes)]
-        if all(shape in drawn for _, shape in self.shapes(lane.fields)):
+        """Those of a lane's fields that have its axes."""
+        axes = [(axis.name, axis.extent) for axis in lane.axes]
+        drawn = {kind for (_, kind), (_, field) in self.shapes(lane.fields).items() if shape_of(field) == axes}
+        if len(drawn) == len({kind for _, kind in self.shapes(lane.fields)}):
             return lane.fields
-        return tuple(name for name in lane.fields if self._dst.fields.kind_of(name) in drawn)
+        return tuple(name for name in lane.fields if self._dst.kind_of[name] in drawn)
 
     def named(self, names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> Named:
-        """These fields in a rank's outline."""
-        key = id(names), id(rank.outline), id(layout)
+        """These fields on a rank of one of the two engines."""
+        key = names, layout is self._src, rank.rank
         found = self._named.get(key)
         if found is None:
-            found = self._named[key] = Named.of(names, rank.outline, layout.fields)
+            found = self._named[key] = Named.of(names, rank, layout)
         return found

@@ -12,18 +12,16 @@ Raises LayoutMismatch with all findings (the first few in full), each naming fie
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from itertools import combinations
 from math import prod
-from operator import itemgetter
 
 import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
-from kvreshard.model.loops import row_kinds
-from kvreshard.model.outline import Int64s
 from kvreshard.model.ownership import Ownership
 from kvreshard.plan.alike import Seen, shape_of
 from kvreshard.plan.cover import count_common, exact_period, overlaps
@@ -33,9 +31,6 @@ from kvreshard.plan.route import Route
 
 # Of one field. More are first looked at together: which of them have cells in common at all.
 FEW_LANES = 4
-
-Placed = tuple[int, Lane]
-"""A lane, and its place among those of the route."""
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
@@ -54,41 +49,23 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
     seen = Seen(src, dst)
-    lanes_of: dict[int, tuple[tuple[str, ...], list[Placed]]] = {}
+    drawn: defaultdict[str, list[int]] = defaultdict(list)
     for position, lane in enumerate(route.lanes):
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
         yield from seen.differences(lane.fields)
         yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source", seen)
         yield from _lane_faults(lane, rank, dst, "destination", seen)
-        names = seen.drawn(lane)
-        lanes_of.setdefault(id(names), (names, []))[1].append((position, lane))
-    drawn, drawn_by = _drawn_by(
-        [(seen.named(names, rank, dst).shards, lanes) for names, lanes in lanes_of.values()], rank
-    )
-    outline = rank.outline
-    is_matched = np.ones(len(drawn), dtype=np.int64)
-    if not src.fields.names.have_all(outline.fields.all):
-        is_matched[:] = [name in src.fields.names for name in outline.fields]
-    for row in row_kinds((outline.geometry_of.array, is_matched, drawn))[1]:
-        if is_matched[row]:
-            lanes = [lane for _, lane in sorted(drawn_by[int(drawn[row])], key=itemgetter(0))]
-            yield from _cover_faults(outline.fields[row], rank.geometries[outline.geometry_of[row]], lanes, rank, dst)
-
-
-def _drawn_by(lanes_of: Sequence[tuple[Int64s, list[Placed]]], rank: Rank) -> tuple[Int64s, Sequence[Sequence[Placed]]]:
-    """Per shard of a rank a number, and what that stands for: the lanes that have it, each as often as it does."""
-    numbers = np.zeros(len(rank.outline.fields), dtype=np.int64)
-    for number, (shards, _) in enumerate(lanes_of, 1):
-        numbers[shards] = number
-    # Mostly a field is of one family, once.
-    if int(np.count_nonzero(numbers)) == sum(len(shards) for shards, _ in lanes_of):
-        return numbers, [(), *(lanes for _, lanes in lanes_of)]
-    drawing: list[tuple[Placed, ...]] = [()] * len(numbers)
-    for shards, lanes in lanes_of:
-        for shard in shards.tolist():
-            drawing[shard] = (*drawing[shard], *lanes)
-    return np.arange(len(numbers), dtype=np.int64), drawing
+        for name in seen.drawn(lane):
+            drawn[name].append(position)
+    # Fields of one geometry that are in the same lanes are covered alike.
+    covered: set[tuple[Geometry, tuple[int, ...]]] = set()
+    for shard in rank.shards:
+        kind = shard.geometry, tuple(drawn[shard.field])
+        if shard.field in src.kind_of and kind not in covered:
+            covered.add(kind)
+            lanes = [route.lanes[position] for position in kind[1]]
+            yield from _cover_faults(shard.field, shard.geometry, lanes, rank, dst)
 
 
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
@@ -98,20 +75,15 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
     named = seen.named(names, rank, layout)
     yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
     reach = 0  # of the longest kind; kinds that differ in it differ from the lane too, which is a fault of theirs
-    for number, field in named.kinds:
-        behind = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
+    for geometry, field in named.kinds:
+        behind = yield from _geometry_faults(lane, field, geometry, rank, layout, side)
         reach = max(reach, min(behind, MAX_ADDRESS - 1))
     if len(bases) != len(names):
         yield f"field '{names[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(names)} fields"
-    shards = named.shards
-    if not len(bases) == len(shards) == len(names):
+    if not len(bases) == len(named.shards) == len(names):
         return
-    is_moved = bases != rank.bases[shards]
-    if named.least_room_bytes >= reach and not np.logical_or.reduce(is_moved):
-        return
-    for index in np.flatnonzero(is_moved | (named.room_bytes < reach)).tolist():
-        shard = rank.shards[int(shards[index])]
-        yield from _place_faults(shard, int(bases[index]), reach, rank, side)
+    for index in np.flatnonzero((bases != named.bases) | (named.room_bytes < reach)).tolist():
+        yield from _place_faults(named.shards[index], int(bases[index]), reach, rank, side)
 
 
 def _geometry_faults(
@@ -180,7 +152,7 @@ def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iter
 
 
 def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:
-    field = dst.fields.called(name)
+    field = dst.field_by_name[name]
     held = {mapped.axis: mapped.owned for mapped in geometry.axes}
     for lane in lanes:
         for axis in lane.axes:

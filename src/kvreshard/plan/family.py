@@ -6,12 +6,12 @@ pipeline stage. What is found for one of them holds for all.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout, Geometry
-from kvreshard.model.loops import row_kinds
 from kvreshard.model.ownership import Ownership
 
 Box = tuple[Ownership, ...]
@@ -29,16 +29,11 @@ class Family:
 
 
 def families(src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]) -> tuple[Family, ...]:
-    """The named fields, grouped by equal geometry on all ranks, in the order of `names`."""
-    holders = (layout.holder_numbers[layout.fields.names.numbers(names)] for layout in (src, dst))
-    which, firsts = row_kinds((dst.fields.kinds_of(names), *holders))
-    members: list[tuple[str, ...]] = [names]
-    if len(firsts) != 1:
-        grouped: list[list[str]] = [[] for _ in firsts]
-        for name, kind in zip(names, which.tolist(), strict=True):
-            grouped[kind].append(name)
-        members = list(map(tuple, grouped))
+    """The named fields, grouped by equal geometry on all ranks, in the order of `names`. The destination holds a part of each."""
+    members: defaultdict[tuple[int, int | None, int], list[str]] = defaultdict(list)
+    for name in names:
+        members[dst.kind_of[name], src.holding_of.get(name), dst.holding_of[name]].append(name)
     return tuple(
-        Family(fields, dst.fields.like(fields[0]), dict(src.holders(fields[0])), dict(dst.holders(fields[0])))
-        for fields in members
+        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders.get(fields[0], {}), dst.holders[fields[0]])
+        for fields in members.values()
     )

@@ -17,7 +17,6 @@ from kvreshard.model.encoding_options import remedy_for
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
-from kvreshard.model.loops import row_kinds
 
 SHOWN = 8
 SHOWN_FIELDS = 3
@@ -36,22 +35,17 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
     found_of: dict[tuple[int, int], list[str]] = {}
-    if len(src.fields) == len(dst.fields) and src.fields.names.have_all(dst.fields.names.all):
-        pairs = shape_pairs(src, dst, dst.fields.names.all).values()
-        if not any(differences(src.engine, one, dst.engine, other) for one, other in pairs):
-            return Match(dst.held_fields, ())
-    held = set(dst.held_fields)
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
             (warnings if field.optional else findings)[_one_sided(field, dst, src, is_needed=True)].append(field.name)
             continue
-        shapes = src.fields.kind_of(field.name), dst.fields.kind_of(field.name)
+        shapes = src.kind_of[field.name], dst.kind_of[field.name]
         if shapes not in found_of:
             found_of[shapes] = differences(src.engine, other, dst.engine, field)
         for finding in found_of[shapes]:
             findings[finding].append(field.name)
-        if field.name in held:
+        if field.name in dst.holders:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:
@@ -66,12 +60,10 @@ def shape_pairs(
     src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]
 ) -> Mapping[tuple[int, int], tuple[Field, Field]]:
     """Every pair of shapes that fields of these names, which both engines have, are of: their kinds, and the first field of each."""
-    kinds = src.fields.kinds_of(names), dst.fields.kinds_of(names)
-    _, rows = row_kinds(kinds)
-    return {
-        (int(kinds[0][row]), int(kinds[1][row])): (src.fields.called(names[row]), dst.fields.called(names[row]))
-        for row in rows
-    }
+    found: dict[tuple[int, int], str] = {}
+    for name in names:
+        found.setdefault((src.kind_of[name], dst.kind_of[name]), name)
+    return {pair: (src.field_by_name[name], dst.field_by_name[name]) for pair, name in found.items()}
 
 
 def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:

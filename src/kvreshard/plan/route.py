@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
-from kvreshard.model.outline import Int64s
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
 from kvreshard.plan.budget import (
     CUT_STEPS,
@@ -110,9 +111,9 @@ def compile_route(
             "or sizes that divide one another"
         )
     budget = Budget(src, dst)
-    kept, places = Kept() if kept is None else kept, _Places(dst.rank_by_number[dst_rank])
+    kept = Kept() if kept is None else kept
     lanes = tuple(
-        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget, kept, places), cost, way, budget)
+        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget, kept), cost, way, budget)
         for index, family in enumerate(table.families)
         for src_rank, box in table.boxes.get((dst_rank, index), ())
     )
@@ -145,7 +146,6 @@ def _lane(
     box: Box,
     budget: Budget,
     kept: Kept,
-    places: _Places,
 ) -> Lane:
     steps = LANE_STEPS + FIELD_STEPS * len(family.fields)
     budget.spend(family.fields[0], steps, "too many parts that one rank reads")
@@ -165,7 +165,7 @@ def _lane(
         src_group=src.group_by_name[src_geometry.group],
         dst_group=dst.group_by_name[dst_geometry.group],
         fields=family.fields,
-        bases=places.of(src.rank_by_number[src_rank], family.fields),
+        bases=_bases(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], family.fields),
         element_bytes=family.shape.element_bytes,
         src_page_stride_bytes=src_geometry.page_stride_bytes,
         dst_page_stride_bytes=dst_geometry.page_stride_bytes,
@@ -178,25 +178,20 @@ def _lane(
     )
 
 
-class _Places:
-    """Where fields begin on both sides; what the lanes of a family share is found once."""
-
-    def __init__(self, dst: Rank) -> None:
-        self._dst = dst
-        self._starts: dict[int, Int64s] = {}
-        self._regions: dict[tuple[int, int], Int64s] = {}
-
-    def of(self, src: Rank, fields: tuple[str, ...]) -> Bases:
-        """Of fields of a family, which has one tuple of them."""
-        dst, family = self._dst, id(fields)
-        from_shards, to_shards = (rank.outline.fields.numbers(fields) for rank in (src, dst))
-        starts, regions = self._starts.get(family), self._regions.get((family, id(src.outline)))
-        if starts is None:
-            starts = self._starts[family] = dst.bases[to_shards]
-        if regions is None:
-            from_regions, to_regions = src.outline.region_of.array[from_shards], dst.outline.region_of.array[to_shards]
-            regions = self._regions[family, id(src.outline)] = from_regions * len(dst.addresses) + to_regions
-        return Bases(src.bases[from_shards], starts, regions)
+def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
+    """Where fields begin on both sides."""
+    pairs = [(src.shard_by_field[field], dst.shard_by_field[field]) for field in fields]
+    from_regions, to_regions = src.region_numbers, dst.region_numbers
+    listed = [
+        (
+            src.base_address(mine),
+            dst.base_address(other),
+            from_regions[mine.region] * len(to_regions) + to_regions[other.region],
+        )
+        for mine, other in pairs
+    ]
+    from_starts, to_starts, regions = np.array(listed, dtype=np.int64).T.copy()
+    return Bases(from_starts, to_starts, regions)
 
 
 def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:

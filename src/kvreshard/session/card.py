@@ -24,8 +24,8 @@ import msgspec
 
 from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
 from kvreshard.model.form import Head
-from kvreshard.model.parts import MAX_RANKS
 from kvreshard.model.text import Name, plain
+from kvreshard.model.wire import MAX_RANKS
 from kvreshard.session.board import ENTRY_BYTES
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.seal import KEY_BYTES, incarnation_of
