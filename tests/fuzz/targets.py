@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
-import msgspec
-
 from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, wire
 from kvreshard.plan import bind
 from kvreshard.plan.route import compile_route
@@ -139,7 +137,7 @@ def route(data: bytes) -> Outcome:
     for at in range(1, min(len(data) - 3, 33), 4):
         _change(tree, places[int.from_bytes(data[at : at + 2], "little") % len(places)], data[at + 2], data[at + 3])
     try:
-        src = wire.decode(msgspec.msgpack.encode(tree))
+        src = wire.decode(json.dumps(tree).encode(), "json")
     except (WireError, LayoutError):
         return "refused"
     outcomes = [_routed(src, found, rank.rank) for rank in found.dst.ranks]

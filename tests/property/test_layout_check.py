@@ -38,7 +38,8 @@ def change(rng: np.random.Generator, rank: Rank) -> Rank:
         is_number = isinstance(other, int) and rng.random() < 0.5
         value = getattr(listed[place], name) + int(rng.choice(STEPS)) if is_number else other
         listed[place] = changed(listed[place], **{name: value})
-        rank = replace(rank, **{part: tuple(listed)})
+        parts = {"regions": rank.regions, "slabs": rank.slabs, "shards": rank.shards, part: tuple(listed)}
+        rank = Rank.of(rank.rank, rank.place, **parts)
     return rank
 
 

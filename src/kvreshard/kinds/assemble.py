@@ -129,7 +129,7 @@ def assemble(
     ranks, address = [], first_address
     for number in range(grid.num_ranks):
         rank = _rank(number, by_name, groups, grid, order, num_pages, style, fields, address)
-        address += -(-sum(region.size_bytes for region in rank.regions) // (1 << 30)) * (1 << 30)
+        address += -(-sum(rank.template.region_bytes) // (1 << 30)) * (1 << 30)
         ranks.append(rank)
     places = {layer.name: place for place, layer in enumerate(layers)}
     return EngineLayout(
@@ -155,10 +155,8 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
         ranks=tuple(
             replace(
                 rank,
-                regions=tuple(
-                    Region(region.name, addresses[rank.rank][region.name], region.size_bytes, device)
-                    for region in rank.regions
-                ),
+                addresses=tuple(addresses[rank.rank][name] for name in rank.template.regions),
+                devices=(device,) * len(rank.template.regions),
             )
             for rank in layout.ranks
         ),
@@ -240,7 +238,7 @@ def _rank(
             slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes, padded[tensor.layer, tensor.shape.name])))
     size = block_bytes * num_pages
     regions = (Region(REGION, address, size),) if size else ()
-    return Rank(number, grid.labels(number), regions, tuple(slabs), tuple(shards))
+    return Rank.of(number, grid.labels(number), regions, tuple(slabs), tuple(shards))
 
 
 def _place_tensors(

@@ -14,6 +14,8 @@ from kvreshard.model.text import plain
 
 # Both encodings take the same numbers: JSON knows larger ones, which could be read and not be written again.
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+# A place in a list of the same message.
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 SAME_RELEASE = "run the same release of kvreshard on both sides"
 
 

@@ -10,27 +10,25 @@ An `EngineLayout` is complete: a peer can compute every address from it and from
   same bytes; a page id belongs to one of them at a time.
 - `Slab`: the bytes that page p of a pool occupies at one place, padding included.
 - `Shard`: one rank's part of one field.
+- `RankTemplate`: what most ranks of an engine have in common.
 
 Everything is checked once, here, by `layout_check`. Raises LayoutError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.form import Whole
+from kvreshard.model.form import Number, Whole
 from kvreshard.model.text import ShortText, plain
 
-Int64s = NDArray[np.int64]
 MAX_ADDRESS = 2**63
 # A layout has thousands of regions, slabs and shards. They refer to nothing that refers to them, so the garbage collector need not
 # follow them (`gc=False`).
@@ -111,42 +109,102 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
     geometry: Geometry
 
 
+class ShardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A shard as a template has it: `geometry` is a number among the geometries of the rank."""
+
+    field: ShortText
+    region: ShortText
+    offset_bytes: Whole
+    geometry: Number
+
+
+class RankTemplate(msgspec.Struct, frozen=True, cache_hash=True):
+    """What the ranks of one tensor-parallel group have in common: how their memory is divided, apart from where it lies and what of each
+    axis they hold.
+
+    `region_bytes`: the size of each region.
+    """
+
+    regions: tuple[str, ...]
+    region_bytes: tuple[int, ...]
+    slabs: tuple[Slab, ...]
+    shards: tuple[ShardPlace, ...]
+
+
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its number, its place in the engine's grid (for people), its memory, and what it holds of the fields."""
+    """One rank: its number, its place in the engine's grid (for people), and what it adds to its template.
+
+    `addresses`, `devices`: of each region of the template. `geometries`: those that the template's shards refer to. What is asked for by
+    region, slab or shard is made when somebody asks: an engine meets hundreds of ranks and reads from a few.
+    """
 
     rank: int
     place: tuple[tuple[str, int], ...]
-    regions: tuple[Region, ...]
-    slabs: tuple[Slab, ...]
-    shards: tuple[Shard, ...]
+    template: RankTemplate
+    addresses: tuple[int, ...]
+    devices: tuple[str, ...]
+    geometries: tuple[Geometry, ...]
+
+    @staticmethod
+    def of(
+        rank: int,
+        place: tuple[tuple[str, int], ...],
+        regions: Sequence[Region],
+        slabs: Sequence[Slab],
+        shards: Sequence[Shard],
+    ) -> Rank:
+        """The rank of these regions, slabs and shards."""
+        numbers: dict[Geometry, int] = {}
+        template = RankTemplate(
+            tuple(region.name for region in regions),
+            tuple(region.size_bytes for region in regions),
+            tuple(slabs),
+            tuple(
+                ShardPlace(s.field, s.region, s.offset_bytes, numbers.setdefault(s.geometry, len(numbers)))
+                for s in shards
+            ),
+        )
+        addresses, devices = [region.address for region in regions], [region.device for region in regions]
+        return Rank(rank, place, template, tuple(addresses), tuple(devices), tuple(numbers))
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        template = self.template
+        return tuple(map(Region, template.regions, self.addresses, template.region_bytes, self.devices))
+
+    @property
+    def slabs(self) -> tuple[Slab, ...]:
+        return self.template.slabs
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        return tuple(
+            [Shard(p.field, p.region, p.offset_bytes, self.geometries[p.geometry]) for p in self.template.shards]
+        )
 
     @cached_property
     def region_by_name(self) -> Mapping[str, Region]:
         return {region.name: region for region in self.regions}
 
     @cached_property
+    def place_of(self) -> Mapping[str, ShardPlace]:
+        """Field -> where the rank's part of it is."""
+        return {place.field: place for place in self.template.shards}
+
+    @cached_property
+    def bases(self) -> Mapping[str, int]:
+        """Field -> address of its first cell in page 0."""
+        address_of = dict(zip(self.template.regions, self.addresses, strict=True))
+        return {place.field: address_of[place.region] + place.offset_bytes for place in self.template.shards}
+
+    @cached_property
     def shard_by_field(self) -> Mapping[str, Shard]:
         return {shard.field: shard for shard in self.shards}
 
-    @cached_property
-    def devices(self) -> frozenset[str]:
-        """The devices that its regions lie on."""
-        return frozenset(region.device for region in self.regions)
-
-    @cached_property
-    def addresses(self) -> Int64s:
-        """Address of each region, shape (regions,)."""
-        return np.array([region.address for region in self.regions], dtype=np.int64)
-
-    @cached_property
-    def region_numbers(self) -> Mapping[str, int]:
-        """Name of a region -> its place among the rank's regions."""
-        return {region.name: number for number, region in enumerate(self.regions)}
-
-    def with_shards(self, shards: tuple[Shard, ...]) -> Rank:
+    def with_shards(self, shards: Sequence[Shard]) -> Rank:
         """The same rank and memory with other shards."""
-        return replace(self, shards=shards)
+        return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
 
     def base_address(self, shard: Shard) -> int:
         """Address of the shard's first cell in page 0."""
@@ -177,20 +235,27 @@ class EngineLayout:
         }
 
     @cached_property
-    def holders(self) -> Mapping[str, Mapping[int, Geometry]]:
-        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
-        found: dict[str, dict[int, Geometry]] = {field.name: {} for field in self.fields}
-        for rank in self.ranks:
-            number = rank.rank
-            for shard in rank.shards:
-                found[shard.field][number] = shard.geometry
-        return {field: held for field, held in found.items() if held}
+    def _held(self) -> Mapping[RankTemplate, Mapping[str, int]]:
+        """Template -> field -> the number of its geometry, on each rank of that template."""
+        templates = dict.fromkeys(rank.template for rank in self.ranks)
+        return {template: {place.field: place.geometry for place in template.shards} for template in templates}
 
     @cached_property
     def holding_of(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal geometry on every rank share; fields that some rank holds."""
+        """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
+        `fields`.
+        """
+        places: dict[str, list[tuple[int, int]]] = {field.name: [] for field in self.fields}
+        for number, held in enumerate(self._held.values()):
+            for field, geometry in held.items():
+                places[field].append((number, geometry))
         numbers: dict[object, int] = {}
-        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self.holders.items()}
+        return {field: numbers.setdefault(tuple(found), len(numbers)) for field, found in places.items() if found}
+
+    def holders(self, field: str) -> Mapping[int, Geometry]:
+        """Rank -> how it holds its part of a field, for every rank that does."""
+        found = ((rank, self._held[rank.template].get(field)) for rank in self.ranks)
+        return {rank.rank: rank.geometries[number] for rank, number in found if number is not None}
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,10 @@ from numpy.typing import NDArray
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Axis, Field
+from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
-
-if TYPE_CHECKING:
-    from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Shard, Slab
+from kvreshard.model.slab_check import check_slabs
 
 Int64s = NDArray[np.int64]
 # Over all distinct geometries. 512 ranks of a hundred kinds of layer have some millions; these take seconds.
@@ -66,25 +65,44 @@ def check_layout(layout: EngineLayout) -> None:
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    pages, kind_of = _Pages(layout), layout.kind_of
-    known = pages.known
-    pairs = _Pairs(layout.engine)
-    # Most ranks differ only in their addresses and in what they hold of an axis: what they have in common is looked at once.
+    pages, pairs = _Pages(layout), _Pairs(layout.engine)
+    # Most ranks have one template: what it says is looked at once.
+    kinds_of: dict[RankTemplate, _Kinds] = {}
     checked: set[object] = set()
     for rank in layout.ranks:
-        places = tuple([(shard.field, shard.region, shard.offset_bytes) for shard in rank.shards])
-        memory = tuple([(region.name, region.size_bytes) for region in rank.regions]), rank.slabs
-        common = places, memory
-        if common not in checked:
+        kinds = kinds_of.get(rank.template)
+        if kinds is None:
             _check_references(layout, rank)
-            _check_slabs(rank, pages_of_pool)
-            checked.add(common)
-        _check_regions_apart(rank)
-        found = [known.get((kind_of[s.field], s.geometry)) or pages.check(rank, s) for s in rank.shards]
-        placed = common, tuple([page.form for page in found])
+            check_slabs(rank, pages_of_pool)
+            kinds = kinds_of[rank.template] = _Kinds.of(rank.template, layout)
+        _check_regions(rank)
+        _check_numbers(rank, kinds)
+        found = [pages.of(rank, field, rank.geometries[number]) for field, number in kinds.fields]
+        placed = rank.template, *(page.form for page in found)
         if placed not in checked:
-            _check_places(layout, rank, found, pairs)
+            _check_places(layout, rank, [found[kind] for kind in kinds.which], pairs)
             checked.add(placed)
+
+
+class _Kinds(NamedTuple):
+    """The shards of a template by shape of their field and number of their geometry: a field and the number of each kind, in the order of
+    their first shards, and which kind each shard has.
+    """
+
+    fields: list[tuple[str, int]]
+    which: list[int]
+
+    @staticmethod
+    def of(template: RankTemplate, layout: EngineLayout) -> _Kinds:
+        numbers: dict[tuple[int, int], int] = {}
+        fields, which = [], []
+        for shard in template.shards:
+            kind = layout.kind_of[shard.field], shard.geometry
+            if kind not in numbers:
+                numbers[kind] = len(numbers)
+                fields.append((shard.field, shard.geometry))
+            which.append(numbers[kind])
+        return _Kinds(fields, which)
 
 
 class _Pages:
@@ -92,18 +110,22 @@ class _Pages:
 
     def __init__(self, layout: EngineLayout) -> None:
         self._layout, self._num_runs = layout, 0
-        self.known: dict[tuple[int, Geometry], Page] = {}
-        """By the kind of the field, and the geometry."""
+        self._known: dict[tuple[int, Geometry], Page] = {}
         self._of_loops: dict[object, tuple[int, Int64s]] = {}
         self._numbers: dict[bytes, int] = {}
         self._spans: dict[tuple[int, int, AxisMap], int | None] = {}
         self._forms: dict[object, int] = {}
 
-    def check(self, rank: Rank, shard: Shard) -> Page:
-        """The page of a shard, which is `known` from then on. Raises LayoutError."""
-        layout, geometry = self._layout, shard.geometry
-        kind = layout.kind_of[shard.field]
-        field = layout.field_by_name[shard.field]
+    def of(self, rank: Rank, name: str, geometry: Geometry) -> Page:
+        """A page of a field. Raises LayoutError."""
+        kind = self._layout.kind_of[name]
+        known = self._known.get((kind, geometry))
+        if known is None:
+            known = self._known[kind, geometry] = self._check(rank, name, geometry, kind)
+        return known
+
+    def _check(self, rank: Rank, name: str, geometry: Geometry, kind: int) -> Page:
+        layout, field = self._layout, self._layout.field_by_name[name]
         where = f"rank {rank.rank}, field '{field.name}'"
         group = layout.group_by_name.get(geometry.group)
         if group is None:
@@ -122,8 +144,7 @@ class _Pages:
             self._of_loops[key] = self._numbers.setdefault(runs.tobytes(), len(self._numbers)), runs
         number, runs = self._of_loops[key]
         form = self._forms.setdefault((number, geometry.group, geometry.page_stride_bytes), len(self._forms))
-        page = self.known[kind, geometry] = Page(number, form, runs, int(runs[0, 0]), int(runs[-1, 1]))
-        return page
+        return Page(number, form, runs, int(runs[0, 0]), int(runs[-1, 1]))
 
     def _check_geometry(self, where: str, field: Field, kind: int, geometry: Geometry, group: Group) -> None:
         """Geometries mostly share all of their maps but one, and each map is looked at once per kind of field."""
@@ -145,9 +166,9 @@ class _Pages:
 
 def _check_places(layout: EngineLayout, rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
     """Step 4 for one rank; `pages` of its shards."""
-    by_group: defaultdict[str, list[tuple[Shard, Page]]] = defaultdict(list)
-    for shard, page in zip(rank.shards, pages, strict=True):
-        by_group[shard.geometry.group].append((shard, page))
+    by_group: defaultdict[str, list[tuple[ShardPlace, Page]]] = defaultdict(list)
+    for shard, page in zip(rank.template.shards, pages, strict=True):
+        by_group[rank.geometries[shard.geometry].group].append((shard, page))
     for name, members in by_group.items():
         _check_inside_slabs(rank, layout.group_by_name[name].pool, members, pairs)
         _check_disjoint(rank, members, pairs)
@@ -164,15 +185,18 @@ def _unique(what: str, names: list[str]) -> None:
 
 
 def _check_references(layout: EngineLayout, rank: Rank) -> None:
-    """Step 1 for one rank: names, and where shards begin."""
-    _unique(f"rank {rank.rank}: region", [region.name for region in rank.regions])
-    _unique(f"rank {rank.rank}: field", [shard.field for shard in rank.shards])
+    """Step 1 for one template: names, and where shards begin."""
+    template = rank.template
+    if len(template.regions) != len(template.region_bytes):
+        raise LayoutError(f"rank {rank.rank}: {len(template.region_bytes)} sizes for {len(template.regions)} regions")
+    _unique(f"rank {rank.rank}: region", list(template.regions))
+    _unique(f"rank {rank.rank}: field", [shard.field for shard in template.shards])
     pools = {group.pool for group in layout.groups}
-    sizes = {region.name: region.size_bytes for region in rank.regions}
-    for slab in rank.slabs:
+    sizes = dict(zip(template.regions, template.region_bytes, strict=True))
+    for slab in template.slabs:
         if slab.pool not in pools or slab.region not in sizes:
             raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
-    for shard in rank.shards:
+    for shard in template.shards:
         if shard.field not in layout.kind_of:
             raise LayoutError(f"rank {rank.rank}: shard of field '{shard.field}', which the engine does not list")
         size = sizes.get(shard.region)
@@ -185,9 +209,23 @@ def _check_references(layout: EngineLayout, rank: Rank) -> None:
             )
 
 
-def _check_regions_apart(rank: Rank) -> None:
-    """As the transport refuses them when they are registered, devices or not: an address says which memory it is."""
-    in_order = sorted([(region.address, region.name, region.size_bytes) for region in rank.regions])
+def _check_regions(rank: Rank) -> None:
+    """Memory that exists, and no byte of it twice, as the transport refuses it when it is registered."""
+    sizes = rank.template.region_bytes
+    if not len(rank.addresses) == len(rank.devices) == len(sizes):
+        raise LayoutError(
+            f"rank {rank.rank}: {len(rank.addresses)} addresses on {len(rank.devices)} devices for {len(sizes)} regions; "
+            "each region has one of each"
+        )
+    end, are_in_order = 0, True
+    for address, size in zip(rank.addresses, sizes, strict=True):
+        if address < 0 or size <= 0 or address + size > MAX_ADDRESS:
+            _ = rank.regions  # says of which one
+        are_in_order = are_in_order and address >= end
+        end = address + size
+    if are_in_order:
+        return
+    in_order = sorted(zip(rank.addresses, rank.template.regions, sizes, strict=True))
     for (address, name, size), (following, other, _) in pairwise(in_order):
         if address + size > following:
             raise LayoutError(
@@ -196,69 +234,11 @@ def _check_regions_apart(rank: Rank) -> None:
             )
 
 
-def _check_slabs(rank: Rank, pages_of_pool: dict[str, int]) -> None:
-    by_region: defaultdict[str, list[Slab]] = defaultdict(list)
-    sizes = {region.name: region.size_bytes for region in rank.regions}
-    for slab in rank.slabs:
-        if slab.offset_bytes < 0 or slab.page_bytes <= 0 or slab.page_stride_bytes < slab.page_bytes:
+def _check_numbers(rank: Rank, kinds: _Kinds) -> None:
+    for field, number in kinds.fields:
+        if not 0 <= number < len(rank.geometries):
             raise LayoutError(
-                f"rank {rank.rank}: slab in region '{slab.region}' has pages of {slab.page_bytes} bytes every "
-                f"{slab.page_stride_bytes} from {slab.offset_bytes}; pages would overlap or lie below the region"
-            )
-        end = slab.offset_bytes + (pages_of_pool[slab.pool] - 1) * slab.page_stride_bytes + slab.page_bytes
-        size = sizes[slab.region]
-        if end > size:
-            raise LayoutError(
-                f"rank {rank.rank}: region '{slab.region}' has {size} bytes, but {pages_of_pool[slab.pool]} pages of "
-                f"{slab.page_stride_bytes} bytes end at {end}; register a larger region or fewer pages"
-            )
-        by_region[slab.region].append(slab)
-    for region, slabs in by_region.items():
-        if len(slabs) > 1:
-            _check_slabs_apart(rank, region, slabs, pages_of_pool)
-
-
-def _check_slabs_apart(rank: Rank, region: str, slabs: list[Slab], pages_of_pool: dict[str, int]) -> None:
-    """Slabs of one stride interleave (their phases must not meet); of different strides they must lie one after another."""
-    by_stride: defaultdict[int, list[Slab]] = defaultdict(list)
-    for slab in slabs:
-        by_stride[slab.page_stride_bytes].append(slab)
-    extents = []
-    for stride, members in by_stride.items():
-        members.sort(key=lambda slab: slab.offset_bytes)
-        ends = [s.offset_bytes + (pages_of_pool[s.pool] - 1) * stride + s.page_bytes for s in members]
-        if len(by_stride) == 1 and all(end <= slab.offset_bytes for end, slab in zip(ends, members[1:], strict=False)):
-            return
-        cluster: list[Slab] = []
-        cluster_end = 0
-        for slab, end in zip(members, ends, strict=True):
-            if cluster and slab.offset_bytes < cluster_end:
-                cluster.append(slab)
-                cluster_end = max(cluster_end, end)
-            else:
-                if cluster:
-                    _check_phases(rank, region, stride, cluster)
-                    extents.append((cluster[0].offset_bytes, cluster_end))
-                cluster, cluster_end = [slab], end
-        _check_phases(rank, region, stride, cluster)
-        extents.append((cluster[0].offset_bytes, cluster_end))
-    extents.sort()
-    for (_, end), (start, _) in pairwise(extents):
-        if start < end:
-            raise LayoutError(
-                f"rank {rank.rank}, region '{region}': slabs of different page strides overlap at byte {start}; "
-                "overlaid groups must share one pool and one stride"
-            )
-
-
-def _check_phases(rank: Rank, region: str, stride: int, cluster: list[Slab]) -> None:
-    spans = sorted((slab.offset_bytes % stride, slab.page_bytes) for slab in cluster)
-    wrapped = [*spans, (spans[0][0] + stride, spans[0][1])]
-    for (start, size), (following, _) in pairwise(wrapped):
-        if len(cluster) > 1 and start + size > following:
-            raise LayoutError(
-                f"rank {rank.rank}, region '{region}': two slabs of page stride {stride} share bytes at {following}; "
-                "each byte of a page belongs to one slab"
+                f"rank {rank.rank}, field '{field}': geometry number {number}, but the rank has {len(rank.geometries)}"
             )
 
 
@@ -284,7 +264,7 @@ def _check_map(where: str, axis: Axis, mapped: AxisMap) -> int | None:
     return tokens
 
 
-def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Page]], pairs: _Pairs) -> None:
+def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, Page]], pairs: _Pairs) -> None:
     by_place: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for slab in rank.slabs:
         if slab.pool == pool:
@@ -293,7 +273,7 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Page]]
     for slabs in by_place.values():
         slabs.sort()
     for shard, page in members:
-        stride, offset = shard.geometry.page_stride_bytes, shard.offset_bytes
+        stride, offset = rank.geometries[shard.geometry].page_stride_bytes, shard.offset_bytes
         slabs = by_place.get((shard.region, stride), [])
         # A page that lies in one slab from its first byte to its last needs no look at what is between.
         last = bisect_right(slabs, offset + page.start, key=_first_byte) - 1
@@ -345,7 +325,7 @@ class _Pairs:
             )
 
 
-def _check_disjoint(rank: Rank, members: list[tuple[Shard, Page]], pairs: _Pairs) -> None:
+def _check_disjoint(rank: Rank, members: list[tuple[ShardPlace, Page]], pairs: _Pairs) -> None:
     placed = sorted(members, key=lambda member: (member[0].region, member[0].offset_bytes))
     for index, (shard, page) in enumerate(placed):
         end = shard.offset_bytes + page.stop

@@ -39,7 +39,7 @@ def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
     for rank, part in ranked:
         for field in part.fields:
             _merge_field(found, field, rank)
-        held = {shard.geometry.group for other in part.ranks for shard in other.shards}
+        held = {geometry.group for other in part.ranks for geometry in other.geometries}
         for group in part.groups:
             _merge_group(groups, group, rank, group.name in held)
     return EngineLayout(

@@ -1,33 +1,34 @@
 """The wire form of an engine's layout: msgpack between engines, JSON for people and tools.
 
-`docs/wire.md` describes every key, with test vectors.
+`docs/wire.md` describes every key, with test vectors. In JSON each rank says its regions, slabs and shards. In msgpack ranks that differ only in
+their addresses, and in what they hold of each axis, have one template (`layout.RankTemplate`); the rest is the same.
 
 1. `decode` reads name and version first (`form`); another version is refused with both numbers.
 2. The body is decoded strictly by type and within the bounds below, then becomes an `EngineLayout`, which checks itself.
 
-Geometries that several shards share are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the
-bounds, unknown forms and keys, wrong types, references that do not resolve. Raises WireError, or LayoutError when a well-formed layout is wrong.
+Geometries are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the bounds, unknown forms and
+keys, wrong types, references that do not resolve. Raises WireError, or LayoutError when a well-formed layout is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from sys import intern
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.form import Head, Whole
-from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard, Slab
+from kvreshard.model.form import Head, Number, Whole
+from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, RankTemplate, Region, Shard, ShardPlace, Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.text import Name, ShortText, check_names, plain
 
-FORM = "kvreshard.layout"
+FORM, COMPACT_FORM = "kvreshard.layout", "kvreshard.layout.compact"
 VERSION = 1
-# 64 ranks with 160 regions each take 1.6 MB; a fortyfold is generous, and bounds what a peer can make us hold.
+# As JSON, 64 ranks with 160 regions each take 8 MB; this is generous, and bounds what a peer can make us hold.
 MAX_MESSAGE_BYTES = 64 << 20
 # What a peer can make us compute grows with these. The largest engine that is planned for has 512 ranks; a model has some
 # hundred layers of a few fields each.
@@ -39,7 +40,8 @@ MAX_SHARDS = 1 << 18
 MAX_AXES = 16
 
 Encoding = Literal["msgpack", "json"]
-Read = TypeVar("Read", covariant=True)
+Place = Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
+Slabs = Annotated[tuple[Slab, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 
 
 class _Owned(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -102,106 +104,164 @@ class _Shard(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
-    place: Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
+    place: Place
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-    slabs: Annotated[tuple[Slab, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    slabs: Slabs
     shards: Annotated[list[_Shard], msgspec.Meta(max_length=MAX_PER_RANK)]
 
 
-class _Layout(msgspec.Struct, forbid_unknown_fields=True):
+class _Template(msgspec.Struct, forbid_unknown_fields=True):
+    regions: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    region_bytes: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    slabs: Slabs
+    shards: Annotated[tuple[ShardPlace, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+
+
+class _CompactRank(msgspec.Struct, forbid_unknown_fields=True):
+    rank: Whole
+    place: Place
+    template: Number
+    addresses: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    devices: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    geometries: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """What both encodings have."""
+
     form: str
     version: int
     engine: Name
     fields: Annotated[list[_Field], msgspec.Meta(max_length=MAX_FIELDS)]
     groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)]
     geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
+
+
+class _Json(_Body, forbid_unknown_fields=True):
     ranks: Annotated[list[_Rank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class _Reader(Protocol[Read]):
-    def decode(self, message: bytes, /) -> Read: ...
+class _Compact(_Body, forbid_unknown_fields=True):
+    templates: Annotated[list[_Template], msgspec.Meta(max_length=MAX_RANKS)]
+    ranks: Annotated[list[_CompactRank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 # Made at import: engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the
 # same one end the process (0.22: a segmentation fault in 7 of 10 tries).
-_heads: dict[Encoding, _Reader[Head]] = {
-    "msgpack": msgspec.msgpack.Decoder(Head),
-    "json": msgspec.json.Decoder(Head),
-}
-_bodies: dict[Encoding, _Reader[_Layout]] = {
-    "msgpack": msgspec.msgpack.Decoder(_Layout),
-    "json": msgspec.json.Decoder(_Layout),
-}
+_heads = msgspec.msgpack.Decoder(Head), msgspec.json.Decoder(Head)
+_compact, _json = msgspec.msgpack.Decoder(_Compact), msgspec.json.Decoder(_Json)
 
 
 def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
     """The layout as bytes. JSON is indented, for people; both decode to an equal layout."""
-    body = _to_wire(layout)
-    if encoding == "json":
-        return msgspec.json.format(msgspec.json.encode(body), indent=1)
-    return msgspec.msgpack.encode(body)
+    return _write_compact(layout) if encoding == "msgpack" else _write_json(layout)
 
 
 def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     """The layout that `encode` wrote. Raises WireError or LayoutError; never anything else."""
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
+    body: _Compact | _Json
     try:
-        _heads[encoding].decode(message).check(FORM, VERSION)
-        body = _bodies[encoding].decode(message)
+        if encoding == "msgpack":
+            _heads[0].decode(message).check(COMPACT_FORM, VERSION)
+            body = _compact.decode(message)
+        else:
+            _heads[1].decode(message).check(FORM, VERSION)
+            body = _json.decode(message)
         _check_names(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
-    _check_sizes(body)
-    return _from_wire(body)
+    geometries = _geometries(body)
+    return EngineLayout(
+        engine=body.engine,
+        fields=_fields(body.fields),
+        groups=tuple(
+            Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
+        ),
+        ranks=_ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries),
+    )
 
 
-def _check_names(body: _Layout) -> None:
+def _check_names(body: _Compact | _Json) -> None:
     """Raises ValueError for a text that could break a line of a log: those that come in thousands are looked at together."""
     texts = {
         text for field in body.fields for text in (field.name, field.encoding, *(axis.name for axis in field.axes))
     }
-    for rank in body.ranks:
-        texts.update([region.name for region in rank.regions], [region.device for region in rank.regions])
-        texts.update([slab.pool for slab in rank.slabs], [slab.region for slab in rank.slabs])
-        texts.update([shard.field for shard in rank.shards], [shard.region for shard in rank.shards])
-        texts.update([shard.geometry for shard in rank.shards])
+    parts: list[_Rank] | list[_Template]
+    if isinstance(body, _Json):
+        parts = body.ranks
+        for rank in body.ranks:
+            texts.update(text for region in rank.regions for text in (region.name, region.device))
+            texts.update(shard.geometry for shard in rank.shards)
+    else:
+        parts = body.templates
+        texts.update(name for template in body.templates for name in template.regions)
+        texts.update(text for other in body.ranks for text in (*other.geometries, *other.devices))
+    for part in parts:
+        texts.update(text for slab in part.slabs for text in (slab.pool, slab.region))
+        texts.update(text for shard in part.shards for text in (shard.field, shard.region))
     check_names(texts)
 
 
-def _check_sizes(body: _Layout) -> None:
-    """Raises WireError for more shards or slabs over all ranks than are accepted."""
+def _check_sizes(engine: str, num_ranks: int, parts: Sequence[_Rank | _Template]) -> None:
+    """Raises WireError for more shards or slabs over all ranks, or templates, than are accepted."""
     for what, count in (
-        ("shards", sum(len(rank.shards) for rank in body.ranks)),
-        ("slabs", sum(len(rank.slabs) for rank in body.ranks)),
+        ("shards", sum(len(part.shards) for part in parts)),
+        ("slabs", sum(len(part.slabs) for part in parts)),
     ):
         if count > MAX_SHARDS:
             raise WireError(
-                f"layout of engine '{body.engine}': {count} {what} on {len(body.ranks)} ranks; more than {MAX_SHARDS} are not accepted"
+                f"layout of engine '{engine}': {count} {what} on {num_ranks} ranks; more than {MAX_SHARDS} are not accepted"
             )
 
 
-def _to_wire(layout: EngineLayout) -> _Layout:
-    keys: dict[Geometry, str] = {}
+def _write_json(layout: EngineLayout) -> bytes:
+    keys = _keys(layout)
     ranks = []
     for rank in layout.ranks:
-        shards = []
-        for shard in rank.shards:
-            key = keys.setdefault(shard.geometry, f"g{len(keys)}")
-            shards.append(_Shard(shard.field, shard.region, shard.offset_bytes, key))
+        shards = [_Shard(s.field, s.region, s.offset_bytes, keys[s.geometry]) for s in rank.shards]
         # Interned: msgspec leaves out a default only if it is the same object.
         regions = tuple(Region(r.name, r.address, r.size_bytes, intern(r.device)) for r in rank.regions)
         ranks.append(_Rank(rank.rank, dict(rank.place), regions, rank.slabs, shards))
-    return _Layout(
-        form=FORM,
-        version=VERSION,
-        engine=layout.engine,
-        fields=[_field_form(field) for field in layout.fields],
-        groups=[
-            _Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in layout.groups
-        ],
-        geometries={key: _geometry_form(geometry) for geometry, key in keys.items()},
-        ranks=ranks,
+    return msgspec.json.format(msgspec.json.encode(_Json(FORM, VERSION, *_common(layout, keys), ranks)), indent=1)
+
+
+def _write_compact(layout: EngineLayout) -> bytes:
+    keys = _keys(layout)
+    numbers: dict[RankTemplate, int] = {}
+    ranks = [
+        _CompactRank(
+            rank.rank,
+            dict(rank.place),
+            numbers.setdefault(rank.template, len(numbers)),
+            rank.addresses,
+            rank.devices[:1] if len(set(rank.devices)) == 1 else rank.devices,
+            tuple(keys[geometry] for geometry in rank.geometries),
+        )
+        for rank in layout.ranks
+    ]
+    templates = [_Template(t.regions, t.region_bytes, t.slabs, t.shards) for t in numbers]
+    return msgspec.msgpack.encode(_Compact(COMPACT_FORM, VERSION, *_common(layout, keys), templates, ranks))
+
+
+def _keys(layout: EngineLayout) -> dict[Geometry, str]:
+    """A key for every geometry, in the order of the shards that have them."""
+    keys: dict[Geometry, str] = {}
+    for rank in layout.ranks:
+        for geometry in rank.geometries:
+            keys.setdefault(geometry, f"g{len(keys)}")
+    return keys
+
+
+def _common(
+    layout: EngineLayout, keys: Mapping[Geometry, str]
+) -> tuple[str, list[_Field], list[_Group], dict[str, _Geometry]]:
+    return (
+        layout.engine,
+        [_field_form(field) for field in layout.fields],
+        [_Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in layout.groups],
+        {key: _geometry_form(geometry) for geometry, key in keys.items()},
     )
 
 
@@ -223,7 +283,7 @@ def _geometry_form(geometry: Geometry) -> _Geometry:
     return _Geometry(geometry.group, geometry.page_stride_bytes, axes)
 
 
-def _from_wire(body: _Layout) -> EngineLayout:
+def _geometries(body: _Compact | _Json) -> dict[str, Geometry]:
     geometries = {}
     for key, told in body.geometries.items():
         try:
@@ -231,14 +291,7 @@ def _from_wire(body: _Layout) -> EngineLayout:
             geometries[key] = Geometry(told.group, told.page_stride_bytes, axes)
         except LayoutError as error:
             raise LayoutError(f"geometry '{key}' ({_user_of(key, body)}), {error}") from None
-    return EngineLayout(
-        engine=body.engine,
-        fields=_fields(body.fields),
-        groups=tuple(
-            Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
-        ),
-        ranks=tuple([_rank(rank, geometries) for rank in body.ranks]),
-    )
+    return geometries
 
 
 def _fields(told: list[_Field]) -> tuple[Field, ...]:
@@ -271,19 +324,53 @@ def _owned(told: _Owned) -> Ownership:
     return Interval(told.start, told.stop)
 
 
-def _user_of(key: str, body: _Layout) -> str:
-    """The first shard that has a geometry, for a person who looks for it."""
-    users = ((rank.rank, shard.field) for rank in body.ranks for shard in rank.shards if shard.geometry == key)
-    return next((f"rank {rank}, field '{field}'" for rank, field in users), "of no shard")
+def _user_of(key: str, body: _Compact | _Json) -> str:
+    """The first rank that has a geometry, and a field that has it there, for a person who looks for it."""
+    if isinstance(body, _Json):
+        held = [(rank.rank, shard.field) for rank in body.ranks for shard in rank.shards if shard.geometry == key]
+        return f"rank {held[0][0]}, field '{held[0][1]}'" if held else "of no shard"
+    users = [rank.rank for rank in body.ranks if key in rank.geometries]
+    return f"rank {users[0]}" if users else "of no rank"
 
 
-def _rank(told: _Rank, geometries: Mapping[str, Geometry]) -> Rank:
-    shards = []
-    for shard in told.shards:
-        geometry = geometries.get(shard.geometry)
-        if geometry is None:
+def _ranks_of_json(body: _Json, geometries: Mapping[str, Geometry]) -> tuple[Rank, ...]:
+    _check_sizes(body.engine, len(body.ranks), body.ranks)
+    ranks = []
+    for told in body.ranks:
+        shards = []
+        for shard in told.shards:
+            geometry = geometries.get(shard.geometry)
+            if geometry is None:
+                raise WireError(
+                    f"rank {told.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
+                )
+            shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
+        ranks.append(Rank.of(told.rank, tuple(told.place.items()), told.regions, told.slabs, shards))
+    return tuple(ranks)
+
+
+def _ranks_of_compact(body: _Compact, geometries: Mapping[str, Geometry]) -> tuple[Rank, ...]:
+    for rank in body.ranks:
+        if rank.template >= len(body.templates):
             raise WireError(
-                f"rank {told.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
+                f"rank {rank.rank}: template {rank.template} is not in the message, which has {len(body.templates)}"
             )
-        shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
-    return Rank(told.rank, tuple(told.place.items()), told.regions, told.slabs, tuple(shards))
+        for key in rank.geometries:
+            if key not in geometries:
+                raise WireError(f"rank {rank.rank}: geometry '{key}' is not in the message")
+    _check_sizes(body.engine, len(body.ranks), [body.templates[rank.template] for rank in body.ranks])
+    _check_sizes(body.engine, len(body.ranks), body.templates)
+    templates = [RankTemplate(t.regions, t.region_bytes, t.slabs, t.shards) for t in body.templates]
+    return tuple(
+        [
+            Rank(
+                told.rank,
+                tuple(told.place.items()),
+                templates[told.template],
+                told.addresses,
+                told.devices * len(told.addresses) if len(told.devices) == 1 else told.devices,
+                tuple([geometries[key] for key in told.geometries]),
+            )
+            for told in body.ranks
+        ]
+    )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.field import Field
-from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
+from kvreshard.model.layout import EngineLayout, Geometry, Rank
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import differences, shape_pairs
 
@@ -31,14 +31,14 @@ def shape_of(field: Field) -> list[tuple[str, int | None]]:
 
 
 class Named(msgspec.Struct, frozen=True, eq=False):
-    """Some fields on a rank: those of `lacking` have no shard there, of the others `shards` are the shards, in their order.
+    """Some fields on a rank: those of `lacking` have no shard there, `held` are the others, in their order.
 
-    `bases`, shape (shards,): address of the first cell of each. `room_bytes`, same shape: from there to the end of its region. `kinds`: their
+    `bases`, shape (held,): address of the first cell of each. `room_bytes`, same shape: from there to the end of its region. `kinds`: their
     distinct geometries and shapes, each with the first field that has them.
     """
 
     lacking: tuple[str, ...]
-    shards: tuple[Shard, ...]
+    held: tuple[str, ...]
     bases: Int64s
     room_bytes: Int64s
     kinds: tuple[tuple[Geometry, Field], ...]
@@ -46,22 +46,19 @@ class Named(msgspec.Struct, frozen=True, eq=False):
     @staticmethod
     def of(names: tuple[str, ...], rank: Rank, layout: EngineLayout) -> Named:
         """Found once for all lanes of one family."""
-        shard_of, regions = rank.shard_by_field, rank.region_by_name
-        lacking = tuple([name for name in names if name not in shard_of])
-        shards = tuple([shard_of[name] for name in names if name in shard_of])
-        bases, room_bytes = [], []
-        kinds: dict[tuple[Geometry, int], str] = {}
-        for shard in shards:
-            region = regions[shard.region]
-            bases.append(region.address + shard.offset_bytes)
-            room_bytes.append(region.size_bytes - shard.offset_bytes)
-            kinds.setdefault((shard.geometry, layout.kind_of[shard.field]), shard.field)
+        place_of, kind_of, base_of = rank.place_of, layout.kind_of, rank.bases
+        size_of = dict(zip(rank.template.regions, rank.template.region_bytes, strict=True))
+        held = names if all(name in place_of for name in names) else tuple(name for name in names if name in place_of)
+        places = [place_of[name] for name in held]
+        kinds: dict[tuple[int, int], str] = {}
+        for place in places:
+            kinds.setdefault((place.geometry, kind_of[place.field]), place.field)
         return Named(
-            lacking,
-            shards,
-            np.array(bases, dtype=np.int64),
-            np.array(room_bytes, dtype=np.int64),
-            tuple([(geometry, layout.field_by_name[name]) for (geometry, _), name in kinds.items()]),
+            tuple(name for name in names if name not in place_of) if held is not names else (),
+            held,
+            np.array([base_of[name] for name in held], dtype=np.int64),
+            np.array([size_of[place.region] - place.offset_bytes for place in places], dtype=np.int64),
+            tuple([(rank.geometries[number], layout.field_by_name[name]) for (number, _), name in kinds.items()]),
         )
 
 

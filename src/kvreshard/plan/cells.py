@@ -57,13 +57,8 @@ def cut_axis(src: EngineLayout, family: Family, number: int, budget: Budget) -> 
     """An atom is held whole or not at all, so its first coordinate tells by whom."""
     axis, name = family.shape.axes[number], family.fields[0]
     held: dict[Ownership, list[int]] = {}
-    held_by_map: dict[int, list[int]] = {}
     for rank, geometry in family.src.items():
-        mapped = geometry.axes[number]
-        # Ranks mostly share the object, and an ownership is dear to hash.
-        if id(mapped) not in held_by_map:
-            held_by_map[id(mapped)] = held.setdefault(mapped.owned, [])
-        held_by_map[id(mapped)].append(rank)
+        held.setdefault(geometry.axes[number].owned, []).append(rank)
     why = f"an axis '{axis.name}' that is cut into too many stretches"
     budget.spend(name, AXIS_STEPS + EDGE_STEPS * count_edges(axis.extent, held), why)
     if len(held) == 1 and Interval(0, axis.extent) in held:  # every rank holds all of it

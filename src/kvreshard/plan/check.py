@@ -59,13 +59,13 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         for name in seen.drawn(lane):
             drawn[name].append(position)
     # Fields of one geometry that are in the same lanes are covered alike.
-    covered: set[tuple[Geometry, tuple[int, ...]]] = set()
-    for shard in rank.shards:
-        kind = shard.geometry, tuple(drawn[shard.field])
-        if shard.field in src.kind_of and kind not in covered:
+    covered: set[tuple[int, tuple[int, ...]]] = set()
+    for place in rank.template.shards:
+        kind = place.geometry, tuple(drawn[place.field])
+        if kind not in covered and place.field in src.kind_of:
             covered.add(kind)
             lanes = [route.lanes[position] for position in kind[1]]
-            yield from _cover_faults(shard.field, shard.geometry, lanes, rank, dst)
+            yield from _cover_faults(place.field, rank.geometries[place.geometry], lanes, rank, dst)
 
 
 def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
@@ -80,10 +80,10 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: 
         reach = max(reach, min(behind, MAX_ADDRESS - 1))
     if len(bases) != len(names):
         yield f"field '{names[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(names)} fields"
-    if not len(bases) == len(named.shards) == len(names):
+    if not len(bases) == len(named.held) == len(names):
         return
     for index in np.flatnonzero((bases != named.bases) | (named.room_bytes < reach)).tolist():
-        yield from _place_faults(named.shards[index], int(bases[index]), reach, rank, side)
+        yield from _place_faults(rank.shard_by_field[named.held[index]], int(bases[index]), reach, rank, side)
 
 
 def _geometry_faults(

@@ -27,8 +27,8 @@ from kvreshard.plan.match import SHOWN_FIELDS
 
 def find_unheld(layout: EngineLayout) -> tuple[str, ...]:
     """A sentence about each part of the model that no rank holds. Raises LayoutMismatch."""
-    held = tuple(layout.holders)
-    absent = [field.name for field in layout.fields if field.name not in layout.holders]
+    held = tuple(layout.holding_of)
+    absent = [field.name for field in layout.fields if field.name not in layout.holding_of]
     found = [f"no rank holds anything of {_quoted(absent)}"] if absent else []
     budget = Budget(layout, layout)
     for family in families(layout, layout, held):

@@ -34,6 +34,6 @@ def families(src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]) -> tu
     for name in names:
         members[dst.kind_of[name], src.holding_of.get(name), dst.holding_of[name]].append(name)
     return tuple(
-        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders.get(fields[0], {}), dst.holders[fields[0]])
+        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders(fields[0]), dst.holders(fields[0]))
         for fields in members.values()
     )

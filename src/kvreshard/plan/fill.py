@@ -46,7 +46,7 @@ def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: I
     if written:
         dst_address = np.concatenate([copy.dst_address for copy in written])
         new = subtract(new, merged(dst_address, dst_address + np.concatenate([copy.length for copy in written])))
-    return cut(new, rank.addresses)
+    return cut(new, np.array(rank.addresses, dtype=np.int64))
 
 
 def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
@@ -76,7 +76,7 @@ def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
             others = (first + whole[1:] * stride)[:, None]
             starts.append((others + (inside.start - low)).reshape(-1))
             stops.append((others + (inside.stop - low)).reshape(-1))
-    return cut(merged(np.concatenate(starts), np.concatenate(stops)), rank.addresses)
+    return cut(merged(np.concatenate(starts), np.concatenate(stops)), np.array(rank.addresses, dtype=np.int64))
 
 
 def _whole_pages(streams: Iterable[Stream], request: Request, group: Group) -> Int64s:

@@ -45,7 +45,7 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             found_of[shapes] = differences(src.engine, other, dst.engine, field)
         for finding in found_of[shapes]:
             findings[finding].append(field.name)
-        if field.name in dst.holders:
+        if field.name in dst.holding_of:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:

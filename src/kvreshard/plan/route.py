@@ -180,18 +180,13 @@ def _lane(
 
 def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
     """Where fields begin on both sides."""
-    pairs = [(src.shard_by_field[field], dst.shard_by_field[field]) for field in fields]
-    from_regions, to_regions = src.region_numbers, dst.region_numbers
-    listed = [
-        (
-            src.base_address(mine),
-            dst.base_address(other),
-            from_regions[mine.region] * len(to_regions) + to_regions[other.region],
-        )
-        for mine, other in pairs
-    ]
-    from_starts, to_starts, regions = np.array(listed, dtype=np.int64).T.copy()
-    return Bases(from_starts, to_starts, regions)
+    from_bases, to_bases = [src.bases[field] for field in fields], [dst.bases[field] for field in fields]
+    pairs = [(src.place_of[field].region, dst.place_of[field].region) for field in fields]
+    numbers: dict[tuple[str, str], int] = {}
+    regions = [numbers.setdefault(pair, len(numbers)) for pair in pairs]
+    return Bases(
+        np.array(from_bases, dtype=np.int64), np.array(to_bases, dtype=np.int64), np.array(regions, dtype=np.int64)
+    )
 
 
 def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:

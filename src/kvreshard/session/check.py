@@ -86,7 +86,7 @@ def is_chosen(request: str, share: float) -> bool:
 def find_obstacle(route: Route, src: EngineLayout, boards: Mapping[int, RankCard], mine: Rank, memory: object) -> str:
     """Why a load of this route cannot be compared at all; empty if it can."""
     if readable(memory, mine) is None:
-        devices = ", ".join(sorted(mine.devices))
+        devices = ", ".join(sorted(set(mine.devices)))
         return f"digest not available: rank {mine.rank} here cannot read its own memory on {devices}"
     for number in route.src_ranks:
         if not boards[number].board_entries:

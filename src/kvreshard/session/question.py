@@ -70,7 +70,7 @@ class Part:
 
 def readable(memory: object, rank: Rank) -> Memory | None:
     """The rank's memory for digests; None where it does not reach all of it."""
-    if isinstance(memory, Memory) and all(memory.reaches(device) for device in rank.devices):
+    if isinstance(memory, Memory) and all(memory.reaches(device) for device in set(rank.devices)):
         return memory
     return None
 

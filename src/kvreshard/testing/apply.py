@@ -138,7 +138,7 @@ def _run_staged(
         buffer = Region("staging", 0, staging_bytes)
         memory = {(-1, buffer.name): np.full(staging_bytes, POISON, dtype=np.uint8)}
         touched = {buffer.name: np.zeros(staging_bytes, dtype=np.int64)}
-        rank = Rank(-1, (), (buffer,), (), ())
+        rank = Rank.of(-1, (), (buffer,), (), ())
         _apply(src.rank_by_number[batch.reads.src_rank], rank, batch.reads, src_memory, memory, touched)
         for move in batch.moves:
             _apply(rank, dst_rank, _listed(route.dst_rank, move), memory, after, written)

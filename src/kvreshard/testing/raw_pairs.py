@@ -324,7 +324,7 @@ def _draw_rank(
             start = slab_of.offset_bytes + offset + index * own.field_step
             shards.append(Shard(field.name, slab_of.region, start, geometry))
     order = rng.permutation(len(shards)).tolist()
-    return Rank(number, (("rank", number),), regions, tuple(slabs.values()), tuple(shards[i] for i in order))
+    return Rank.of(number, (("rank", number),), regions, tuple(slabs.values()), tuple(shards[i] for i in order))
 
 
 def _draw_slabs(

@@ -118,7 +118,7 @@ class _Rank:
 
     def rank(self) -> Rank:
         """The finished rank."""
-        return Rank(
+        return Rank.of(
             self._place.rank,
             self._place.labels,
             tuple(self._regions.values()),

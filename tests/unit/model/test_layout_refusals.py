@@ -37,7 +37,7 @@ def layout(**parts: Any) -> EngineLayout:
     """A good engine of one rank, with some parts replaced."""
     geometry = parts.get("geometry", Geometry("g", 64, (TOKENS, HEADS)))
     shards = parts.get("shards", (Shard("k", "kv", parts.get("offset", 0), geometry),))
-    rank = Rank(0, (), parts.get("regions", (REGION,)), parts.get("slabs", (SLAB,)), shards)
+    rank = Rank.of(0, (), parts.get("regions", (REGION,)), parts.get("slabs", (SLAB,)), shards)
     return EngineLayout(
         "prefill", tuple(parts.get("fields", (FIELD,))), parts.get("groups", (GROUP,)), parts.get("ranks", (rank,))
     )
@@ -223,7 +223,7 @@ def two_pools(first_bytes: int, second_bytes: int, stride_bytes: int = 64) -> En
         Shard(name, "memory", at, Geometry(name, stride_bytes, held))
         for name, at in zip(names, (first_bytes, second_bytes), strict=True)
     )
-    return EngineLayout("e", fields, groups, (Rank(0, (), (Region("memory", 0, 1280),), slabs, shards),))
+    return EngineLayout("e", fields, groups, (Rank.of(0, (), (Region("memory", 0, 1280),), slabs, shards),))
 
 
 def test_a_shard_in_a_slab_of_another_pool_is_refused() -> None:
@@ -249,5 +249,5 @@ def test_a_shard_that_would_end_beyond_all_numbers_is_refused() -> None:
             "e",
             (Field("s", (Axis("channel", 2),), 1, "bytes"),),
             (pages,),
-            (Rank(0, (), (region,), (slab,), (shard,)),),
+            (Rank.of(0, (), (region,), (slab,), (shard,)),),
         )

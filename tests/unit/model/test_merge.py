@@ -126,5 +126,5 @@ def with_a_page_more(layout: EngineLayout) -> EngineLayout:
     groups: tuple[Group, ...] = tuple(replace(group, num_pages=6) for group in layout.groups)
     slabs = tuple(slab for slab in layout.ranks[0].slabs if slab.offset_bytes == 0)
     shards = tuple(shard for shard in layout.ranks[0].shards if shard.field.startswith("layers.0"))
-    rank = Rank(layout.ranks[0].rank, layout.ranks[0].place, regions, slabs, shards)
+    rank = Rank.of(layout.ranks[0].rank, layout.ranks[0].place, regions, slabs, shards)
     return replace(layout, groups=groups, ranks=(rank,))

@@ -35,7 +35,7 @@ def flat(name: str, axes: list[tuple[Axis, Ownership, tuple[Digit, ...]]], num_p
         (Field("f", tuple(axis for axis, _, _ in axes), 1, "bytes"),),
         (Group("g", "p", num_pages, tokens),),
         (
-            Rank(
+            Rank.of(
                 0,
                 (),
                 (Region("r", 0, HUGE),),
@@ -66,7 +66,7 @@ def planes(num_fields: int) -> EngineLayout:
     slabs = tuple(Slab("p", "r", 100 * head, num_fields, num_fields) for head in range(4))
     shards = tuple(Shard(field.name, "r", number, shape) for number, field in enumerate(fields))
     return EngineLayout(
-        "x", tuple(fields), (Group("g", "p", 3, None),), (Rank(0, (), (Region("r", 0, 400),), slabs, shards),)
+        "x", tuple(fields), (Group("g", "p", 3, None),), (Rank.of(0, (), (Region("r", 0, 400),), slabs, shards),)
     )
 
 

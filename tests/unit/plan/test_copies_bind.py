@@ -205,7 +205,7 @@ def test_ranges_to_zero_end_with_their_region(gap: int) -> None:
     regions = [Region(f"r{i}", 2_000_000 + i * (320 + gap), 320) for i in range(2)]
     shards = [replace(shard, region=f"r{i}", offset_bytes=0) for i, shard in enumerate(dst.ranks[0].shards)]
     slabs = [replace(dst.ranks[0].slabs[0], region=region.name) for region in regions]
-    dst = replace(dst, ranks=(Rank(0, (), tuple(regions), tuple(slabs), tuple(shards)),))
+    dst = replace(dst, ranks=(Rank.of(0, (), tuple(regions), tuple(slabs), tuple(shards)),))
     wanted = request(src, dst, 6, [(2, 6)], dst_pages=[0, 9], new_pages=[0, 9])
     found = ranges(find_unwritten(dst, 0, wanted, bind(compile_route(src, dst, 0), wanted)))
     assert found == [(at, at + 16) for region in regions for at in (region.address, region.address + 304)]

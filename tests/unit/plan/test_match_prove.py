@@ -325,7 +325,7 @@ def two_fields(name: str, regions: tuple[tuple[str, int], ...]) -> EngineLayout:
         name,
         tuple(Field(field, (Axis("channel", 8),), 1, "bytes") for field in places),
         (Group("g", "p", 1, None),),
-        (Rank(0, (), held, tuple(slabs), tuple(shards)),),
+        (Rank.of(0, (), held, tuple(slabs), tuple(shards)),),
     )
 
 
