@@ -1,4 +1,4 @@
-"""What does one event of a session cost where `n` others wait? Processor seconds, by the kind of event.
+"""The cost of one event of a session where `n` others wait: processor seconds, by the kind of event.
 
 Each function sets `n` of something up and returns the cost of one event among them. Without NIXL and without sockets: what is measured is
 our own part.
@@ -18,18 +18,19 @@ import numpy as np
 from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
 
 from bench.compare import median_s
+from kvreshard.plan.copies import CopyList
 from kvreshard.session.handshake import Address
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import Grant, Offer, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peer import Peer
 from kvreshard.session.peers import Peers
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.sliced import SlicedTransfer
-from kvreshard.transport.slices import PartCursor, PlacedCopies
+from kvreshard.transport.slices import Cursor, place
 
 REPEATS = 25
 NUM_PEERS = 64
@@ -107,13 +108,13 @@ def queued_transfers(count: int) -> float:
     """One of so many transfers that are posted at once to `NUM_PEERS` peers, from its post until it has settled."""
     table = RegionTable([MemoryRegion(1 << 20, 1 << 30)])
     addresses = np.arange(16) * 4096 + (1 << 20)
-    copies = Copies.of(addresses, addresses, 4096)
+    copies = CopyList.of(addresses, addresses, 4096)
     owner = Owner("bench", _Instant, lambda peer, payload: None, Pace())  # type: ignore[arg-type, return-value]
     started_s, transfers = time.process_time(), []
     for number in range(count):
         peer = f"p{number % NUM_PEERS}"
         transfers.append(Transfer(peer, Direction.READ, copies, time.monotonic))
-        cursor = PartCursor(PlacedCopies.of(copies, table, table, peer), 0, len(copies))
+        cursor = Cursor(place(copies, Direction.READ, table, table, peer))
         owner.post(SlicedTransfer(transfers[-1], peer, cursor, None))
     for transfer in transfers:
         transfer.wait(600.0)

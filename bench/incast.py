@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from kvreshard.model.changed import replace
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer
+from kvreshard.plan.copies import CopyList
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
@@ -122,7 +123,7 @@ def _reader(pipe: Connection, case: Case, depth: int, num_transfers: int | None)
 
     def post(number: int) -> Transfer:
         base = np.uint64(number % num_places * TRANSFER_BYTES)
-        copies = Copies.of(np.uint64(here) + base + offsets, np.uint64(there) + base + offsets, PIECE_BYTES)
+        copies = CopyList.of(np.uint64(there) + base + offsets, np.uint64(here) + base + offsets, PIECE_BYTES)
         return transport.post("source", Direction.READ, copies)
 
     post(0).wait(PATIENCE_S)  # connections are made with the first bytes

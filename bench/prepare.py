@@ -1,4 +1,4 @@
-"""What does our side do for a request before the first byte moves? The steps of `session.pull` up to NIXL's `transfer`.
+"""Our preparation of a request: the steps of `session.pull` before the first byte moves, up to NIXL's `transfer`.
 
 Read the block tables from lists, as an engine hands them out, check, bind, choose direct or staged, check against the regions,
 cut to slices, and make every one of NIXL's transfer requests (of staged lanes the reads). All of it on one thread, so that
@@ -7,20 +7,16 @@ processor time is only its own: the hop to the thread that posts, which in-tree 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.arena import STAGING_BYTES, Arena
 from bench.held import Held
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.staging import Staging, reads_into
 from kvreshard.transport.base import Direction
-from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 
 # What the owner's budget grows to at some 20 ms a post on one host.
@@ -49,30 +45,6 @@ class Listed:
         return Request(src, dst, self.intervals, {})
 
 
-class Clocked:
-    """An agent, and the seconds that its own calls took which meet a peer or make a transfer request."""
-
-    CALLS = ("add_remote_agent", "get_xfer_descs", "initialize_xfer", "make_prepped_xfer", "prep_xfer_dlist")
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._agent, name)
-        if name not in self.CALLS:
-            return call
-
-        def clocked(*args: Any, **named: Any) -> Any:
-            started_s = time.perf_counter()
-            try:
-                return call(*args, **named)
-            finally:
-                self.seconds += time.perf_counter() - started_s
-
-        return clocked
-
-
 class Prepared:
     """Our side of a preparation, over the arena's own transport; its agent is borrowed from the owner thread, which idles."""
 
@@ -82,7 +54,6 @@ class Prepared:
         # The bench looks inside on purpose: there is no public way to prepare without posting.
         self._agent = self._transport._owner._agent.agent  # what is watched
         self._held = Held(self._agent._agent)
-        self._mover = Mover(self._transport, HostMemory(), {})
         self._staging = Staging(arena.staging_address, STAGING_BYTES)
         self.num_reads = 0
         self.num_staged = 0
@@ -91,33 +62,20 @@ class Prepared:
         """Everything up to `transfer`."""
         request = listed.request()
         plan = plan_reads(route, request, STAGING_BYTES // 2)
-        staged = list(self._staging.place(plan.batches))
-        direct = [(copies.src_rank, self._mover.ready(Direction.READ, copies)) for copies in plan.direct]
+        staged = [reads_into(self._staging.half(number), batch) for number, batch in enumerate(plan.batches)]
         self.num_reads, self.num_staged = 0, len(staged)
         self._agent._agent = self._held
         try:
-            for src_rank, copies in (*direct, *((one.batch.src_rank, one.reads) for one in staged)):
-                peer = f"source {src_rank}"
-                own_name, table = self._transport._peer(peer)
-                cursor = self._transport._cursor(copies, table, peer)
+            for copies in (*plan.direct, *staged):
+                peer = f"source {copies.src_rank}"
+                own_name, _ = self._transport._peer(peer)
+                cursor = self._transport._cursor(peer, Direction.READ, copies)
                 while not cursor.exhausted:
                     piece = cursor.take(BUDGET_BYTES)
                     self._agent.start(own_name, Direction.READ, piece)
                     self.num_reads += len(piece)
         finally:
             self._agent._agent = self._held.agent
-
-    def clocked(self, work: Callable[[], object]) -> float:
-        """Seconds of NIXL's own calls in `work`."""
-        kept = self._held.agent
-        clocked = self._agent._agent = Clocked(kept)
-        self._held.use(clocked)
-        try:
-            work()
-            return clocked.seconds
-        finally:
-            self._agent._agent = kept
-            self._held.use(kept)
 
     def release(self) -> None:
         """Free the transfer requests."""

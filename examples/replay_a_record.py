@@ -6,13 +6,21 @@ An engine does the first part by itself (`flight_recorder_dir`); `kvreshard repl
 import time
 
 from kvreshard import __version__
+from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import wire
-from kvreshard.session.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
-from kvreshard.testing.replay import replay
-from kvreshard.testing.small import engine, request
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.tools.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
+from kvreshard.tools.replay import replay
 
-prefill, decode = engine("prefill", tp=2, page=4), engine("decode", page=6)
-wanted = request(prefill, decode, num_tokens=13, new_pages=[2, 3, 4])
+model = load("deepseek-v2-lite")
+prefill = describe(model, parse_engine("tp=2"), "prefill", num_pages=8)
+decode = describe(model, parse_engine("tp=1,page=24"), "decode", num_pages=8)
+wanted = Request(
+    src_tables={"latent": PageTable([4, 2], num_tokens=20)},
+    dst_tables={"latent": PageTable([1], num_tokens=20)},
+    intervals={"latent": [(0, 20)]},
+    dst_new_pages={"latent": [1]},
+)
 
 record = Flight(
     kvreshard=__version__,

@@ -27,7 +27,6 @@ from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
-from kvreshard.testing import rank_worker as ask
 from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.nixl import NixlTransport
@@ -67,7 +66,7 @@ class Pair:
         self.transport.register([self.block.region])
         self.names = {rank: f"source {rank}" for rank in self.src_ranks}
         for number, rank in enumerate(self.src_ranks):
-            self.transport.add_peer(self.names[rank], sources.served(number, ask.Metadata()).data)
+            self.transport.add_peer(self.names[rank], sources.metadata(number))
         self.dst_bytes = dst_bytes
         self.src = self._placed(src, {rank: sources.address(number) for number, rank in enumerate(self.src_ranks)})
         self.dst = self._placed(dst, {dst_rank: self.block.region.address})

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.hosts import Network
+from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.session.orders import Results
-from kvreshard.testing.small import engine, request
 
 ROOT = Path(__file__).resolve().parents[2]
 KIND = Attention(4, 32, "bfloat16")

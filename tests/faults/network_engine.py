@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 from tests.faults.network_control import Setup, Told, Wanted
+from tests.pairs.small import GROUP
 from tests.unit.session import world
 
 from kvreshard.session import handshake
 from kvreshard.session.keys import read_keys
 from kvreshard.session.orders import EndpointOptions, Grant, Load, Offer, RemoteEngine, RemoteLease, Watch
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.testing.small import GROUP
 from kvreshard.transport.nixl import NixlTransport
 
 POISON = 0xEE

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from tests.faults.hostile import CLIENTS, HELLO, peer, push, said, told
 from tests.faults.hostile import frame as zmtp_frame
+from tests.pairs.small import engine
 
 from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.handshake import Address, Hello, Listener, fetch_card
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.visitors import Bounds
-from kvreshard.testing.small import engine
 
 LOCAL = Address("127.0.0.1", 0)
 # Generous: what matters is that the answer comes at all, on a machine that may be busy.

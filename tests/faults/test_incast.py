@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from bench.incast import CASES, NUM_READERS, TRANSFER_BYTES, Case, read_all
 
-from kvreshard.testing import rank_worker as ask
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import ProcessRanks
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.pace import Pace
 
@@ -26,7 +26,7 @@ ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERR
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.name)
 def test_everybody_gets_all_that_it_asks_for(case: Case) -> None:
-    """Also beside a greedy one, and whatever the machine does meanwhile. How fairly is a figure of the benchmark (row h)."""
+    """Also beside a greedy one, and whatever the machine does meanwhile. How fairly is a figure of docs/reliability.md."""
     found = read_all(case, NUM_TRANSFERS)
     assert found.num_bytes == (NUM_TRANSFERS * TRANSFER_BYTES,) * NUM_READERS
 
@@ -42,14 +42,14 @@ def test_a_stopped_source_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatc
 
         def read(rank: int, place: int) -> Transfer:
             start = np.arange(1000, dtype=np.uint64) * np.uint64(64) + np.uint64(place * (1 << 16))
-            copies = Copies.of(np.uint64(here) + start, np.uint64(ranks.address(rank)) + start, 64)
+            copies = CopyList.of(np.uint64(ranks.address(rank)) + start, np.uint64(here) + start, 64)
             return reader.post(f"source{rank}", Direction.READ, copies)
 
         try:
             reader.register([MemoryRegion(here, MEMORY_BYTES)])
             for rank in range(2):
                 ranks.memory(rank)[:] = rank + 1
-                reader.add_peer(f"source{rank}", ranks.served(rank, ask.Metadata()).data)
+                reader.add_peer(f"source{rank}", ranks.metadata(rank))
                 read(rank, rank).wait(60.0)
             os.kill(ranks.process_id(0), signal.SIGSTOP)
             stuck = [read(0, 2 + number) for number in range(2 * Pace().max_in_flight)]

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.pairs.small import engine
 
 from kvreshard.session import hello as hellos
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card, make_card
 from kvreshard.session.handshake import card_hello, outcome_hello
 from kvreshard.session.hello import Answer, Hello, read_answer, read_hello
-from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, heartbeats, read_note, write_note
-from kvreshard.testing.small import engine
+from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
+from kvreshard.tools.digest_request import DigestRequest, read_request, write_request
 
 PEER = Path(__file__).parent / "peer"
 KEY = bytes(range(32))
 REPORT = Report(VERSION, "d/1", "r", 2**64 - 1, 3, (0, 3), False)
 HEARTBEAT = Heartbeat(VERSION, "d", (("r", 1), ("s", 2)))
-QUESTION = Question(VERSION, "r", 7, 2**64 - 1, KEY, ("layers.0.k",), (((0, 4, None),), ((1, 1, 2),)), ((0, 40),))
+ASKED = DigestRequest(VERSION, "r", 7, 2**64 - 1, KEY, ("layers.0.k",), (((0, 4, None),), ((1, 1, 2),)), ((0, 40),))
 
 
 def card() -> EngineCard:
@@ -39,7 +40,7 @@ def messages() -> dict[str, bytes]:
         "heartbeat-v1": write_note(next(heartbeats(HEARTBEAT.consumer, HEARTBEAT.leases))),
         "hello-card-v1": card_hello("decode", 3),
         "hello-outcome-v1": outcome_hello("decode", 3, "reads", False),
-        "question-v1": write_note(QUESTION),
+        "digest-request-v1": write_request(ASKED),
         "report-v1": write_note(REPORT),
     }
 
@@ -64,7 +65,8 @@ def test_every_form_is_read() -> None:
     assert read_hello(golden("hello-card")) == Hello("kvreshard.hello", 1, "card", "decode", 3)
     assert read_hello(golden("hello-outcome")) == Hello("kvreshard.hello", 1, "outcome", "decode", 3, "reads", False)
     assert read_answer(golden("answer")) == "noted"
-    assert [read_note(golden(name)) for name in ("report", "heartbeat", "question")] == [REPORT, HEARTBEAT, QUESTION]
+    assert [read_note(golden(name)) for name in ("report", "heartbeat")] == [REPORT, HEARTBEAT]
+    assert read_request(golden("digest-request")) == ASKED
 
 
 if __name__ == "__main__":

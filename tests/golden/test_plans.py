@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.pairs.small import GROUP, engine
 
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, Opaque, Ring, ScaledRows, Style
 from kvreshard.model import EngineLayout, Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route, find_unwritten
-from kvreshard.testing.small import GROUP, engine
 
 PLANS = Path(__file__).parent / "plans"
 

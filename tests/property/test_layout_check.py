@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from tests.pairs.random_pairs import make_pair
 
 from kvreshard.model import AxisMap, EngineLayout, LayoutError, Rank, Shard
 from kvreshard.model.changed import replace as changed
-from kvreshard.testing.pairs import make_pair
 
 NUM_LAYOUTS, NUM_CHANGES = 40, 12
 STEPS = (-(2**40), -4096, -64, -1, 1, 2, 64, 4096, 2**40, 2**62)

@@ -1,6 +1,6 @@
 """For random pairs of engines, does the planner move exactly what the oracle moves, and not one byte else?
 
-The property that carries the project. `kvreshard.testing.pairs` makes the pairs, each from one integer; a failure names it.
+The property that carries the project. `tests.pairs.random_pairs` makes the pairs, each from one integer; a failure names it.
 Each run draws other pairs, from the seed in the head of the report (`make test SEED=...` repeats it). By the environment:
 
     KVRESHARD_PAIRS=20000       how many pairs of each layer, instead of 2,000 (`make test`) or 150 (`make check`)
@@ -16,8 +16,7 @@ from functools import partial
 
 import pytest
 from hypothesis import settings
-
-from kvreshard.testing.pairs import LAYERS, Outcome, PairLayer, count_features, make_pair, run_pair
+from tests.pairs.random_pairs import LAYERS, Outcome, PairLayer, count_features, make_pair, run_pair
 
 # Enough that a feature of the table below is missing from a run of this size in less than one run of a million.
 FULL_RUN: dict[PairLayer, int] = {"kinds": 2000, "raw": 2000}

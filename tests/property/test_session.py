@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.pairs.small import GROUP
 from tests.unit.session.world import REMOTE, SLOT, Side, World, make_world, meet, seal
 
 from kvreshard.model import EngineLayout
@@ -37,7 +38,6 @@ from kvreshard.session.orders import (
     Watch,
 )
 from kvreshard.testing.oracle import oracle_transfer
-from kvreshard.testing.small import GROUP
 from kvreshard.transport.memory import Fault
 
 NUM_TOKENS = 21

@@ -26,8 +26,6 @@ OPTIONS = EndpointOptions(
     settle_timeout_s=1.0,
     heartbeat_s=0.3,
     retry_s=0.2,
-    digest_share=0.1,
-    digest_timeout_s=2.0,
 )
 # A failed request has both bounds behind it; the rest is what a busy machine of two cores may be late.
 SLACK_S = 3.0

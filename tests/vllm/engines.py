@@ -30,11 +30,12 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
+from tests.pairs.apply import compile_all, poison_new_pages, run_transfer
+
 from kvreshard.model import EngineLayout, LayoutError, merge_ranks
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.session.mover import Mover
 from kvreshard.session.transfer import pull
-from kvreshard.testing.apply import compile_all, poison_new_pages, run_transfer
 from kvreshard.testing.oracle import Memory, differing_bytes, oracle_transfer
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory

@@ -14,18 +14,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from msgspec.structs import replace
+from tests.pairs.apply import poison_new_pages, random_memory
+from tests.pairs.carry import carry
+from tests.pairs.random_pairs import LAYERS, PairLayer, make_pair
+from tests.unit.transport.moves import slots_move
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
-from kvreshard.testing.apply import poison_new_pages, random_memory
-from kvreshard.testing.carry import carry
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
-from kvreshard.testing.pairs import LAYERS, PairLayer, make_pair
+from kvreshard.tools import Memory, digest_lanes
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.words import reach
-from kvreshard.verify import Memory, digest_lanes
 
 pytestmark = pytest.mark.vllm
 NUM_PAIRS = 120
@@ -52,7 +53,7 @@ def test_a_kernel_that_cannot_be_used_is_left_out(
     assert "Triton's kernel cannot be used" in caplog.text
     tensor = torch.zeros(64, dtype=torch.uint8)
     memory = TensorMemory([tensor], has_kernel=True)
-    memory.move(tensor.data_ptr(), 8, np.array([tensor.data_ptr() + 8]), np.array([0]), 8, [], 0, 0)
+    memory.move(tensor.data_ptr(), slots_move(8, [tensor.data_ptr() + 8], [0], 8))
 
 
 def test_the_kernel_is_for_one_cuda_device() -> None:
@@ -81,28 +82,27 @@ def test_other_addresses_are_refused(first: int, size: int, has_kernel: bool) ->
         memory.zero(start, start + size)
     for slots, base in ((tensor.data_ptr(), start), (int(start[0]), np.array([tensor.data_ptr()]))):
         with pytest.raises(TransportError, match="none of the registered caches"):
-            memory.move(slots, size, base, np.array([0]), size, [], 0, 0)
+            memory.move(slots, slots_move(size, base, [0], size))
 
 
 def test_a_page_or_a_slot_behind_the_last_is_refused(has_kernel: bool) -> None:
     tensor = torch.zeros(256, dtype=torch.uint8)
     base, memory = tensor.data_ptr(), TensorMemory([tensor], has_kernel=has_kernel)
-    memory.move(base, 16, np.array([base + 128]), np.array([0, 112]), 8, [(2, 8, 8)], 0, 0)
+    memory.move(base, slots_move(16, [base + 128], [0, 112], 8, [(2, 8, 8)]))
     with pytest.raises(TransportError, match="none of the registered caches"):
-        memory.move(base, 16, np.array([base + 128]), np.array([0, 120]), 8, [(2, 8, 8)], 0, 0)
+        memory.move(base, slots_move(16, [base + 128], [0, 120], 8, [(2, 8, 8)]))
     with pytest.raises(TransportError, match="none of the registered caches"):
-        memory.move(base + 240, 16, np.array([base]), np.array([0, 16]), 8, [(2, 8, 8)], 0, 0)
+        memory.move(base + 240, slots_move(16, [base], [0, 16], 8, [(2, 8, 8)]))
 
 
+@pytest.mark.parametrize("places", [[0, 1, 2], [2, 0, 2]], ids=["slots", "any"])
 @pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("length", [1, 6, 8, 12, 64, 256])
-def test_moves_as_host_memory_does(length: int, shift: int, has_kernel: bool) -> None:
-    """Two fields, three pages, two loops; addresses and lengths that elements of every width divide, or do not."""
+def test_moves_as_host_memory_does(length: int, shift: int, places: list[int], has_kernel: bool) -> None:
+    """Two fields, three pages, from slots of their own or not, two loops; addresses and lengths that elements of every width divide, or do not."""
     slots, caches = np.arange(1 << 14, dtype=np.uint32).view(np.uint8), [np.zeros(1 << 17, np.uint8) for _ in range(2)]
     step = 2 * length + shift
-    arguments = (int(slots.ctypes.data) + shift, 8 * step)
-    pages = (np.array([[5, 9], [0, 9], [2, 9]]) * 40 * step)[:, 0]  # a column of a table, as the planner hands out
-    assert not pages.flags.c_contiguous
+    pages = np.array([5, 0, 2]) * 40 * step
     loops = [(2, step, 3 * step), (3, 2 * step, 7 * step)]
     outcomes = []
     tensors = [torch.from_numpy(array) for array in (slots, *caches)]
@@ -110,7 +110,10 @@ def test_moves_as_host_memory_does(length: int, shift: int, has_kernel: bool) ->
         for cache in caches:
             cache[:] = 255
         bases = np.array([int(cache.ctypes.data) + shift for cache in caches])
-        kind.move(*arguments, bases, pages, length, loops, shift, 3 * shift)
+        move = slots_move(8 * step, bases, pages, length, loops, shift, 3 * shift)
+        column = np.stack([move.dst_at] * 2, axis=1)[:, 0]  # of a table: bytes of a device are counted by any numbers
+        assert not column.flags.c_contiguous
+        kind.move(int(slots.ctypes.data) + shift, replace(move, dst_at=column, src_at=move.src_at[places]))
         outcomes.append([cache.copy() for cache in caches])
     assert all(np.array_equal(one, two) for one, two in zip(*outcomes, strict=True))
     assert all((cache != 255).any() for cache in outcomes[0])
@@ -151,32 +154,28 @@ def test_devices_are_told_apart() -> None:
     assert [memory.reaches(device) for device in ("cpu", "cuda:0")] == [True, False]
 
 
-@pytest.mark.parametrize("word_bytes", [1, 2, 4])
-def test_words_are_those_of_host_memory(word_bytes: int, run_seed: int) -> None:
-    """Steps of either sign, of any size, rows in any order."""
+@pytest.mark.parametrize("unit_bytes", [1, 2])
+def test_weighted_sums_are_those_of_host_memory(unit_bytes: int, run_seed: int) -> None:
+    """Runs at any address, in any order, that may overlap; sums wrap around."""
     rng = np.random.default_rng(run_seed)
     content = rng.integers(0, 256, 1 << 16, dtype=np.uint8)
     host, tensors = HostMemory(), TensorMemory([torch.from_numpy(content)])
-    num_backwards = 0
     for _ in range(200):
-        counts = rng.integers(1, 6, int(rng.integers(2, 5))).tolist()
-        steps = (rng.integers(1, 300, len(counts)) * rng.choice([1, 2, 4])).tolist()
-        steps[1:] = [
-            step * int(sign) for step, sign in zip(steps[1:], rng.choice([-1, 1], len(steps) - 1), strict=True)
+        weights = rng.integers(-(2**63), 2**63, rng.integers(1, 40, 2), dtype=np.int64)
+        rows = int(content.ctypes.data) + rng.integers(0, 1 << 14, int(rng.integers(1, 50)))
+        runs = rng.integers(0, 1 << 14, len(weights))
+        theirs, mine = (memory.weighted_sums(rows, runs, weights, unit_bytes) for memory in (host, tensors))
+        assert np.array_equal(theirs, mine)
+        units = [
+            content[row - content.ctypes.data + run :][: weights.shape[1] * unit_bytes]
+            for row in rows[:1]
+            for run in runs
         ]
-        num_backwards += min(steps) < 0
-        low, _ = reach(counts, steps, word_bytes)
-        address = int(content.ctypes.data) - low + int(rng.integers(0, 64))
-        starts = [int(rng.integers(0, count)) for count in counts[1:]]
-        rest = tuple(slice(low, int(rng.integers(low + 1, c + 1))) for low, c in zip(starts, counts[1:], strict=True))
-        rest = rest[: int(rng.integers(0, len(rest) + 1))]
-        for rows in (slice(0, counts[0], 2), rng.integers(0, counts[0], 7)):
-            theirs, mine = (
-                memory.words(address, word_bytes, counts, steps).take(rows, rest) for memory in (host, tensors)
-            )
-            assert theirs.dtype == mine.dtype
-            assert np.array_equal(theirs, mine)
-    assert num_backwards > 50
+        values = np.concatenate(units).view(f"<i{unit_bytes}").tolist()
+        expected = sum(value * weight for value, weight in zip(values, weights.reshape(-1).tolist(), strict=True))
+        assert int(mine[0]) % 2**64 == expected % 2**64
+    with pytest.raises(TransportError, match="are in none of the registered caches"):
+        tensors.weighted_sums(rows + (1 << 16), runs, weights, unit_bytes)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

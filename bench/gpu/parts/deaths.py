@@ -9,9 +9,10 @@ import time
 import numpy as np
 
 from bench.gpu.findings import Bench
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing.rank_memory import DeviceBlock
 from kvreshard.testing.ranks import ProcessRanks
-from kvreshard.transport.base import Copies, Direction, MemoryRegion
+from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.device import allocate
 from kvreshard.transport.nixl import NixlTransport
 
@@ -35,13 +36,13 @@ def _a_peer_dies(bench: Bench) -> None:
         small = np.random.default_rng(0).permutation(MEMORY_BYTES // PIECE_BYTES)[:NUM_PIECES].astype(
             np.uint64
         ) * np.uint64(PIECE_BYTES)
-        many = Copies.of(ranks.address(0) + small, ranks.address(1) + small, PIECE_BYTES)
+        many = CopyList.of(ranks.address(1) + small, ranks.address(0) + small, PIECE_BYTES)
         job = ranks.post(0, 1, Direction.READ, many)
         os.kill(ranks.process_id(1), signal.SIGKILL)
         started_s = time.monotonic()
         report = ranks.wait(0, job, timeout_s=SETTLE_S)
         found.figure(state=report.state, settled_s=time.monotonic() - started_s, error=(report.error or "")[:160])
-        one = Copies.of([ranks.address(0)], [ranks.address(2)], 4096)
+        one = CopyList.of([ranks.address(2)], [ranks.address(0)], 4096)
         ranks.memory(2)[:4096] = 77
         ranks.give(2)
         ranks.run(0, 2, Direction.READ, one)
@@ -53,7 +54,7 @@ def _a_peer_dies(bench: Bench) -> None:
             ranks.connect(0, 1)
             ranks.memory(1)[:4096] = 99
             ranks.give(1)
-            ranks.run(0, 1, Direction.READ, Copies.of([ranks.address(0)], [ranks.address(1)], 4096))
+            ranks.run(0, 1, Direction.READ, CopyList.of([ranks.address(1)], [ranks.address(0)], 4096))
             if not (ranks.memory(0)[:4096] == 99).all():
                 found.fail("a read from the restarted peer brought other bytes")
         else:

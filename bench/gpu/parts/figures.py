@@ -9,11 +9,12 @@ import numpy as np
 from bench.gpu.findings import Bench
 from bench.gpu.pair import Pair, spend
 from bench.shapes import Shape
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import usual_cost
 from kvreshard.plan.reads import plan_reads
 from kvreshard.testing.rank_memory import time_plain_copy
 from kvreshard.testing.ranks import ProcessRanks
-from kvreshard.transport.base import Copies, Direction
+from kvreshard.transport.base import Direction
 
 MODEL = "llama-3.1-70b"
 SHAPES = [
@@ -54,7 +55,7 @@ def _load(bench: Bench, shape: Shape, pair: Pair, num_tokens: int, table: str) -
             processor_ms=spent.cpu_s * 1e3,
             mib=num_bytes / (1 << 20),
             direct_copies=sum(copies.num_copies for copies in plan.direct),
-            staged_reads=sum(batch.stop - batch.first for batch in plan.batches),
+            staged_reads=sum(batch.reads.num_copies for batch in plan.batches),
             plain_copy_ms=copied_s * 1e3,
         )
 
@@ -86,7 +87,7 @@ def _posts(bench: Bench) -> None:
                             rng.permutation(size // length)[:count].astype(np.uint64) * np.uint64(length)
                             for _ in range(2)
                         )
-                        copies = Copies.of(ranks.address(0) + here, ranks.address(1) + there, length)
+                        copies = CopyList.of(ranks.address(1) + there, ranks.address(0) + here, length)
                         seconds = [
                             ranks.run(0, 1, direction, copies).seconds or 1.0
                             for _ in range(3 if bench.is_rehearsal else 7)
@@ -99,7 +100,7 @@ def _posts(bench: Bench) -> None:
                             first_ms=seconds[0] * 1e3,
                         )
             with bench.check(f"{local} READ {remote}: one piece of 8 B, from post to settled") as found:
-                one = Copies.of([ranks.address(0)], [ranks.address(1)], 8)
+                one = CopyList.of([ranks.address(1)], [ranks.address(0)], 8)
                 latencies = [ranks.run(0, 1, Direction.READ, one).seconds or 1.0 for _ in range(50)]
                 found.figure(
                     median_us=float(np.median(latencies)) * 1e6, p90_us=float(np.quantile(latencies, 0.9)) * 1e6

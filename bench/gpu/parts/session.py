@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 
 import numpy as np
+from tests.pairs.small import engine
 from tests.unit.session.world import (
     KIND,
     OPTIONS,
@@ -30,11 +31,12 @@ from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.staging import Staging
 from kvreshard.testing.oracle import oracle_transfer
 from kvreshard.testing.rank_memory import Block, make_block
-from kvreshard.testing.small import engine
+from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.nixl import NixlTransport
 
 STAGING_BYTES = 1 << 16
 MANY_TURNS = 100_000
+WATCHED = ObserverOptions(digest_share=1.0)
 
 
 class DeviceWorld:
@@ -68,6 +70,7 @@ class DeviceWorld:
             transport = NixlTransport(f"{layout.engine}{rank.rank}", enter=block.enter)
             self._stack.callback(transport.close)
             table = LeaseTable(64)
+            observer = RankObserver(rank.rank, block.memory, WATCHED, clock=self.world.clock)
             endpoint = Endpoint(
                 rank.rank,
                 transport,
@@ -77,10 +80,11 @@ class DeviceWorld:
                 staging=Staging(block.region.address + region.size_bytes, STAGING_BYTES),
                 clock=self.world.clock,
                 peers=FakePeers(self.world, rank.rank),
+                observer=observer,
             )
             transport.register([block.region, table.region, *endpoint.regions])
             side.tables[rank.rank], side.transports[rank.rank] = table, transport  # type: ignore[assignment]
-            side.endpoints[rank.rank] = endpoint
+            side.endpoints[rank.rank], side.observers[rank.rank] = endpoint, observer
         side.layout = relocate(layout, addresses, self._device)
         return side
 
@@ -107,7 +111,7 @@ class DeviceWorld:
 def run(bench: Bench) -> None:
     """Each on the processor first where that is not the device."""
     for way, copy_s in (("direct", 1e-9), ("staged", 1.0)):
-        options = dataclasses.replace(OPTIONS, digest_share=1.0, cost=CostModel(copy_s=copy_s))
+        options = dataclasses.replace(OPTIONS, cost=CostModel(copy_s=copy_s))
         with (
             bench.check(f"a {way} load: every byte, new pages zeroed, digests equal") as found,
             contextlib.ExitStack() as stack,

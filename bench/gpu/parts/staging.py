@@ -11,6 +11,8 @@ from bench.gpu.findings import Bench
 from bench.gpu.pair import Pair, in_turn
 from bench.shapes import Shape
 from kvreshard.plan.cost import usual_cost
+from kvreshard.plan.refine import Loop
+from kvreshard.plan.stage import Move
 from kvreshard.testing.rank_memory import Block, DeviceBlock, make_block, time_plain_copy
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory, LocalMemory
@@ -83,8 +85,9 @@ def _permute(bench: Bench, name: str, run_bytes: int, runs: int, pages: int) -> 
         slots[:] = np.random.default_rng(0).integers(0, 256, len(slots), dtype=np.uint8)
         here.upload()
         order = np.random.default_rng(1).permutation(2 * pages)[:pages].astype(np.int64)
-        base = np.array([there.region.address], dtype=np.int64)
-        loops = [(runs, run_bytes, 2 * run_bytes)]
+        first, base = np.zeros(1, dtype=np.int64), np.array([there.region.address], dtype=np.int64)
+        loops = (Loop(runs, run_bytes, 2 * run_bytes),)
+        permute = Move(run_bytes, loops, first, np.arange(pages) * page_bytes, base, order * 2 * page_bytes)
         plain_s = min(time_plain_copy(len(slots), bench.device) for _ in range(5))
         found.figure(plain_gb_per_s=len(slots) / plain_s / 1e9, mib=len(slots) / (1 << 20))
         for kind, has_kernel in (("by_fields", False), ("kernel", None)):
@@ -93,7 +96,7 @@ def _permute(bench: Bench, name: str, run_bytes: int, runs: int, pages: int) -> 
             there.upload()
 
             def move() -> None:
-                memory.move(here.region.address, page_bytes, base, order * 2 * page_bytes, run_bytes, loops, 0, 0)  # noqa: B023
+                memory.move(here.region.address, permute)  # noqa: B023
 
             move()
             there.download()

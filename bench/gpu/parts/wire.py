@@ -11,8 +11,9 @@ import re
 import numpy as np
 
 from bench.gpu.findings import Bench
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import ProcessRanks
-from kvreshard.transport.base import Copies, Direction
+from kvreshard.transport.base import Direction
 
 MEMORY_BYTES = 256 << 20
 TOLD = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info"}
@@ -40,13 +41,13 @@ def _one(bench: Bench, ranks: ProcessRanks, direction: Direction) -> None:
         content = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
         ranks.memory(source)[:] = content
         ranks.give(source)
-        large = Copies.of(ranks.address(0) + at, ranks.address(1) + at, PIECE_BYTES)
+        large = CopyList.of(ranks.address(1) + at, ranks.address(0) + at, PIECE_BYTES)
         seconds = min(ranks.run(0, 1, direction, large).seconds or 1.0 for _ in range(3))
         arrived = ranks.memory(target)[: MEMORY_BYTES // 2]
         if not np.array_equal(arrived, content[: MEMORY_BYTES // 2]):
             found.fail(f"{int(np.count_nonzero(arrived != content[: MEMORY_BYTES // 2]))} bytes are not the source's")
         small = np.arange(2000, dtype=np.uint64) * np.uint64(8192)
-        pieces = Copies.of(ranks.address(0) + small, ranks.address(1) + small, 4096)
+        pieces = CopyList.of(ranks.address(1) + small, ranks.address(0) + small, 4096)
         each = min(ranks.run(0, 1, direction, pieces).seconds or 1.0 for _ in range(3)) / len(small)
         found.figure(gb_per_s=large.num_bytes / seconds / 1e9, us_per_piece_of_4_kib=each * 1e6)
         used = protocols(ranks.words(0), direction)

@@ -188,17 +188,6 @@ class Rank:
         return {region.name: region for region in self.regions}
 
     @cached_property
-    def place_of(self) -> Mapping[str, ShardPlace]:
-        """Field -> where the rank's part of it is."""
-        return {place.field: place for place in self.template.shards}
-
-    @cached_property
-    def bases(self) -> Mapping[str, int]:
-        """Field -> address of its first cell in page 0."""
-        address_of = dict(zip(self.template.regions, self.addresses, strict=True))
-        return {place.field: address_of[place.region] + place.offset_bytes for place in self.template.shards}
-
-    @cached_property
     def shard_by_field(self) -> Mapping[str, Shard]:
         return {shard.field: shard for shard in self.shards}
 
@@ -235,27 +224,20 @@ class EngineLayout:
         }
 
     @cached_property
-    def _held(self) -> Mapping[RankTemplate, Mapping[str, int]]:
-        """Template -> field -> the number of its geometry, on each rank of that template."""
-        templates = dict.fromkeys(rank.template for rank in self.ranks)
-        return {template: {place.field: place.geometry for place in template.shards} for template in templates}
+    def holders(self) -> Mapping[str, Mapping[int, Geometry]]:
+        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
+        found: dict[str, dict[int, Geometry]] = {field.name: {} for field in self.fields}
+        for rank in self.ranks:
+            number, geometries = rank.rank, rank.geometries
+            for place in rank.template.shards:
+                found[place.field][number] = geometries[place.geometry]
+        return {field: held for field, held in found.items() if held}
 
     @cached_property
     def holding_of(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
-        `fields`.
-        """
-        places: dict[str, list[tuple[int, int]]] = {field.name: [] for field in self.fields}
-        for number, held in enumerate(self._held.values()):
-            for field, geometry in held.items():
-                places[field].append((number, geometry))
+        """Field -> a number that fields of equal geometry on every rank share; fields that some rank holds."""
         numbers: dict[object, int] = {}
-        return {field: numbers.setdefault(tuple(found), len(numbers)) for field, found in places.items() if found}
-
-    def holders(self, field: str) -> Mapping[int, Geometry]:
-        """Rank -> how it holds its part of a field, for every rank that does."""
-        found = ((rank, self._held[rank.template].get(field)) for rank in self.ranks)
-        return {rank.rank: rank.geometries[number] for rank, number in found if number is not None}
+        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self.holders.items()}
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

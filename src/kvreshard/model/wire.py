@@ -20,6 +20,7 @@ import msgspec
 
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
+from kvreshard.model.expect import did_you_mean, expect
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.form import Head, Number, Whole
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, RankTemplate, Region, Shard, ShardPlace, Slab
@@ -159,6 +160,7 @@ def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
 
 def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     """The layout that `encode` wrote. Raises WireError or LayoutError; never anything else."""
+    expect(message, (bytes, bytearray, memoryview), "a layout message", "what `encode` wrote")
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
     body: _Compact | _Json
@@ -171,7 +173,8 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
             body = _json.decode(message)
         _check_names(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
+        meant = did_you_mean(error, _Compact if encoding == "msgpack" else _Json)
+        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{meant}") from None
     geometries = _geometries(body)
     return EngineLayout(
         engine=body.engine,

@@ -1,7 +1,9 @@
 """From two layouts to addresses: compile once per pair, bind once per request. Pure; no I/O and no model vocabulary."""
 
 from kvreshard.plan.bind import bind
-from kvreshard.plan.copies import ByteRanges, CopyList, PageCopies, PageFrame
+from kvreshard.plan.byte_ranges import ByteRanges
+from kvreshard.plan.compile import compile_routes
+from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.fill import find_holes, find_unwritten
 from kvreshard.plan.lane import Lane
@@ -11,15 +13,17 @@ from kvreshard.plan.route import Route, compile_route
 
 __all__ = [
     "ByteRanges",
+    "Copies",
     "CopyList",
     "Election",
     "Lane",
-    "PageCopies",
-    "PageFrame",
+    "Page",
+    "PagedCopies",
     "ReadPlan",
     "Route",
     "bind",
     "compile_route",
+    "compile_routes",
     "elect",
     "find_holes",
     "find_unwritten",

@@ -1,19 +1,26 @@
-"""What is copied, as plain numbers: addresses and lengths, ready for a transport.
+"""The two types in which copies leave the planner and reach the transport.
 
-Geometry stays in the planner: a transport sees where from, where to, how many bytes.
+    CopyList:    for every i: src_address[i] -> dst_address[i], length[i] bytes
+    PagedCopies: for every entry e of `page` and every pair i of page ids:
+                 src_start[e] + src_page[i] * src_stride -> dst_start[e] + dst_page[i] * dst_stride, length[e] bytes
+
+`PagedCopies` makes scattered pages cheap: a transport prepares a `Page` once and then names its copies by index. A transport knows
+nothing else of a plan. `coalesce` joins neighbours, `cut_long` cuts what is too long for one copy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
-
-from kvreshard.model.loops import frame_copies
+from numpy.typing import ArrayLike, NDArray
 
 Int64s = NDArray[np.int64]
+
+# Longer copies are cut: one of them must not be a post of 20 ms by itself. 16 MiB is 2 to 4 ms at a core's 4 to 8 GB/s.
+MAX_COPY_BYTES = 16 << 20
 
 
 class CopyList(msgspec.Struct, frozen=True, eq=False):
@@ -25,6 +32,15 @@ class CopyList(msgspec.Struct, frozen=True, eq=False):
     dst_address: Int64s
     length: Int64s
 
+    @staticmethod
+    def of(
+        src_address: ArrayLike, dst_address: ArrayLike, length: ArrayLike, src_rank: int = 0, dst_rank: int = 0
+    ) -> CopyList:
+        """From anything that NumPy reads as rows of whole numbers; a scalar length serves all copies."""
+        src, dst = np.asarray(src_address, dtype=np.int64), np.asarray(dst_address, dtype=np.int64)
+        each = np.asarray(length, dtype=np.int64)
+        return CopyList(src_rank, dst_rank, src, dst, each if each.ndim else np.full(src.shape, each))
+
     @property
     def num_copies(self) -> int:
         return len(self.length)
@@ -33,101 +49,126 @@ class CopyList(msgspec.Struct, frozen=True, eq=False):
     def num_bytes(self) -> int:
         return int(self.length.sum())
 
-    def part(self, first: int, stop: int) -> CopyList:
-        """Copies `[first, stop)`."""
-        rows = slice(first, stop)
-        return CopyList(self.src_rank, self.dst_rank, self.src_address[rows], self.dst_address[rows], self.length[rows])
+    def flat(self) -> CopyList:
+        """Itself: what `PagedCopies.flat` gives is a list already."""
+        return self
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class PageFrame:
-    """What is copied of every page, without saying of which: all that one overlap of two pages means for a lane.
+class Page:
+    """What is copied between any source page and any destination page: entries, arrays of shape (num_entries,), at least one.
 
-    Entry e of source page p and destination page q moves `length[e]` bytes from `src_start[e] + p * src_stride_bytes` to
-    `dst_start[e] + q * dst_stride_bytes`. Arrays of shape (num_entries,), in bytes. Pages are below `src_count`, `dst_count`.
-    A transport may prepare a frame once and use it for every request: it stays the same object as long as its route.
+    `src_start`, `dst_start`: addresses of the entries in page 0. `region`: equal numbers where the regions of both sides are the same.
+    Pages lie every `src_stride` and `dst_stride` bytes, and their ids are below `src_count` and `dst_count`.
+    `run_bytes`: the length of all entries, 0 where they differ. `shape`: equal for pages whose entries lie alike, so that a copy of one
+    may continue a copy of the other; None where entries differ in length.
+
+    A transport keeps what it prepares for a page as long as the object lives.
     """
 
     src_start: Int64s
     dst_start: Int64s
     length: Int64s
-    src_stride_bytes: int
-    dst_stride_bytes: int
+    region: Int64s
+    src_stride: int
+    dst_stride: int
     src_count: int
     dst_count: int
+    run_bytes: int = field(init=False)
+    shape: tuple[bytes, ...] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        run_bytes = int(self.length[0]) if (self.length == self.length[0]).all() else 0
+        columns = self.src_start - self.src_start[0], self.dst_start - self.dst_start[0], self.region
+        object.__setattr__(self, "run_bytes", run_bytes)
+        object.__setattr__(self, "shape", tuple(column.tobytes() for column in columns) if run_bytes else None)
+
+    @staticmethod
+    def of(
+        src_start: ArrayLike,
+        dst_start: ArrayLike,
+        length: ArrayLike,
+        strides: tuple[int, int],
+        counts: tuple[int, int],
+    ) -> Page:
+        """From anything that NumPy reads as rows of whole numbers, in one region a side."""
+        src, dst = np.asarray(src_start, dtype=np.int64), np.asarray(dst_start, dtype=np.int64)
+        each = np.broadcast_to(np.asarray(length, dtype=np.int64), src.shape)
+        return Page(src, dst, each, np.zeros_like(src), *strides, *counts)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.length)
 
 
-class PageCopies(msgspec.Struct, frozen=True, eq=False):
-    """Every entry of a frame for every pair of pages `src_page[i]`, `dst_page[i]`; arrays of shape (num_pairs,).
-
-    `run_pages`: how many pages each pair begins, neighbours on both sides that are one copy together; only where pages lie without
-    gaps, or all are 1. They are few then, and listed one by one. None: one page a pair.
-    """
+class PagedCopies(msgspec.Struct, frozen=True, eq=False):
+    """Every entry of a page for every pair of page ids `src_page[i]`, `dst_page[i]`, shape (n,)."""
 
     src_rank: int
     dst_rank: int
-    frame: PageFrame
+    page: Page
     src_page: Int64s
     dst_page: Int64s
-    run_pages: Int64s | None = None
 
     @property
     def num_copies(self) -> int:
-        return len(self.frame.length) * len(self.src_page)
+        return self.page.num_entries * len(self.src_page)
 
     @property
     def num_bytes(self) -> int:
-        num_pages = len(self.src_page) if self.run_pages is None else int(self.run_pages.sum())
-        return int(self.frame.length.sum()) * num_pages
+        return int(self.page.length.sum()) * len(self.src_page)
 
     def flat(self) -> CopyList:
-        """The same copies, one by one."""
-        frame = self.frame
-        run_pages = np.ones(len(self.src_page), dtype=np.int64) if self.run_pages is None else self.run_pages
-        columns = frame_copies(
-            (frame.src_start, frame.dst_start, frame.length),
-            (frame.src_stride_bytes, frame.dst_stride_bytes),
-            (self.src_page, self.dst_page, run_pages),
-        )
-        return CopyList(self.src_rank, self.dst_rank, *columns)
+        """The same copies, one by one: entry after entry."""
+        page = self.page
+        src = page.src_start[:, None] + self.src_page * page.src_stride
+        dst = page.dst_start[:, None] + self.dst_page * page.dst_stride
+        length = np.repeat(page.length, len(self.src_page))
+        return CopyList(self.src_rank, self.dst_rank, src.reshape(-1), dst.reshape(-1), length)
 
 
-class ByteRanges(msgspec.Struct, frozen=True, eq=False):
-    """Half-open address ranges, shape (n,) each."""
-
-    start: Int64s
-    stop: Int64s
+Copies = CopyList | PagedCopies
 
 
-def merged(start: Int64s, stop: Int64s) -> ByteRanges:
-    """The same bytes as sorted ranges that do not touch. Ranges may overlap."""
-    if not len(start):
-        return ByteRanges(start, stop)
-    order = np.argsort(start, kind="stable")
-    start, stop = start[order], np.maximum.accumulate(stop[order])
-    first = np.concatenate([[True], start[1:] > stop[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return ByteRanges(start[first], stop[last])
+def continues(src: Int64s, dst: Int64s, length: Int64s) -> NDArray[np.bool_]:
+    """Whether each copy but the first continues the one before on both sides, shape (n - 1,)."""
+    found: NDArray[np.bool_] = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
+    return found
 
 
-def subtract(whole: ByteRanges, taken: ByteRanges) -> ByteRanges:
-    """The parts of `whole` outside `taken`; both sorted and not touching."""
-    if not len(whole.start):
-        return whole
-    edges = np.unique(np.concatenate([whole.start, whole.stop, taken.start, taken.stop]))
-    low, high = edges[:-1], edges[1:]
-    left = _inside(whole, low) & ~_inside(taken, low)
-    return merged(low[left], high[left])
+def coalesce(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Join neighbours that continue one another on both sides. A joined copy ends with the neighbour that reaches `max_bytes`.
+
+    coalesce([0, 4, 9], [50, 54, 58], [4, 4, 2], max_bytes=100): [0, 9], [50, 58], [8, 2]
+    """
+    if len(src) < 2:
+        return src, dst, length
+    begins = np.concatenate([[True], ~continues(src, dst, length)])
+    starts = np.flatnonzero(begins)
+    before = np.add.accumulate(length) - length
+    share = (before - np.repeat(before[starts], np.diff(starts, append=len(src)))) // max_bytes
+    begins[1:] |= share[1:] != share[:-1]
+    first = np.flatnonzero(begins)
+    return src[first], dst[first], np.add.reduceat(length, first)
 
 
-def cut(ranges: ByteRanges, at: Int64s) -> ByteRanges:
-    """The same bytes; where a range goes on beyond one of the addresses `at`, it ends there and another begins."""
-    inside = at[_inside(ranges, at - 1) & _inside(ranges, at)]
-    return ByteRanges(*(np.sort(np.concatenate([edges, inside])) for edges in (ranges.start, ranges.stop)))
+def cut_long(src: Int64s, dst: Int64s, length: Int64s, *, max_bytes: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Copies of at most `max_bytes`: addresses, lengths, and the row that each comes from."""
+    parts = -(-length // max_bytes)
+    row = np.repeat(np.arange(len(length), dtype=np.int64), parts)
+    before = max_bytes * (np.arange(len(row), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts))
+    return src[row] + before, dst[row] + before, np.minimum(length[row] - before, max_bytes), row
 
 
-def _inside(ranges: ByteRanges, points: Int64s) -> NDArray[np.bool_]:
-    if not len(ranges.start):
-        return np.zeros(len(points), dtype=bool)
-    index = np.searchsorted(ranges.start, points, side="right") - 1
-    return (index >= 0) & (points < ranges.stop[np.maximum(index, 0)])
+def joined_lists(lists: Sequence[CopyList]) -> CopyList:
+    """Lists of one pair of ranks, one after another, as one."""
+    first = lists[0]
+    if len(lists) == 1:
+        return first
+    columns = ([getattr(one, name) for one in lists] for name in ("src_address", "dst_address", "length"))
+    return CopyList(first.src_rank, first.dst_rank, *map(np.concatenate, columns))
+
+
+def joined(arrays: Sequence[Int64s]) -> Int64s:
+    """One array of some, at least one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

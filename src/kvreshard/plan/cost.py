@@ -1,15 +1,15 @@
-"""Direct or staged: which way is a lane cheaper?
+"""Direct or staged: the one estimate that decides how copies are read.
 
-A correct plan can be a useless one: a head split of a token-major cache is thousands of runs of a few hundred bytes. So a
-lane is read in one of two ways:
+- **direct**: post every copy; costs a descriptor each.
+- **staged**: read what is close together at the source, in few large pieces, into a buffer, then permute locally.
 
-- **direct**: post every run; costs a copy's overhead per run.
-- **staged**: read what is close together at the source, in few large pieces, into a staging buffer, then permute locally.
+`CostModel.prefers_staging` decides, from descriptors, bytes wanted and bytes read (`Work`). It is asked for a page in the middle of a
+sequence when a route is compiled (`choose`), and for a request once its tables are known (`reads`), unless the page already tells that
+staging cannot pay. docs/structure.md has the rule as a table.
 
-Both are estimated for one page in the middle of a sequence, from measured constants, and the cheaper one is taken, unless
-it is forced. Copies that are posted by the thousand are shared by NIXL's threads, the few large reads of a staging batch are not:
-the bytes of the two are read at different rates. The default constants were measured with NIXL 1.5.1 over UCX between two processes of
-one host, by the clock: of two cores, and for caches on a device with one GPU (`usual_cost`). A request is looked at once more when its tables are known (`reads`).
+The constants were measured with NIXL 1.5.1 over UCX between two processes of one host, by the clock, of two cores, and for caches on a
+device with one GPU (`usual_cost`). Those of another host differ by more than staging gains, so staging must be predicted twice as fast
+(`DEFAULT_SPEEDUP`). With constants that were measured on this host a fifth is enough (`MEASURED_SPEEDUP`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,27 @@ from typing import Literal
 
 import msgspec
 
+from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.pattern import Pattern
-from kvreshard.plan.slot import find_boxes
 
 Way = Literal["direct", "staged"]
 BATCH_RATIO = 4
+DEFAULT_SPEEDUP, MEASURED_SPEEDUP = 2.0, 1.2
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What both ways have to do.
+
+    `num_copies`: descriptors of the direct way, of `num_bytes` that are wanted. `num_reads`: descriptors of the staged way, of
+    `num_read_bytes`, gaps included. `num_runs`: of the local moves behind it, in `num_batches`; 0 batches: a page, of which many share one.
+    """
+
+    num_copies: int
+    num_bytes: int
+    num_reads: int
+    num_read_bytes: int
+    num_runs: int
+    num_batches: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +49,7 @@ class CostModel:
 
     `hidden_share`: of reading batches and moving them on, how much of the shorter is hidden behind the other, where there are many; 0
     where nobody has measured it, which is never too good. `batch_s`: seconds that a batch takes beside its bytes, 0 where the next one hides
-    them.
+    them. `min_speedup`: how many times as fast staging must be predicted to be taken.
     """
 
     copy_s: float = 1.2e-6
@@ -43,6 +59,7 @@ class CostModel:
     stage_bytes_per_s: float = 9e9
     hidden_share: float = 0.0
     batch_s: float = 0.0
+    min_speedup: float = DEFAULT_SPEEDUP
 
     def __post_init__(self) -> None:
         if not 0 <= self.hidden_share <= 1:
@@ -52,21 +69,29 @@ class CostModel:
             if not (math.isfinite(number) and number >= least):
                 raise ValueError(f"{name} is {number}; the constants of a cost model must be positive")
 
-    def direct_s(self, num_copies: int, num_bytes: int) -> float:
-        """Seconds to post so many copies of so many bytes together."""
-        return num_copies * self.copy_s + num_bytes / self.read_bytes_per_s
+    def direct_s(self, work: Work) -> float:
+        """Seconds to post every copy."""
+        return work.num_copies * self.copy_s + work.num_bytes / self.read_bytes_per_s
 
-    def staged_s(
-        self, num_reads: int, num_read_bytes: int, num_runs: int, num_bytes: int, num_batches: float = 0
-    ) -> float:
-        """Seconds to read so many pieces into staging and move `num_bytes` of it on, in so many runs and batches.
+    def staged_s(self, work: Work) -> float:
+        """Seconds to read into the buffer and to move what is wanted on.
 
-        A batch is moved on while the next one is read: the last one hides behind none. 0 batches: a page, of which many share one.
+        A batch is moved on while the next one is read: the last one hides behind none.
         """
-        read_s = num_reads * self.copy_s + num_read_bytes / self.stage_bytes_per_s
-        move_s = num_runs * self.move_run_s + num_bytes / self.move_bytes_per_s
-        hidden_s = self.hidden_share * (1 - 1 / max(1, num_batches)) * min(read_s, move_s)
-        return read_s + move_s - hidden_s + num_batches * self.batch_s
+        read_s = work.num_reads * self.copy_s + work.num_read_bytes / self.stage_bytes_per_s
+        move_s = work.num_runs * self.move_run_s + work.num_bytes / self.move_bytes_per_s
+        hidden_s = self.hidden_share * (1 - 1 / max(1, work.num_batches)) * min(read_s, move_s)
+        return read_s + move_s - hidden_s + work.num_batches * self.batch_s
+
+    def prefers_staging(self, work: Work) -> bool:
+        """Whether staging is predicted to be so much faster that it is taken."""
+        return self.min_speedup * self.staged_s(work) < self.direct_s(work)
+
+    def may_prefer_staging(self, num_copies: int, num_bytes: int) -> bool:
+        """`prefers_staging` if the reads cost nothing but the bytes that are wanted: where not even that pays, nothing else is counted."""
+        read_s, move_s = num_bytes / self.stage_bytes_per_s, num_bytes / self.move_bytes_per_s
+        least_s = read_s + move_s - self.hidden_share * min(read_s, move_s)
+        return self.min_speedup * least_s < num_copies * self.copy_s + num_bytes / self.read_bytes_per_s
 
     @property
     def least_batch_bytes(self) -> int:
@@ -89,7 +114,10 @@ def usual_cost(device: str) -> CostModel:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """How a lane is read, and why. Seconds and counts are for one page with all fields of the lane."""
+    """How a lane is read, and why. Seconds and counts are for one page with all fields of the lane.
+
+    `is_open`: a request decides anew, since neighbouring pages or batches may make staging pay.
+    """
 
     way: Way
     forced: bool
@@ -100,6 +128,7 @@ class Choice(msgspec.Struct, frozen=True):
     run_bytes: int
     max_gap_bytes: int
     model: CostModel = CostModel()
+    is_open: bool = False
 
     def __str__(self) -> str:
         """The choice in a sentence."""
@@ -110,23 +139,27 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def choose(pattern: Pattern, model: CostModel, forced: Way | None = None) -> Choice:
-    """The cheaper way for pages like this pattern's."""
+    """The way for pages like this pattern's."""
     num_fields, num_runs = len(pattern.bases.src), len(pattern.lengths)
-    boxes = find_boxes(pattern, model.max_gap_bytes) if num_runs else None
-    num_boxes, slot_bytes = (len(boxes.lengths), boxes.slot_bytes) if boxes else (0, 0)
-    moved = pattern.num_bytes
-    direct_s = model.direct_s(num_fields * num_runs, moved)
-    staged_s = model.staged_s(num_fields * num_boxes, num_fields * slot_bytes, num_fields * num_runs, moved)
-    way: Way = forced or ("staged" if staged_s < direct_s else "direct")
-    run_bytes = int(pattern.lengths.max()) if num_runs else 0
+    boxes = merged(pattern.src_offsets, pattern.src_offsets + pattern.lengths, max_gap_bytes=model.max_gap_bytes)
+    box_bytes = int((boxes.stop - boxes.start).sum())
+    work = Work(
+        num_fields * num_runs,
+        pattern.num_bytes,
+        num_fields * len(boxes.start),
+        num_fields * box_bytes,
+        num_fields * num_runs,
+    )
+    way: Way = forced or ("staged" if model.prefers_staging(work) else "direct")
     return Choice(
         way,
         forced is not None,
-        direct_s,
-        staged_s,
-        num_fields * num_runs,
-        num_fields * num_boxes,
-        run_bytes,
+        model.direct_s(work),
+        model.staged_s(work),
+        work.num_copies,
+        work.num_reads,
+        int(pattern.lengths.max()) if num_runs else 0,
         model.max_gap_bytes,
         model,
+        forced is None and model.may_prefer_staging(work.num_copies, work.num_bytes),
     )

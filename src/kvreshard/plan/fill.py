@@ -18,26 +18,27 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import CutLane, Pieces, bind_lane, cut_pieces, index_ranges
-from kvreshard.plan.copies import ByteRanges, CopyList, cut, merged, subtract
-from kvreshard.plan.request_check import entries
+from kvreshard.plan.bind import bind_pieces
+from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
+from kvreshard.plan.copies import CopyList, Int64s, PagedCopies
+from kvreshard.plan.pairs import GroupPair
 from kvreshard.plan.route import Route
-from kvreshard.plan.stream import Stream
-
-Int64s = NDArray[np.int64]
 
 
 def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: Iterable[CopyList]) -> ByteRanges:
     """Address ranges on `dst_rank` to zero, sorted, each in one region. `copies`: all copies to that rank for the request."""
+    return _unwritten(dst, dst_rank, {group.name: _new_pages(request, group) for group in dst.groups}, copies)
+
+
+def _unwritten(dst: EngineLayout, dst_rank: int, pages_of: dict[str, Int64s], copies: Iterable[CopyList]) -> ByteRanges:
+    """`find_unwritten` for these pages of each group."""
     rank = dst.rank_by_number[dst_rank]
     starts, stops = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for group in dst.groups:
-        pages = _new_pages(request, group)
+        pages = pages_of[group.name]
         for first, page_bytes, stride in _slabs(rank, group) if len(pages) else ():
             starts.append(first + pages * stride)
             stops.append(first + pages * stride + page_bytes)
@@ -52,22 +53,23 @@ def find_unwritten(dst: EngineLayout, dst_rank: int, request: Request, copies: I
 def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
     """`find_unwritten` of everything that the route copies for a checked request."""
     rank = dst.rank_by_number[route.dst_rank]
-    streams: defaultdict[str, list[Stream]] = defaultdict(list)
-    for stream in route.streams:
-        if request.intervals[stream.dst_group.name]:
-            streams[stream.dst_group.name].append(stream)
+    pairs: defaultdict[str, list[GroupPair]] = defaultdict(list)
+    for pair in route.pairs:
+        if request.intervals[pair.dst.group.name]:
+            pairs[pair.dst.group.name].append(pair)
     looked_at: dict[str, Int64s] = {}
     alike: list[tuple[Group, Int64s]] = []
     for group in dst.groups:
         looked_at[group.name] = pages = _new_pages(request, group)
-        found = _whole_pages(streams[group.name], request, group) if streams[group.name] else pages[:0]
+        found = _whole_pages(pairs[group.name], request, group) if pairs[group.name] else pages[:0]
         whole = pages[np.isin(pages, found)]
         if len(whole) > 1:
             looked_at[group.name] = pages[~np.isin(pages, whole[1:])]
             alike.append((group, whole))
-    asked = replace(request, dst_new_pages=looked_at)
-    copies = [copy for found in streams.values() for stream in found for copy in _copies(stream, asked)]
-    holes = find_unwritten(dst, route.dst_rank, asked, copies)
+    copies = [
+        copy for name, found in pairs.items() for pair in found for copy in _copies_to(looked_at[name], pair, request)
+    ]
+    holes = _unwritten(dst, route.dst_rank, looked_at, copies)
     starts, stops = [holes.start], [holes.stop]
     for group, whole in alike:
         for first, page_bytes, stride in _slabs(rank, group):
@@ -79,33 +81,26 @@ def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
     return cut(merged(np.concatenate(starts), np.concatenate(stops)), np.array(rank.addresses, dtype=np.int64))
 
 
-def _whole_pages(streams: Iterable[Stream], request: Request, group: Group) -> Int64s:
-    """Pages of a group of which every stream moves all that it ever could; none where tables are rings or states."""
+def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> Int64s:
+    """Pages of a group of which every pair moves all that it ever could; none where tables are rings or states."""
     table = request.dst_tables[group.name]
     is_whole = np.ones(len(table.pages), dtype=bool)
-    for stream in streams:
-        moved, span = np.zeros(len(table.pages), dtype=bool), stream.dst_span
-        if stream.sides is not None and span.ring_pages is None:
-            for start, stop in index_ranges(stream, request.intervals[group.name]):
+    for pair in pairs:
+        moved, span = np.zeros(len(table.pages), dtype=bool), pair.dst.span
+        if not pair.is_state and span.ring_pages is None:
+            for start, stop in pair.indices(request.intervals[group.name]):
                 low, high = -(-start // span.indices) * span.pages, stop // span.indices * span.pages
                 moved[max(0, low - table.first_page) : max(0, high - table.first_page)] = True
         is_whole &= moved
     return table.pages[is_whole]
 
 
-def _copies(stream: Stream, request: Request) -> Iterator[CopyList]:
-    """Copies of a stream into the request's new pages, and perhaps some into others."""
-    name, span = stream.dst_group.name, stream.dst_span
-    src = entries(request.src_tables[stream.src_group.name], stream.src_span)
-    dst = entries(request.dst_tables[name], span)
-    pieces = cut_pieces(stream, request.intervals[name])
-    if stream.sides is not None and span.ring_pages is None:
-        logical = dst.first_page + np.flatnonzero(np.isin(dst.pages, request.dst_new_pages[name]))
-        kept = np.flatnonzero(np.isin(pieces.dst_span, logical // span.pages))
-        columns = (pieces.src_span, pieces.dst_span, pieces.src_low, pieces.dst_low, pieces.length)
-        pieces = Pieces(*(column[kept] for column in columns))
-    for lane in stream.lanes:
-        yield from bind_lane(CutLane(lane, pieces, src, dst))
+def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
+    """The copies of a pair into some of its destination pages."""
+    for bound in bind_pieces(pair, pair.lanes, pair.pieces(request)):
+        kept, of = np.isin(bound.dst_page, pages), bound.of
+        if kept.any():
+            yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[kept], bound.dst_page[kept]).flat()
 
 
 def _new_pages(request: Request, group: Group) -> Int64s:

@@ -21,7 +21,6 @@ from kvreshard.plan.cover import count_common, count_in_windows
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
 from kvreshard.plan.refine import Strip, count_cuts, refine
-from kvreshard.plan.slot import Boxes, Slot, find_boxes, join_patterns, make_slot
 
 # Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
 LAPS_LOOKED_AT = 8
@@ -29,7 +28,6 @@ LAPS_LOOKED_AT = 8
 OVERLAPS_LOOKED_AT = 32
 MAX_CUTS = 1 << 14
 
-Joint = tuple[Pattern, Slot]
 Overlap = tuple[int, int, int]
 """Coordinates from the source span's first, from the destination span's first, and how many: one page over another."""
 
@@ -99,32 +97,6 @@ class Lane:
     def _make_pattern(self, overlap: Overlap) -> Pattern:
         return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
 
-    def slot(self, overlap: Overlap) -> Slot:
-        """What staging makes of an overlap that is not empty; kept for the next time."""
-        key = self._max_gap_bytes, overlap
-        return self.kept.get(
-            self.bases, key, lambda: make_slot(self.pattern(overlap), self.boxes(overlap)), Slot.kept_bytes
-        )
-
-    def boxes(self, overlap: Overlap) -> Boxes:
-        """What staging would read of an overlap that is not empty: all that a choice between the ways needs."""
-        return find_boxes(self.pattern(overlap), self._max_gap_bytes)
-
-    def joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
-        """Pattern and slot of what one source span gives to several overlaps, none of them empty; None where each needs its own."""
-        key = self._max_gap_bytes, overlaps
-        return self.kept.get(
-            self.bases, key, lambda: self._make_joint(overlaps), lambda joint: _joint_bytes(joint, len(overlaps))
-        )
-
-    def _make_joint(self, overlaps: tuple[Overlap, ...]) -> Joint | None:
-        pattern = join_patterns([self.pattern(overlap) for overlap in overlaps])
-        return None if pattern is None else (pattern, make_slot(pattern, find_boxes(pattern, self._max_gap_bytes)))
-
-    @property
-    def _max_gap_bytes(self) -> int:
-        return 0 if self.choice is None else self.choice.max_gap_bytes
-
     def chosen(self, choice: Choice) -> Lane:
         """The same lane, read in one way."""
         return replace(self, choice=choice)
@@ -164,12 +136,6 @@ class Lane:
                 common = count_common(axis.extent, axis.chosen, axis.dst.owned)
             cuts, kept = cuts + here, kept + min(here, common)
         return cuts, kept
-
-
-def _joint_bytes(joint: Joint | None, num_overlaps: int) -> int:
-    """With the overlaps that it is kept by."""
-    overlap_bytes = 200 * num_overlaps
-    return overlap_bytes if joint is None else overlap_bytes + joint[0].kept_bytes() + joint[1].kept_bytes()
 
 
 @lru_cache(maxsize=64)

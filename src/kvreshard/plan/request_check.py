@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
+from kvreshard.model.expect import expect
 from kvreshard.model.layout import Group
+from kvreshard.model.ownership import Ownership
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan.lane import Span
+from kvreshard.plan.copies import Int64s, joined
+from kvreshard.plan.pairs import GroupPair, Side
 from kvreshard.plan.route import Route
-from kvreshard.plan.stream import Side, Stream
 
-Int64s = NDArray[np.int64]
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
@@ -56,33 +57,32 @@ class Touched(msgspec.Struct, frozen=True, eq=False):
         return Touched(self.group, self.pages, 0, len(chosen), chosen)
 
 
-def entries(table: PageTable, span: Span) -> PageTable:
-    """The table as bind indexes it: a ring and a state start at logical page 0."""
-    return table if span.ring_pages is None else PageTable(table.pages, table.num_tokens)
-
-
 def check_request(route: Route, request: Request) -> None:
     """Raises BindError unless every lane of the route can be bound."""
+    expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
+    expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     _check_group_names(route, request)
     touched: tuple[list[Touched], list[Touched]] = [], []
-    for stream in route.streams:
-        name = stream.dst_group.name
+    for pair in route.pairs:
+        name = pair.dst.group.name
         if name not in request.intervals:
             raise BindError(f"group '{name}': no token intervals; give an empty list to move nothing")
         intervals = request.intervals[name]
         if not intervals:
             continue
-        src = _table(request.src_tables, stream.src_group, "source")
-        dst = _table(request.dst_tables, stream.dst_group, "destination")
-        if stream.sides is None:
-            _check_state(stream, src, dst)
-            touched[0].append(Touched(stream.src_group, src.pages, 0, 1))
-            touched[1].append(Touched(stream.dst_group, dst.pages, 0, 1))
-            continue
-        for side, table, found in zip(stream.sides, (src, dst), touched, strict=True):
+        tables = (
+            _table(request.src_tables, pair.src.group, "source"),
+            _table(request.dst_tables, pair.dst.group, "destination"),
+        )
+        if pair.is_state:
+            _check_state(pair, *tables)
+        for side, table, found in zip((pair.src, pair.dst), tables, touched, strict=True):
+            if side.owned is None:
+                found.append(Touched(side.group, table.pages, 0, 1))
+                continue
             _check_tokens(side, table, intervals)
             for interval in intervals:
-                found.append(_pages(stream, side, table, interval))
+                found.append(_pages(pair, side, side.owned, table, interval))
     _check_ids("source", touched[0])
     _check_ids("destination", touched[1])
     _check_used_once(route, touched[1], request)
@@ -105,16 +105,16 @@ def _table(tables: Mapping[str, PageTable], group: Group, side: str) -> PageTabl
     return table
 
 
-def _check_state(stream: Stream, src: PageTable, dst: PageTable) -> None:
-    for group, table, side in ((stream.src_group, src, "source"), (stream.dst_group, dst, "destination")):
+def _check_state(pair: GroupPair, src: PageTable, dst: PageTable) -> None:
+    for side, table in ((pair.src, src), (pair.dst, dst)):
         if len(table.pages) != 1:
             raise BindError(
-                f"group '{group.name}': the {side} gives {len(table.pages)} pages for a state; give the one page of the "
+                f"group '{side.group.name}': the {side.name} gives {len(table.pages)} pages for a state; give the one page of the "
                 "running state"
             )
     if src.num_tokens != dst.num_tokens:
         raise BindError(
-            f"group '{stream.dst_group.name}': the source's state has absorbed {src.num_tokens} tokens, the destination "
+            f"group '{pair.dst.group.name}': the source's state has absorbed {src.num_tokens} tokens, the destination "
             f"resumes at {dst.num_tokens}: both must agree, stop the prefill at the token where the decode resumes"
         )
 
@@ -127,12 +127,12 @@ def _check_tokens(side: Side, table: PageTable, intervals: Sequence[Tokens]) -> 
         )
 
 
-def _pages(stream: Stream, side: Side, table: PageTable, interval: Tokens) -> Touched:
+def _pages(pair: GroupPair, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> Touched:
     """The pages of the table that an interval touches on one side; whether they are in the pool is not checked yet."""
-    group, owned, span = side.group, side.owned, side.span
+    group, span = side.group, side.span
     start_token, stop_token = interval
-    per_index = stream.tokens_per_index
-    partial = per_index - 1 if stream.keep_partial else 0
+    per_index = pair.tokens_per_index
+    partial = per_index - 1 if pair.keep_partial else 0
     start, stop = start_token // per_index, (stop_token + partial) // per_index
     first, last = owned.count_below(start), owned.count_below(stop) - 1
     if last < first:
@@ -165,7 +165,7 @@ def _check_ids(side: str, touched: Sequence[Touched]) -> None:
         if one.stop > one.start:
             by_size[one.group.num_pages, one.group.null_page].append(one)
     for (num_pages, null_page), found in by_size.items():
-        pages = _joined([one.ids for one in found])
+        pages = joined([one.ids for one in found])
         low, high = int(np.minimum.reduce(pages)), int(np.maximum.reduce(pages))
         if low >= 0 and high < num_pages and (null_page is None or not low <= null_page <= high):
             continue
@@ -185,10 +185,6 @@ def _check_each_id(group: Group, pages: Int64s, side: str) -> None:
             f"group '{group.name}': the {side}'s block table has the null page {group.null_page} inside the tokens to "
             "be moved; move only tokens whose pages exist"
         )
-
-
-def _joined(arrays: Sequence[Int64s]) -> Int64s:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _check_used_once(route: Route, touched: Sequence[Touched], request: Request) -> None:
@@ -212,7 +208,7 @@ def _check_used_once(route: Route, touched: Sequence[Touched], request: Request)
 
 
 def _once(pool: str, pages_of: Mapping[str, Int64s]) -> None:
-    values = np.sort(_joined(list(pages_of.values())))
+    values = np.sort(joined(list(pages_of.values())))
     again = values[1:] == values[:-1]
     if np.logical_or.reduce(again):
         page = int(values[1:][again][0])

@@ -8,10 +8,9 @@ the lanes cover the destination exactly once and stay in bounds (`check`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,30 +18,20 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
-from kvreshard.plan.budget import (
-    CUT_STEPS,
-    FIELD_STEPS,
-    KEPT_STEPS,
-    LANE_STEPS,
-    NEST_STEPS,
-    RUN_STEPS,
-    TURN_STEPS,
-    Budget,
-)
+from kvreshard.plan.budget import Budget
+from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose
-from kvreshard.plan.election import Election, elect
-from kvreshard.plan.family import Box, Family
+from kvreshard.plan.election import Box, Election, Family, elect
 from kvreshard.plan.kept import Kept
 from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
+from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.pattern import Bases
-from kvreshard.plan.stream import Stream, make_streams, quick_streams
 
-# The proof compares the lanes of a field with one another: 512 source ranks of eight kinds of fields make that many pairs.
-MAX_LANE_PAIRS = 1 << 20
-
-if TYPE_CHECKING:
-    from kvreshard.model._loops import Streams
+# Steps of a lane, each of its fields, and each other lane of the same fields, with which the proof compares it.
+LANE_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
+# Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
+TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
 
 
 @dataclass(frozen=True)
@@ -64,18 +53,13 @@ class Route:
         return tuple(sorted({lane.src_rank for lane in self.lanes}))
 
     @cached_property
-    def streams(self) -> tuple[Stream, ...]:
+    def pairs(self) -> tuple[GroupPair, ...]:
         """The lanes, together where they share both block tables and cut the sequence alike."""
-        return make_streams(self.lanes)
-
-    @cached_property
-    def quick(self) -> Streams | None:
-        """What says at once that a plain request is right, where all streams are plain and it was compiled."""
-        return quick_streams(self.streams, self.dst_groups)
+        return make_pairs(self.lanes)
 
     def drop_kept(self) -> None:
         """Keep nothing of what its lanes have computed: nobody will read by it."""
-        owners = {lane.bases for lane in self.lanes}
+        owners: set[Hashable] = {*(lane.bases for lane in self.lanes), *self.pairs}
         for kept in {lane.kept for lane in self.lanes}:
             kept.drop(owners)
 
@@ -95,42 +79,35 @@ def compile_route(
     `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
     whether it is read directly or through staging; `way` forces it. `kept`: where what the lanes compute stays, if routes share it.
     """
-    from kvreshard.plan.check import prove
-
     if dst_rank not in dst.rank_by_number:
         raise LayoutMismatch(
             f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}"
         )
     matched = match_fields(src, dst)
     table = election if election is not None else elect(src, dst, matched.names)
-    num_pairs = sum(len(boxes) ** 2 // 2 for (rank, _), boxes in table.boxes.items() if rank == dst_rank)
-    if num_pairs > MAX_LANE_PAIRS:
-        raise LayoutMismatch(
-            f"rank {dst_rank} of engine '{dst.engine}' would read so many parts from the {len(src.ranks)} ranks of engine "
-            f"'{src.engine}' that {num_pairs} pairs of them had to be compared, more than {MAX_LANE_PAIRS}; use fewer ranks, "
-            "or sizes that divide one another"
-        )
-    budget = Budget(src, dst)
-    kept = Kept() if kept is None else kept
-    lanes = tuple(
-        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget, kept), cost, way, budget)
-        for index, family in enumerate(table.families)
-        for src_rank, box in table.boxes.get((dst_rank, index), ())
-    )
-    route = Route(src.engine, dst.engine, dst_rank, lanes, table.reporters, matched.warnings, dst.groups)
+    kept, budget = Kept() if kept is None else kept, Budget(src, dst)
+    lanes: list[Lane] = []
+    for index, family in enumerate(table.families):
+        boxes = table.boxes.get((dst_rank, index), ())
+        each_lane = LANE_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
+        budget.spend(family.fields[0], len(boxes) * each_lane, "too many boxes that one rank reads")
+        for src_rank, box in boxes:
+            lane = _lane(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, kept)
+            lanes.append(_decide(lane, cost, way, budget))
+    route = Route(src.engine, dst.engine, dst_rank, tuple(lanes), table.reporters, matched.warnings, dst.groups)
     prove(route, src, dst)
     return route
 
 
 def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lane:
-    field = lane.fields[0]
-    along = lane.along
+    """The lane with the way that costs less for a typical page. Raises LayoutMismatch where finding a page's runs takes too long."""
+    field, along = lane.fields[0], lane.along
     longest = 1 if along is None else max(along.chosen.period, along.dst.owned.period)
     turns = OVERLAPS_LOOKED_AT * (min(lane.src_span.indices, lane.dst_span.indices) // longest + 1)
     budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
     window = lane.typical_window()
     cuts, kept = lane.work(*window)
-    budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many stretches")
+    budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many intervals")
     pattern = lane.pattern(lane.overlap_of(*window))
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(field, steps, "pages that overlap in too many runs")
@@ -138,18 +115,9 @@ def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lan
 
 
 def _lane(
-    src: EngineLayout,
-    dst: EngineLayout,
-    family: Family,
-    src_rank: int,
-    dst_rank: int,
-    box: Box,
-    budget: Budget,
-    kept: Kept,
+    src_rank: Rank, dst_rank: Rank, src: EngineLayout, dst: EngineLayout, family: Family, box: Box, kept: Kept
 ) -> Lane:
-    steps = LANE_STEPS + FIELD_STEPS * len(family.fields)
-    budget.spend(family.fields[0], steps, "too many parts that one rank reads")
-    src_geometry, dst_geometry = family.src[src_rank], family.dst[dst_rank]
+    src_geometry, dst_geometry = family.src[src_rank.rank], family.dst[dst_rank.rank]
     axes = tuple(
         LaneAxis(axis.name, axis.extent, src_map, dst_map, chosen)
         for axis, src_map, dst_map, chosen in zip(
@@ -160,12 +128,12 @@ def _lane(
     along = next((axis for axis in axes if axis.extent is None), None)
     state = Span(1, 1, 1, None)
     return Lane(
-        src_rank=src_rank,
-        dst_rank=dst_rank,
+        src_rank=src_rank.rank,
+        dst_rank=dst_rank.rank,
         src_group=src.group_by_name[src_geometry.group],
         dst_group=dst.group_by_name[dst_geometry.group],
         fields=family.fields,
-        bases=_bases(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], family.fields),
+        bases=_bases(src_rank, dst_rank, family.fields),
         element_bytes=family.shape.element_bytes,
         src_page_stride_bytes=src_geometry.page_stride_bytes,
         dst_page_stride_bytes=dst_geometry.page_stride_bytes,
@@ -178,14 +146,15 @@ def _lane(
     )
 
 
-def _bases(src: Rank, dst: Rank, fields: tuple[str, ...]) -> Bases:
-    """Where fields begin on both sides."""
-    from_bases, to_bases = [src.bases[field] for field in fields], [dst.bases[field] for field in fields]
-    pairs = [(src.place_of[field].region, dst.place_of[field].region) for field in fields]
+def _bases(src: Rank, dst: Rank, fields: Sequence[str]) -> Bases:
+    """Where fields begin on both sides, with a number for each pair of regions."""
+    shards = [(src.shard_by_field[name], dst.shard_by_field[name]) for name in fields]
     numbers: dict[tuple[str, str], int] = {}
-    regions = [numbers.setdefault(pair, len(numbers)) for pair in pairs]
+    regions = [numbers.setdefault((one.region, other.region), len(numbers)) for one, other in shards]
     return Bases(
-        np.array(from_bases, dtype=np.int64), np.array(to_bases, dtype=np.int64), np.array(regions, dtype=np.int64)
+        np.array([src.base_address(shard) for shard, _ in shards], dtype=np.int64),
+        np.array([dst.base_address(shard) for _, shard in shards], dtype=np.int64),
+        np.array(regions, dtype=np.int64),
     )
 
 

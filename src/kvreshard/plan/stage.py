@@ -1,40 +1,32 @@
-"""For one request and a staged lane: what is read into the staging buffer, and how is it permuted from there?
+"""Pages of many short runs go through a buffer: they are read in few large pieces and permuted locally.
 
-A batch is as many slots (`slot`) as `fill_bytes` hold, or one:
+1. The `Image` of a source page is all that a lane copies from it, in boxes: runs joined over gaps that are cheaper read than posted
+   around. A slot of the buffer holds the image of one page of one field.
+2. A `Batch` is one filling of the buffer. Images of neighbouring pages become one read where both sides continue.
+3. A `Move` goes from slots to destination pages, by loops, not as a list. Several destination pages may take from one slot.
+4. `pack` puts batches of one source rank that fit the buffer together into one: each costs a post.
 
-1. Take pairs of pages in the order of the source, cut from whole pages (`whole`) or looked up per piece (`bind`).
-2. Reads: every box of every page, merged where both sides continue, and that for every field.
-3. Moves: per step of the slot, a strided copy from slots to destination pages, as loops, not as a list.
-4. Put batches of one source rank that fit the buffer together into one: each costs a post.
-
-Staging addresses are offsets from the start of the buffer; whoever owns the buffer adds its address.
+Addresses in the buffer are offsets from its start; whoever owns the buffer adds its address.
+Refused with BindError: an image that does not fit the buffer.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
-from kvreshard.model.loops import slot_reads
-from kvreshard.plan.bind import CutLane, distinct_overlaps, page_ids
-from kvreshard.plan.copies import CopyList
+from kvreshard.plan.byte_ranges import merged
+from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel
 from kvreshard.plan.lane import Lane, Overlap
-from kvreshard.plan.pattern import Pattern
-from kvreshard.plan.refine import Loop
-from kvreshard.plan.slot import Slot
+from kvreshard.plan.pairs import GroupPair, Piece
+from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
+from kvreshard.plan.refine import Loop, Strip, fold
 
-Int64s = NDArray[np.int64]
-# A request whose pages divide one another meets the other side's in one way, and in two more at its ends. Page sizes that do not
-# would need a joint slot for almost every page.
-MAX_JOINTS = 8
 # What was read is permuted while it is still in a cache, and the first batch is permuted early. Of 3 to 16 MiB, 4 and 5 were the fastest in
 # eighteen cases of 84 and 168 MB (HND TP 8 -> 4: 30 ms, 36 with 16 MiB; page 64 -> 16, random: 43, with 6 MiB 60), and below 3 the posts cost
 # more than is saved. Of 671 MB it made no difference, and each batch costs processor time: so many per lane, then they grow.
@@ -42,79 +34,100 @@ FILL_BYTES, MAX_FILL_BYTES = 5 << 20, 16 << 20
 MAX_SMALL_BATCHES = 32
 
 
+class Step(msgspec.Struct, frozen=True):
+    """Runs of `length` bytes from page `src_step` of a source span to page `dst_step` of a destination span, by loops.
+
+    They begin `slot_offset` bytes into the source page's slot, and `dst_offset` bytes into the destination page.
+    """
+
+    src_step: int
+    dst_step: int
+    length: int
+    slot_offset: int
+    dst_offset: int
+    loops: tuple[Loop, ...]
+
+
+class Image(msgspec.Struct, frozen=True, eq=False):
+    """What some overlaps of a lane need of a source page: boxes, shape (n,), side by side in a slot of `slot_bytes`.
+
+    `steps`: for each overlap those out of the slot. `run_counts`: for each overlap its runs, of one field.
+    """
+
+    bases: Bases
+    offsets: Int64s
+    lengths: Int64s
+    slot_bytes: int
+    steps: tuple[tuple[Step, ...], ...]
+    run_counts: tuple[int, ...]
+
+    def kept_bytes(self) -> int:
+        """About what it takes in memory."""
+        steps = [step for found in self.steps for step in found]
+        return 2 * self.offsets.nbytes + RUN_BYTES * sum(2 + len(step.loops) for step in steps)
+
+
 class Move(msgspec.Struct, frozen=True, eq=False):
-    """A strided local copy: for field f, piece k and every step of `loops` (src_step in the slot, dst_step in the page)
+    """A strided local copy: for every field f, piece k and step of `loops`, `length` bytes
 
-        staging[(f * num_pieces + k) * slot_bytes + slot_offset + ...] -> dst_bases[f] + dst_pages[k] + dst_offset + ...
+        from byte src_bases[f] + src_at[k] + ... of the buffer to address dst_bases[f] + dst_at[k] + ...
 
-    `length` bytes at a time. `dst_pages`: byte offsets of the places in pages where the steps begin, shape (num_pieces,).
+    Arrays of shapes (fields,) and (pieces,), in bytes. No step is negative.
     """
 
     length: int
     loops: tuple[Loop, ...]
-    slot_offset: int
-    dst_offset: int
-    slot_bytes: int
+    src_bases: Int64s
+    src_at: Int64s
     dst_bases: Int64s
-    dst_pages: Int64s
-
-
-class Slots(msgspec.Struct, frozen=True, eq=False):
-    """Slots of one form, in the source's order once `find_slots` has put them together: page ids of the source's boxes, shape
-    (n, boxes), and where the slot's steps begin in the destination's pages, in bytes of its pool, shape (n, pages); or (n, 1)
-    where that is one page.
-    """
-
-    pattern: Pattern
-    slot: Slot
-    src_page: Int64s
     dst_at: Int64s
 
-
-class Filled(msgspec.Struct, frozen=True, eq=False):
-    """Some of the slots in the staging buffer, from byte `at` on: fields and pieces `[first, stop)`, field after field."""
-
-    slots: Slots
-    fields: tuple[int, int]
-    pieces: tuple[int, int]
-    at: int
-
-    def moves(self) -> Iterator[Move]:
-        """From there to the destination's pages. Made when they are wanted: the reads are posted before."""
-        pattern, slot = self.slots.pattern, self.slots.slot
-        dst_bases, dst_at = pattern.bases.dst[slice(*self.fields)], self.slots.dst_at[slice(*self.pieces)]
-        for step in slot.steps:
-            pages = dst_at[:, step.column]
-            slot_offset = step.slot_offset + self.at
-            yield Move(step.length, step.loops, slot_offset, step.dst_offset, slot.boxes.slot_bytes, dst_bases, pages)
+    @property
+    def num_bytes(self) -> int:
+        runs = len(self.dst_bases) * len(self.dst_at)
+        for loop in self.loops:
+            runs *= loop.count
+        return runs * self.length
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False):
-    """One filling of the staging buffer, `slots_bytes` of it, of which `num_bytes` of cache come out. It reads copies
-    `[first, stop)` of `listed`, which other batches are parts of too; their `dst_address` are offsets in the buffer.
-    """
+    """One filling of the staging buffer, `buffer_bytes` of it. The `dst_address` of its reads are offsets in the buffer."""
 
-    listed: CopyList
-    first: int
-    stop: int
-    filled: tuple[Filled, ...]
-    num_bytes: int
-    slots_bytes: int
+    reads: CopyList
+    moves: tuple[Move, ...]
+    buffer_bytes: int
 
     @property
-    def src_rank(self) -> int:
-        """Whom it is read from."""
-        return self.listed.src_rank
+    def num_bytes(self) -> int:
+        """Bytes of cache that come out of it."""
+        return sum(move.num_bytes for move in self.moves)
+
+
+class Staged(msgspec.Struct, frozen=True, eq=False):
+    """The pieces of a lane that share an image, with the source pages that hold them, ascending and each once."""
+
+    lane: Lane
+    image: Image
+    pieces: tuple[Piece, ...]
+    pages: Int64s
 
     @property
-    def reads(self) -> CopyList:
-        """What it reads."""
-        return self.listed.part(self.first, self.stop)
+    def num_reads(self) -> int:
+        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where a slot is a whole page."""
+        image = self.image
+        if len(image.lengths) > 1 or image.slot_bytes != self.lane.src_page_stride_bytes:
+            return len(self.pages) * len(image.lengths)
+        return 1 + int(np.count_nonzero(self.pages[1:] - self.pages[:-1] != 1))
 
     @property
-    def moves(self) -> tuple[Move, ...]:
-        """What is done with it once it is read."""
-        return tuple(move for filled in self.filled for move in filled.moves())
+    def num_runs(self) -> int:
+        """Runs that are moved of one field."""
+        return sum(piece.count * runs for piece, runs in zip(self.pieces, self.image.run_counts, strict=True))
+
+    @property
+    def num_read_bytes(self) -> int:
+        """Of one field."""
+        return len(self.pages) * self.image.slot_bytes
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None = None) -> int:
@@ -123,149 +136,166 @@ def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None 
     return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
-def find_slots(cut: CutLane) -> Iterator[Slots]:
-    """What a lane of a checked request moves, as slots. All that one source span gives is one slot where that can be, and source
-    pages that go to several places of a destination page are read together.
+def find_staged(pair: GroupPair, lanes: tuple[Lane, ...], pieces: Sequence[Piece]) -> Iterator[Staged]:
+    """What some lanes of a pair move of some pieces, as images.
+
+    Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
+    of a request have images of their own.
     """
-    together: dict[object, list[Slots]] = {}
-    for slots in _find_slots(cut):
-        together.setdefault(slots.slot.form, []).append(slots)
-    for alike in together.values():
-        src_page = np.concatenate([one.src_page for one in alike])
-        dst_at = np.concatenate([one.dst_at for one in alike])
-        order = np.argsort(src_page[:, 0], kind="stable")
-        yield Slots(alike[0].pattern, alike[0].slot, src_page[order], dst_at[order])
+    of_lane: list[list[Piece]] = [[] for _ in lanes]
+    for piece in pieces:
+        for number in pair.holders(piece, lanes):
+            of_lane[number].append(piece)
+    for lane, held in zip(lanes, of_lane, strict=True):
+        together: dict[object, list[Piece]] = {}
+        for piece in held:
+            pattern = lane.pattern(piece.overlap)
+            if len(pattern.lengths):
+                # Where fields are fused differently, they have other bases.
+                key = pattern.bases.src.tobytes(), None if piece.recurs else piece.first
+                together.setdefault(key, []).append(piece)
+        for found in together.values():
+            members = sorted(found, key=lambda piece: piece.overlap)
+            image = _image_of(lane, tuple(piece.overlap for piece in members))
+            pages = [piece.page_ids(piece.src, lane.src_span, step) for piece, step in _source_steps(image, members)]
+            yield Staged(lane, image, tuple(members), np.unique(np.concatenate(pages)))
 
 
-def _find_slots(cut: CutLane) -> Iterator[Slots]:
-    """The same, one for each overlap or joint of overlaps, in the order of the destination."""
-    lane, pieces = cut.lane, cut.pieces
-    overlaps, which = distinct_overlaps(pieces)
-    is_empty = [not len(lane.pattern(overlap).lengths) for overlap in overlaps]
-    changes = np.flatnonzero(pieces.src_span[1:] != pieces.src_span[:-1]) + 1
-    numbers, met = which.tolist(), defaultdict[tuple[int, ...], list[int]](list)
-    if len(changes) + 1 < len(numbers):
-        for low, high in pairwise([0, *changes.tolist(), len(numbers)]):
-            met[tuple(numbers[low:high])].append(low)
-    if not 0 < len(met) <= MAX_JOINTS:
-        for index, overlap in enumerate(overlaps):
-            if not is_empty[index]:
-                yield _slots(cut, (overlap,), np.flatnonzero(which == index)[:, None])
-        return
-    for members, lows in met.items():
-        places = [place for place, member in enumerate(members) if not is_empty[member]]
-        rows = np.array(lows)[:, None] + np.array(places, dtype=np.int64)
-        wanted = tuple(overlaps[members[place]] for place in places)
-        if len(wanted) > 1 and lane.joint(wanted) is None:
-            yield from (_slots(cut, (one,), rows[:, [column]]) for column, one in enumerate(wanted))
-        elif wanted:
-            yield _slots(cut, wanted, rows)
+def _source_steps(image: Image, members: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
+    for piece, steps in zip(members, image.steps, strict=True):
+        yield from ((piece, number) for number in sorted({step.src_step for step in steps}))
 
 
-def _slots(cut: CutLane, overlaps: tuple[Overlap, ...], rows: Int64s) -> Slots:
-    """`rows`: the pieces, shape (n, len(overlaps)), of one source span each."""
-    lane, pieces = cut.lane, cut.pieces
-    joint = lane.joint(overlaps) if len(overlaps) > 1 else None
-    pattern, slot = joint if joint is not None else (lane.pattern(overlaps[0]), lane.slot(overlaps[0]))
-    same = np.zeros(len(rows), dtype=np.int64)
-    src_page = page_ids(cut.src, lane.src_span, pieces.src_span[rows[:, 0]], [slot.boxes.src_pages], same)
-    dst_page = np.concatenate(
-        [
-            page_ids(
-                cut.dst, lane.dst_span, pieces.dst_span[rows[:, column]], [np.unique(lane.pattern(one).dst_pages)], same
-            )
-            for column, one in enumerate(overlaps)
-        ],
-        axis=1,
+def _image_of(lane: Lane, overlaps: tuple[Overlap, ...]) -> Image:
+    """Kept for the next request."""
+    max_gap_bytes = 0 if lane.choice is None else lane.choice.max_gap_bytes
+    key = "image", max_gap_bytes, overlaps
+    return lane.kept.get(
+        lane.bases, key, lambda: make_image([lane.pattern(one) for one in overlaps], max_gap_bytes), Image.kept_bytes
     )
-    return Slots(pattern, slot, src_page, dst_page * lane.dst_page_stride_bytes + slot.shift_bytes)
 
 
-def stage_pieces(cut: CutLane, buffer_bytes: int) -> Iterator[Batch]:
-    """Batches of what a lane of a checked request moves. Raises BindError if one slot does not fit the buffer."""
-    for slots in find_slots(cut):
-        yield from _batches(cut.lane, slots, buffer_bytes)
+def make_image(patterns: Sequence[Pattern], max_gap_bytes: int) -> Image:
+    """The image of patterns with equal bases, none of them empty."""
+    starts = np.concatenate([pattern.src_offsets for pattern in patterns])
+    boxes = merged(
+        starts, starts + np.concatenate([pattern.lengths for pattern in patterns]), max_gap_bytes=max_gap_bytes
+    )
+    lengths = boxes.stop - boxes.start
+    slot_offsets = np.cumsum(lengths) - lengths
+    return Image(
+        patterns[0].bases,
+        boxes.start,
+        lengths,
+        int(lengths.sum()),
+        tuple(tuple(_steps(pattern, boxes.start, slot_offsets)) for pattern in patterns),
+        tuple(len(pattern.lengths) for pattern in patterns),
+    )
 
 
-def stage_pages(lane: Lane, overlap: Overlap, src_page: Int64s, dst_page: Int64s, buffer_bytes: int) -> Iterator[Batch]:
-    """Batches of pairs of pages that overlap alike, in the source's order, shape (n,). Raises BindError as `stage_pieces`."""
-    pattern = lane.pattern(overlap)
-    if len(pattern.lengths):
-        slot = lane.slot(overlap)
-        dst_at = dst_page[:, None] * lane.dst_page_stride_bytes + slot.shift_bytes
-        yield from _batches(lane, Slots(pattern, slot, src_page[:, None], dst_at), buffer_bytes)
+def _steps(pattern: Pattern, offsets: Int64s, slot_offsets: Int64s) -> Iterator[Step]:
+    """The runs of a pattern out of boxes at these offsets in the page and in the slot."""
+    box = np.searchsorted(offsets, pattern.src_offsets, side="right") - 1
+    at = slot_offsets[box] + pattern.src_offsets - offsets[box]
+    keys = np.stack([pattern.src_pages, pattern.dst_pages, pattern.lengths], axis=1)
+    kinds, which = np.unique(keys, axis=0, return_inverse=True)
+    for number, (src_step, dst_step, length) in enumerate(kinds.tolist()):
+        rows = np.flatnonzero(which.reshape(-1) == number)
+        runs = zip(at[rows].tolist(), pattern.dst_offsets[rows].tolist(), strict=True)
+        for strip in fold([Strip(0, 0, slot, dst, ()) for slot, dst in runs]):
+            yield Step(src_step, dst_step, length, strip.src_byte, strip.dst_byte, strip.loops)
 
 
-def pack(batches: Iterable[Batch], buffer_bytes: int, model: CostModel | None = None) -> Iterator[Batch]:
+def stage(pair: GroupPair, lanes: tuple[Lane, ...], pieces: Sequence[Piece], staging_bytes: int) -> Iterator[Batch]:
+    """Batches of what some lanes of a pair move, lane by lane. Raises BindError if one slot does not fit the buffer."""
+    for staged in find_staged(pair, lanes, pieces):
+        lane, size = staged.lane, staged.image.slot_bytes
+        if size > staging_bytes:
+            raise BindError(
+                f"fields {lane.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
+                "buffer or read directly"
+            )
+        model, num_fields = None if lane.choice is None else lane.choice.model, len(staged.image.bases.src)
+        fill = fill_bytes(staging_bytes, staged.num_read_bytes * num_fields, model)
+        pages_each = min(len(staged.pages), max(1, fill // size))
+        yield from _batches(staged, pages_each, max(1, fill // (size * pages_each)))
+
+
+def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batch]:
+    """Batches of so many pages of so many fields."""
+    lane, image, size = staged.lane, staged.image, staged.image.slot_bytes
+    paths = [
+        path for piece, steps in zip(staged.pieces, image.steps, strict=True) for path in _paths(lane, piece, steps)
+    ]
+    slot_offsets = np.cumsum(image.lengths) - image.lengths
+    for low in range(0, len(staged.pages), pages_each):
+        held = staged.pages[low : low + pages_each]
+        source = (held[:, None] * lane.src_page_stride_bytes + image.offsets).reshape(-1)
+        place = (np.arange(len(held))[:, None] * size + slot_offsets).reshape(-1)
+        reads = coalesce(source, place, np.tile(image.lengths, len(held)), max_bytes=MAX_COPY_BYTES)
+        moves = [move for path in paths for move in path.moves(held, size)]
+        # Fields differ by their bases only: the reads of one are found once, and written out for all of them.
+        for first in range(0, len(image.bases.src), fields_each):
+            src, dst = (bases[first : first + fields_each] for bases in (image.bases.src, image.bases.dst))
+            at = np.arange(len(src), dtype=np.int64) * (len(held) * size)
+            columns = (src[:, None] + reads[0]).reshape(-1), (at[:, None] + reads[1]).reshape(-1)
+            listed = CopyList(lane.src_rank, lane.dst_rank, *columns, np.tile(reads[2], len(src)))
+            yield Batch(
+                listed,
+                tuple(replace(move, src_bases=at, dst_bases=dst) for move in moves),
+                len(src) * len(held) * size,
+            )
+
+
+class _Path(msgspec.Struct, frozen=True, eq=False):
+    """Steps from source pages, ascending, to destination pages, both of shape (n,); the latter as byte offsets of their pool."""
+
+    steps: tuple[Step, ...]
+    src_page: Int64s
+    dst_at: Int64s
+
+    def moves(self, held: Int64s, slot_bytes: int) -> Iterator[Move]:
+        """Of those whose source page is among `held`, which has all of a stretch; without bases."""
+        low, high = np.searchsorted(self.src_page, (held[0], held[-1] + 1)).tolist()
+        if low == high:
+            return
+        src_at, dst_at = np.searchsorted(held, self.src_page[low:high]) * slot_bytes, self.dst_at[low:high]
+        for step in self.steps:
+            yield Move(step.length, step.loops, held, src_at + step.slot_offset, held, dst_at + step.dst_offset)
+
+
+def _paths(lane: Lane, piece: Piece, steps: Iterable[Step]) -> Iterator[_Path]:
+    together: dict[tuple[int, int], list[Step]] = {}
+    for step in steps:
+        together.setdefault((step.src_step, step.dst_step), []).append(step)
+    for (src_step, dst_step), found in together.items():
+        src_page = piece.page_ids(piece.src, lane.src_span, src_step)
+        dst_at = piece.page_ids(piece.dst, lane.dst_span, dst_step) * lane.dst_page_stride_bytes
+        order = np.argsort(src_page, kind="stable")
+        yield _Path(tuple(found), src_page[order], dst_at[order])
+
+
+def pack(batches: Iterable[Batch], staging_bytes: int, model: CostModel | None = None) -> Iterator[Batch]:
     """The same batches, neighbours of one source rank as one where they fit the buffer together."""
     waiting: list[Batch] = []
-    filled, most = 0, fill_bytes(buffer_bytes, model=model)
+    filled, most = 0, fill_bytes(staging_bytes, model=model)
     for batch in batches:
-        if waiting and (waiting[0].src_rank != batch.src_rank or filled + batch.slots_bytes > most):
+        if waiting and (waiting[0].reads.src_rank != batch.reads.src_rank or filled + batch.buffer_bytes > most):
             yield _packed(waiting)
             waiting, filled = [], 0
         waiting.append(batch)
-        filled += batch.slots_bytes
+        filled += batch.buffer_bytes
     if waiting:
         yield _packed(waiting)
 
 
-def _packed(batches: list[Batch]) -> Batch:
-    first = batches[0]
+def _packed(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
-        return first
-    reads, parts, at = [], [], 0
+        return batches[0]
+    at, reads, moves = 0, [], []
     for batch in batches:
         own = batch.reads
-        reads.append((own.src_address, own.dst_address + at, own.length))
-        parts += [replace(part, at=part.at + at) for part in batch.filled]
-        at += batch.slots_bytes
-    columns = (np.concatenate(column) for column in zip(*reads, strict=True))
-    copies = CopyList(first.src_rank, first.listed.dst_rank, *columns)
-    num_bytes = sum(batch.num_bytes for batch in batches)
-    return Batch(copies, 0, copies.num_copies, tuple(parts), num_bytes, at)
-
-
-def _batches(lane: Lane, slots: Slots, buffer_bytes: int) -> Iterator[Batch]:
-    boxes, num_slots = slots.slot.boxes, len(slots.src_page)
-    slot_bytes, num_fields = boxes.slot_bytes, len(slots.pattern.bases.src)
-    if slot_bytes > buffer_bytes:
-        raise BindError(
-            f"fields {lane.fields[0]}, ...: one page needs {slot_bytes} bytes of staging, the buffer has "
-            f"{buffer_bytes}; give a larger buffer or read directly"
-        )
-    model = None if lane.choice is None else lane.choice.model
-    fill = fill_bytes(buffer_bytes, num_slots * slot_bytes * num_fields, model)
-    pieces_each = min(num_slots, max(1, fill // slot_bytes))
-    fields_each = max(1, fill // (slot_bytes * pieces_each))
-    for first in range(0, num_slots, pieces_each):
-        pieces = first, min(num_slots, first + pieces_each)
-        yield from _of_pieces(lane, slots, pieces, fields_each)
-
-
-def _of_pieces(lane: Lane, slots: Slots, pieces: tuple[int, int], fields_each: int) -> Iterator[Batch]:
-    """Batches of `fields_each` fields of the pieces `[first, stop)`."""
-    bases, slot, boxes, num_pieces = slots.pattern.bases, slots.slot, slots.slot.boxes, pieces[1] - pieces[0]
-    slot_bytes, num_fields = boxes.slot_bytes, len(bases.src)
-    # Fields differ by their bases only: the reads of one are found once, and written out for all of them at once.
-    source, place, length, num_reads = slot_reads(
-        slots.src_page[slice(*pieces)],
-        (boxes.src_offsets, boxes.slot_offsets, boxes.lengths),
-        (lane.src_page_stride_bytes, slot_bytes),
-        bases.src,
-        fields_each,
-    )
-    listed = CopyList(lane.src_rank, lane.dst_rank, source, place, length)
-    copied_bytes = num_pieces * slot.copied_bytes
-    for field in range(0, num_fields, fields_each):
-        stop = min(num_fields, field + fields_each)
-        filled = Filled(slots, (field, stop), pieces, 0)
-        count = stop - field
-        yield Batch(
-            listed,
-            field * num_reads,
-            stop * num_reads,
-            (filled,),
-            count * copied_bytes,
-            count * num_pieces * slot_bytes,
-        )
+        reads.append(CopyList(own.src_rank, own.dst_rank, own.src_address, own.dst_address + at, own.length))
+        moves += [replace(move, src_bases=move.src_bases + at) for move in batch.moves]
+        at += batch.buffer_bytes
+    return Batch(joined_lists(reads), tuple(moves), at)

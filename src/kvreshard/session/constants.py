@@ -15,17 +15,18 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from kvreshard.model.errors import KvReshardError
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 
 FORM = "kvreshard.constants"
 VERSION = 4
+# Constants of thousands of hosts take less.
+MAX_BYTES = 1 << 20
 FILE_NAME = "constants.json"
 
 
@@ -83,7 +84,7 @@ def load_constants(path: Path, host: str) -> CostModel | None:
     if constants is None:
         return None
     try:
-        return CostModel(**msgspec.structs.asdict(constants))
+        return CostModel(**msgspec.structs.asdict(constants), min_speedup=MEASURED_SPEEDUP)
     except ValueError as error:
         raise KvReshardError(f"constants file {path}: {error}; run `kvreshard bench --calibrate` again") from error
 
@@ -111,7 +112,7 @@ def save_constants(path: Path, host: str, model: CostModel) -> None:
     Raises KvReshardError if the place holds another kind of file.
     """
     hosts = dict(_read(path).hosts) if path.exists() else {}
-    hosts[host] = _Constants(**asdict(model))
+    hosts[host] = _Constants(**{name: getattr(model, name) for name in _Constants.__struct_fields__})
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(_File(FORM, VERSION, hosts)), indent=1) + b"\n")
@@ -121,7 +122,8 @@ def save_constants(path: Path, host: str, model: CostModel) -> None:
 def _read(path: Path) -> _File:
     """The file, without hosts if it is of another version."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES)  # one that is longer is cut, and so no JSON
         head = msgspec.json.decode(content, type=_Head)
         is_ours = head.form == FORM and head.version == VERSION
         found = msgspec.json.decode(content, type=_File) if is_ours else _File(head.form, head.version, {})

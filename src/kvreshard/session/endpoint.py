@@ -8,7 +8,7 @@ One thread per rank, which never waits for a peer. Each turn:
 3. see whether a call into the transport's library does not come back: then all loads come to their end, those of which something may
    still be written with their pages quarantined;
 4. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
-   well or badly, and leave a record of those that failed; answer some of the questions of readers;
+   well or badly; give whoever watches (`observer`) a turn;
 5. renew the leases that are wanted here, each source's as often as its own time asks for, also for some time while the engine is paused;
 6. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
 
@@ -26,13 +26,12 @@ from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.board import AnswerBoard
 from kvreshard.session.card import EngineCard
-from kvreshard.session.events import Events
 from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.jobs import Jobs
 from kvreshard.session.lease import LeaseTable
+from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.orders import (
     Cancel,
     CheckResult,
@@ -52,9 +51,8 @@ from kvreshard.session.outbox import Outbox
 from kvreshard.session.own_leases import OwnLeases
 from kvreshard.session.peer import Peer, Self
 from kvreshard.session.peers import Peers
-from kvreshard.session.recorder import Crash, Recorder, is_recorded
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
+from kvreshard.session.source_keys import SourceKeys
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
@@ -65,7 +63,6 @@ logger = get_logger(__name__)
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
-MAX_OBSTACLES_LOGGED = 64
 CLOSE_S = 0.2
 
 
@@ -87,14 +84,13 @@ class Endpoint:
         staging: Staging | None = None,
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
-        recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._rank, self._transport, self._memory = rank, transport, memory
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
-        self._own = OwnLeases(rank, transport, memory, table, clock)
-        self._recorder = recorder
-        self._obstacles: set[str] = set()
+        self._observer = observer or Observer()
+        self._own = OwnLeases(rank, transport, self._observer, table, clock)
         self._peers = peers or Peers(options, clock, self.wake)
         self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
         self._source_keys = SourceKeys()
@@ -114,14 +110,9 @@ class Endpoint:
         self._thread: threading.Thread | None = None
 
     @property
-    def board(self) -> AnswerBoard:
-        """Where readers find the answers to their questions."""
-        return self._own.board
-
-    @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Memory of the endpoint itself that the transport must know."""
-        return (self._scratch.region, self._own.board.region)
+        """Memory of the endpoint and its observer that the transport must know."""
+        return (self._scratch.region, *self._observer.regions)
 
     def introduce(self, card: EngineCard, layout: EngineLayout) -> None:
         """Say which engine this rank belongs to; loads wait for it."""
@@ -178,8 +169,7 @@ class Endpoint:
         self._stopping = True
         self.wake()
         self._peers.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self._observer.close()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
@@ -211,13 +201,13 @@ class Endpoint:
             job.close()
             self._free_scratch(job)
             self._outbox.settle(job.load.request)
-        has_questions = self._own.answer(None if self._me is None else self._me.layout)
+        has_more = self._me is not None and self._observer.work(self._own.book, self._me.layout)
         self._peers.sweep(self._jobs.peers)
         self._holder.send_releases(self._me, now_s)
         self._tell_keys()
         quiet_s = self._renew(now_s)
         self._attend()
-        if has_questions:
+        if has_more:
             return 0.0
         if self._own.book.num_offered:
             return min(REST_WITH_LEASES_S, quiet_s)
@@ -293,7 +283,8 @@ class Endpoint:
                 self._holder.cancel(order.request)
                 self._jobs.stop(order.request, Failure("cancelled", "the request was aborted"), now_s)
             case Watch():
-                self._watch(order)
+                self._source_keys.ask(order)
+                self._holder.watch(order, self._me)
             case Unwatch():
                 self._holder.unwatch(order.request)
                 self._source_keys.forget(order.request)
@@ -305,14 +296,6 @@ class Endpoint:
             keys, unmet = self._source_keys.take(lambda remote: self._peers.get(me, remote))
             self._outbox.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
 
-    def _watch(self, watch: Watch) -> None:
-        """Unless the source's host has too many others that have not answered: then nobody is asked, and the request fails."""
-        if self._source_keys.ask(watch):
-            self._holder.watch(watch, self._me)
-        elif watch.asks_key:
-            text = f"{MAX_PER_HOST} other engines that were named at {watch.remote.address.host} have not answered; are they there?"
-            self._outbox.meet({}, {watch.request: Failure("handshake", text)})
-
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
             raise KvReshardError("a load was ordered before the endpoint knew its engine")
@@ -320,10 +303,9 @@ class Endpoint:
             self._refuse(load, load.refusal)
             return
         meeting = self._peers.get(self._me, load.remote)
-        events = Events(self._clock)
-        events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
         layout, options, take = self._me.layout, self._options, self._scratch.take
-        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, events))
+        observer = self._observer.ordered(load)
+        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, observer))
         self._holder.begin(load)
 
     def _refuse(self, load: Load, failure: Failure) -> None:
@@ -331,9 +313,9 @@ class Endpoint:
         self._holder.unwatch(load.request)
         self._source_keys.forget(load.request)
         self._fail(load, failure)
-        events = Events(self._clock)
-        events.add("refused", failure.text)
-        self._record(load, None, events, failure)
+        observer = self._observer.ordered(load)
+        observer.noted("refused", failure.text)
+        self._tell_failed(observer, load, None, failure)
 
     def _finish(self, job: Job) -> None:
         """A load is over."""
@@ -342,13 +324,12 @@ class Endpoint:
         if not job.is_given_up:
             self._free_scratch(job)
         self._let_go(job, is_good=not failed)
-        self._tell_obstacle(job)
         if isinstance(outcome, Failure):
-            self._fail(job.load, outcome, job.check)
-            self._record(job.load, job.peer, job.events, outcome)
+            self._fail(job.load, outcome, job.observer.check)
+            self._tell_failed(job.observer, job.load, job.peer, outcome)
             self._look_after(job, outcome)
         elif outcome is not None:
-            self._outbox.end(request, outcome, job.check)
+            self._outbox.end(request, outcome, job.observer.check)
 
     def _let_go(self, job: Job, *, is_good: bool) -> None:
         """Whatever goes wrong with what is said to the source, the request must end."""
@@ -372,22 +353,12 @@ class Endpoint:
         logger.warning("request %s was not loaded from %s (%s): %s", load.request, source, failure.kind, failure.text)
         self._outbox.end(load.request, failure, check)
 
-    def _tell_obstacle(self, job: Job) -> None:
-        if job.obstacle and job.obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
-            self._obstacles.add(job.obstacle)
-            logger.warning("loads are not compared with their source: %s", job.obstacle)
-
-    def _record(self, load: Load, peer: Peer | None, events: Events, failure: Failure) -> None:
-        """Leave a record of a failed load."""
-        if self._recorder is None or self._me is None or not is_recorded(failure):
+    def _tell_failed(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
+        """Tell the load's observer that it has failed."""
+        if self._me is None:
             return
         card = peer.card if peer is not None else self._me.refused.get(load.remote)
-        self._recorder.record(
-            Crash(
-                load, self._rank, failure, self._me.card, card, peer is not None, events,
-                0 if self._staging is None else self._staging.size_bytes, self._options.allow_mismatch,
-            )
-        )  # fmt: skip
+        observer.failed(failure, self._me.card, card, is_routed=peer is not None)
 
     def _free_scratch(self, job: Job) -> None:
         if job.scratch_address is not None:

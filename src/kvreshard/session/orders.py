@@ -105,7 +105,7 @@ class Grant:
 class Offer:
     """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat.
 
-    `tables`: the block tables that were sealed, by group; questions about the request are answered from them.
+    `tables`: the block tables that were sealed, by group; digest requests are answered from them.
     """
 
     request: str
@@ -176,8 +176,6 @@ class EndpointOptions:
         peer_ttl_s: how long a peer is known from which nothing is read.
         allow_mismatch: facts of the engine cards that may differ.
         keys: with which listeners are asked; None where they use none.
-        digest_share: of how many requests, 0 to 1, source and destination are compared after the load.
-        digest_timeout_s: how long that may take; without an answer by then the load has failed.
         cost: what copies cost here, to choose between reading directly and through staging.
     """
 
@@ -190,6 +188,4 @@ class EndpointOptions:
     peer_ttl_s: float = 3600.0
     allow_mismatch: tuple[str, ...] = ()
     keys: Keys | None = None
-    digest_share: float = 0.0
-    digest_timeout_s: float = 30.0
     cost: CostModel = CostModel()  # noqa: RUF009 (frozen)

@@ -1,6 +1,6 @@
-"""The leases of this rank's own prefills: who reads them, who renews them, and what their readers ask.
+"""The leases of this rank's own prefills: who reads them, and who renews them.
 
-1. `hear`: notifications of readers. Reports end leases, heartbeats renew them, questions about digests wait for `answer`.
+1. `hear`: notifications of readers. Reports end leases, heartbeats renew them, the rest is for whoever watches (`observer`).
 2. `expire`: leases whose time has run out end. A rank that stood still (a stopped process, a suspended machine) first hears what had been sent
    meanwhile, since its readers may have renewed them.
 3. `release`: a lease that this very engine was to read from ends like one that was read.
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvreshard.model import EngineLayout
 from kvreshard.model.logs import get_logger
-from kvreshard.session.answers import Answerer
-from kvreshard.session.board import AnswerBoard
 from kvreshard.session.lease import LeaseBook, LeaseTable
-from kvreshard.session.notes import VERSION, Heartbeat, Question, Report, read_note
+from kvreshard.session.notes import VERSION, Heartbeat, Report, read_note
+from kvreshard.session.observer import Observer
 from kvreshard.session.orders import Release
 from kvreshard.transport.base import Transport, TransportError
-from kvreshard.transport.local import LocalMemory
 
 logger = get_logger(__name__)
 
@@ -34,12 +31,10 @@ class OwnLeases:
     """Of one rank. `table`: its lease words."""
 
     def __init__(
-        self, rank: int, transport: Transport, memory: LocalMemory, table: LeaseTable, clock: Callable[[], float]
+        self, rank: int, transport: Transport, observer: Observer, table: LeaseTable, clock: Callable[[], float]
     ) -> None:
-        self._rank, self._transport = rank, transport
+        self._rank, self._transport, self._observer = rank, transport, observer
         self.book = LeaseBook(table)
-        self.board = AnswerBoard()
-        self.answerer = Answerer(rank, self.board, self.book, memory, clock)
         self._turned_s = clock()
         self._hears_until_s: float | None = None
         self._is_deaf = False
@@ -58,8 +53,8 @@ class OwnLeases:
                 self.book.report(note)
             elif isinstance(note, Heartbeat):
                 self.book.renew(note, now_s)
-            elif isinstance(note, Question):
-                self.answerer.take(note)
+            else:
+                self._observer.heard(message.payload, self.book)
 
     def expire(self, now_s: float) -> None:
         """End the leases whose time has run out. Short gaps between calls do not add up: where each turn comes late, leases still end."""
@@ -69,13 +64,6 @@ class OwnLeases:
         if self._hears_until_s is None or now_s >= self._hears_until_s:
             self._hears_until_s = None
             self.book.expire(now_s)
-
-    def answer(self, layout: EngineLayout | None) -> bool:
-        """Answer questions for a turn; whether more wait that can be answered. `layout`: this engine's, once it is known."""
-        if layout is None:
-            return False
-        self.answerer.work(layout)
-        return len(self.answerer) > 0
 
     def release(self, me: tuple[str, str], release: Release) -> bool:
         """End one, if it is of this engine: every rank of an engine that was to read from itself is told so. `me`: its name and incarnation."""

@@ -6,7 +6,9 @@
 4. Tell the other side how it went. Nobody waits for that.
 
 Step 1 is `handshake_client`'s: one thread for all engines. Steps 2 and 3 run on `NUM_WORKERS` threads, and only for engines that have
-answered. An engine that nobody here wants any more before it has answered is not asked further (`cancel`).
+answered. An engine that nobody here wants any more before it has answered is not asked further (`cancel`). At most `MAX_PER_HOST` engines of
+one host are asked at once, whether for a load or to give a lease back: whoever may send requests names hosts, and one that never answers must
+not have all handshakes.
 
 The outcome is a `Peer` or an error that names what differs; both are kept, an error for a while only, so that requests do not
 ask again one by one. A life of an engine is one peer, at whatever address it was asked.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 
@@ -44,6 +47,8 @@ NUM_WORKERS = 4
 SWEEP_S = 60.0
 MAX_REFUSED = 16
 MAX_WARNED = 1000
+# More than the engines of one machine that can start at one moment.
+MAX_PER_HOST = 32
 
 
 class Peers:
@@ -65,7 +70,8 @@ class Peers:
         self._connect = connect or connect_engine
         self._known: dict[RemoteEngine, Future[Peer]] = {}
         self._asked: dict[RemoteEngine, Future[bytes]] = {}
-        # Those that were met, by (engine, incarnation) and by the engine's name. The lock is for both.
+        self._num_of_host: Counter[str] = Counter()
+        # Those that were met, by (engine, incarnation) and by the engine's name. The lock is for both, and for the counts.
         self._lives: dict[tuple[str, str], RemoteEngine] = {}
         self._named: dict[str, frozenset[RemoteEngine]] = {}
         self._lock = threading.Lock()
@@ -102,6 +108,11 @@ class Peers:
             return found
         self._failed_s.pop(remote, None)
         self._known[remote] = peer = Future[Peer]()
+        host = remote.address.host
+        if not self._count(host):
+            text = f"{MAX_PER_HOST} other engines that were named at {host} have not answered; are they there?"
+            self._end(remote, peer, HandshakeError(text))
+            return peer
         self._asked[remote] = asked = self._ask_card(me, remote)
         asked.add_done_callback(lambda reply: self._on_reply(me, remote, reply, peer))
         return peer
@@ -168,6 +179,19 @@ class Peers:
         self._workers.close()
         self._client.close()
 
+    def _count(self, host: str) -> bool:
+        """One more engine of a host is asked. False: it must not be, too many have not answered."""
+        with self._lock:
+            is_free = self._num_of_host[host] < MAX_PER_HOST
+            self._num_of_host[host] += is_free
+        return is_free
+
+    def _discount(self, host: str) -> None:
+        with self._lock:
+            self._num_of_host[host] -= 1
+            if not self._num_of_host[host]:
+                del self._num_of_host[host]
+
     def _ask_card(self, me: Self, remote: RemoteEngine) -> Future[bytes]:
         hello, options = card_hello(me.card.engine, me.rank), self._options
         return self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_CARD_BYTES, options.keys)
@@ -222,6 +246,7 @@ class Peers:
     def _on_reply(self, me: Self, remote: RemoteEngine, reply: Future[bytes], peer: Future[Peer]) -> None:
         """A listener has answered, or will not."""
         self._asked.pop(remote, None)
+        self._discount(remote.address.host)
         if reply.cancelled():
             peer.cancel()
         elif (error := reply.exception()) is not None:

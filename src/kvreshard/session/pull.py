@@ -3,7 +3,7 @@
 `pull_steps` is a generator. It yields a `Transfer` when it cannot go on before that has settled, or None when it waits for
 the staging buffer; whoever drives it resumes it then. What it does, in order:
 
-1. Decide per lane what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
+1. Decide what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
 2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read. If
    another load has kept the buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
 3. Zero what no copy writes in newly allocated pages, once, while the first reads run or another load has the buffer. That may be before,
@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
+from kvreshard.plan.copies import CopyList
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
-from kvreshard.session.staging import PlacedBatch
-from kvreshard.transport.base import Copies, Direction, Transfer, TransportError
+from kvreshard.session.staging import NUM_HALVES, reads_into
+from kvreshard.transport.base import Direction, Transfer, TransportError
 
 # A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped has it until that goes on, or for ever.
 STAGING_PATIENCE_S = 1.0
-NUM_HALVES = 2
 
 
 class StaleLease(KvReshardError):
@@ -130,7 +130,7 @@ def pull_steps(
         raise error
     num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in batches)
     num_read = num_direct + sum(batch.reads.num_bytes for batch in batches)
-    num_copies = sum(c.num_copies for c in lists) + sum(b.stop - b.first for b in batches)
+    num_copies = sum(c.num_copies for c in lists) + sum(b.reads.num_copies for b in batches)
     total_s = mover.clock() - started_s
     return Moved(num_direct + num_staged, num_read, num_copies, num_staged, bind_s, total_s, zeroed, post_s)
 
@@ -169,13 +169,13 @@ def _run_batches(
     staging = mover.staging
     if staging is None or not batches:
         return
-    under_way: deque[tuple[PlacedBatch, Transfer]] = deque()
+    under_way: deque[tuple[Batch, int, Transfer]] = deque()
     is_first = True
     try:
-        for placed in staging.place(batches):
-            peer = mover.peers[placed.batch.src_rank]
-            under_way.append((placed, mover.transport.post(peer, Direction.READ, placed.reads)))
-            note(under_way[-1][1])
+        for number, batch in enumerate(batches):
+            address = staging.half(number)
+            under_way.append((batch, address, mover.post(Direction.READ, reads_into(address, batch))))
+            note(under_way[-1][2])
             if len(under_way) < NUM_HALVES:
                 continue
             if is_first:
@@ -187,30 +187,22 @@ def _run_batches(
         while under_way:
             yield from _permute_when_read(mover, *under_way.popleft())
     except Exception:
-        for _, transfer in under_way:
+        for _, _, transfer in under_way:
             yield from settled(transfer)
         raise
     finally:
         staging.taken.release()
 
 
-def _permute_when_read(mover: Mover, placed: PlacedBatch, transfer: Transfer) -> Generator[Transfer | None, None, None]:
+def _permute_when_read(
+    mover: Mover, batch: Batch, address: int, transfer: Transfer
+) -> Generator[Transfer | None, None, None]:
     """Raises the transfer's error, or the driver's when it gave up waiting."""
     error = yield from settled(transfer)
     if error is not None:
         raise error
-    for move in placed.batch.moves:
-        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
-        mover.memory.move(
-            placed.address,
-            move.slot_bytes,
-            move.dst_bases,
-            move.dst_pages,
-            move.length,
-            loops,
-            move.slot_offset,
-            move.dst_offset,
-        )
+    for move in batch.moves:
+        mover.memory.move(address, move)
 
 
 def _check_words(
@@ -223,8 +215,8 @@ def _check_words(
         local = lease.scratch_address + index * WORD_BYTES
         ctypes.c_uint64.from_address(local).value = ~lease.word & (2**64 - 1)
         try:
-            copies = Copies.of([local], [lease.addresses[rank]], WORD_BYTES)
-            reads.append((rank, local, mover.transport.post(mover.peers[rank], Direction.READ, copies)))
+            copies = CopyList.of([lease.addresses[rank]], [local], WORD_BYTES, src_rank=rank)
+            reads.append((rank, local, mover.post(Direction.READ, copies)))
             note(reads[-1][2])
         except TransportError as failed:
             error = failed

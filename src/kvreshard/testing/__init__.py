@@ -1,1 +1,1 @@
-"""Shipped for tests: the slow oracle, random engine pairs, the contract that each transport must pass."""
+"""What ships for users to test with: the slow oracle, the contract that each transport must pass, the ranks behind `kvreshard verify`."""

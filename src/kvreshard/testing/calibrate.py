@@ -20,10 +20,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.copies import CopyList
+from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
+from kvreshard.plan.refine import Loop
+from kvreshard.plan.stage import Move
 from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import Copies, Direction
+from kvreshard.transport.base import Direction
 
 # Bytes of a piece, and how many.
 SMALL, MEDIUM, LARGE = (1024, 16_384), (32 << 10, 4096), (4 << 20, 32)
@@ -43,7 +46,14 @@ def calibrate(ranks: Ranks) -> CostModel:
     copy_s, read_bytes_per_s, stage_bytes_per_s = _reads(ranks)
     move_run_s, move_bytes_per_s = _moves(ranks.device(0))
     return CostModel(
-        copy_s, read_bytes_per_s, move_run_s, move_bytes_per_s, stage_bytes_per_s, _hidden(ranks), _batch_s(ranks)
+        copy_s,
+        read_bytes_per_s,
+        move_run_s,
+        move_bytes_per_s,
+        stage_bytes_per_s,
+        _hidden(ranks),
+        _batch_s(ranks),
+        MEASURED_SPEEDUP,
     )
 
 
@@ -55,7 +65,7 @@ def _reads(ranks: Ranks) -> tuple[float, float, float]:
 
     def read(length: int, count: int) -> Callable[[], float]:
         here, there = (rng.permutation(ranks.memory_bytes // length)[:count] * length for _ in range(2))
-        copies = Copies.of(ranks.address(0) + here, ranks.address(1) + there, length)
+        copies = CopyList.of(ranks.address(1) + there, ranks.address(0) + here, length)
         return lambda: ranks.run(0, 1, Direction.READ, copies).seconds or LEAST_S
 
     small_s, medium_s, large_s = _in_turn(*(read(*kind) for kind in (SMALL, MEDIUM, LARGE)))
@@ -75,7 +85,7 @@ def _moves(device: str) -> tuple[float, float]:
 def _hidden(ranks: Ranks) -> float:
     length, count = LARGE[0], MOVED_BYTES // LARGE[0]
     at = np.arange(count, dtype=np.int64) * length
-    copies = Copies.of(ranks.address(0) + at, ranks.address(1) + at, length)
+    copies = CopyList.of(ranks.address(1) + at, ranks.address(0) + at, length)
     move = _Buffers(ranks.device(0)).move(*LONG)
 
     def read(meanwhile: Callable[[], object] = lambda: None) -> float:
@@ -93,7 +103,7 @@ def _batch_s(ranks: Ranks) -> float:
     """A read and a move of next to nothing, one after the other. On the processor the next batch hides them (docs/design/0032)."""
     if ranks.device(0) == "cpu":
         return 0.0
-    copies = Copies.of([ranks.address(0)], [ranks.address(1)], SHORT[0])
+    copies = CopyList.of([ranks.address(1)], [ranks.address(0)], SHORT[0])
     return sum(
         _in_turn(
             lambda: ranks.run(0, 1, Direction.READ, copies).seconds or LEAST_S,
@@ -114,13 +124,14 @@ class _Buffers:
     def move(self, run: int, page: int, num_pages: int | None = None) -> Callable[[], float]:
         """Seconds of moving pages, all if not told how many, scattered, in runs of so many bytes, each time that it is called."""
         pages = self._rng.permutation(MOVED_BYTES // page)[:num_pages].astype(np.int64) * 2 * page
-        loops = [(page // run, run, 2 * run)]
         source = self._block.region.address
-        bases = np.array([source + MOVED_BYTES], dtype=np.int64)
+        at = np.arange(len(pages), dtype=np.int64) * page
+        first, bases = np.zeros(1, dtype=np.int64), np.array([source + MOVED_BYTES], dtype=np.int64)
+        move = Move(run, (Loop(page // run, run, 2 * run),), first, at, bases, pages)
 
         def once() -> float:
             started_s = time.perf_counter()
-            self._block.memory.move(source, page, bases, pages, run, loops, 0, 0)
+            self._block.memory.move(source, move)
             return time.perf_counter() - started_s
 
         return once

@@ -26,26 +26,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of, random_pieces
-from kvreshard.testing.rank_worker import Report
+from kvreshard.plan.copies import CopyList, Page, PagedCopies
+from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of, posted, random_pieces
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Copies, Direction, TransportError
-from kvreshard.transport.framed import Frame, FramedCopies
+from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Direction, TransportError
 
 NUM_RANKS = 3
 
 _READ_WRITE = pytest.mark.parametrize("direction", list(Direction), ids=lambda direction: direction.value)
 
 
-def _check_framed(ranks: Ranks, direction: Direction, copies: FramedCopies) -> Report:
-    """Rank 0 moves framed copies with rank 1, and exactly those arrive."""
+def _check_paged(ranks: Ranks, direction: Direction, copies: PagedCopies) -> None:
+    """Rank 0 moves paged copies with rank 1, and exactly those arrive."""
     flat, expected = copies.flat(), Expectation(ranks)
-    offsets = flat.local_address - np.uint64(ranks.address(0)), flat.remote_address - np.uint64(ranks.address(1))
-    expected.copied(0, 1, direction, (*offsets, flat.length_bytes))
-    report = ranks.run_framed(0, 1, direction, copies)
-    assert (report.num_bytes, report.num_descriptors) == (flat.num_bytes, len(flat))
+    is_read = direction is Direction.READ
+    local, remote = (flat.dst_address, flat.src_address) if is_read else (flat.src_address, flat.dst_address)
+    expected.copied(0, 1, direction, (local - ranks.address(0), remote - ranks.address(1), flat.length))
+    report = ranks.run(0, 1, direction, copies)
+    assert (report.num_bytes, report.num_descriptors) == (flat.num_bytes, flat.num_copies)
     expected.check()
-    return report
 
 
 class TransportContract:
@@ -70,7 +69,7 @@ class TransportContract:
         pieces = random_pieces(np.random.default_rng(seed), 400)
         expected = Expectation(ranks)
         expected.copied(0, 1, direction, pieces)
-        report = ranks.run(0, 1, direction, copies_of(ranks, 0, 1, pieces))
+        report = ranks.run(0, 1, direction, copies_of(ranks, 0, 1, direction, pieces))
         assert report.num_bytes == int(pieces[2].sum())
         assert report.num_descriptors == len(pieces[2])
         assert report.seconds is not None
@@ -78,84 +77,51 @@ class TransportContract:
         expected.check()
 
     @_READ_WRITE
-    @pytest.mark.parametrize("long_bytes", [1, 20 << 20], ids=lambda long_bytes: f"{long_bytes}")
-    def test_parts_of_a_list_arrive_exactly(self, ranks: Ranks, direction: Direction, long_bytes: int) -> None:
-        """Parts of one piece, of none and of many; with a piece that a transport may have to cut."""
-        long = (
-            np.array([8 << 20], dtype=np.uint64),
-            np.array([8 << 20], dtype=np.uint64),
-            np.array([long_bytes], dtype=np.uint64),
-        )
-        short = random_pieces(np.random.default_rng(8), 400, end_byte=8 << 20)
-        local, remote, length = (np.concatenate(column) for column in zip(short, long, strict=True))
-        pieces = local, remote, length
-        expected = Expectation(ranks)
-        expected.copied(0, 1, direction, pieces)
-        num_pieces, sizes = len(pieces[2]), []
-        stops = [1, 1, 7, num_pieces // 2, num_pieces]
-        for report in ranks.run_parts(0, 1, direction, copies_of(ranks, 0, 1, pieces), stops):
-            sizes.append((report.num_bytes, report.num_descriptors))
-        parts = np.split(pieces[2], stops[:-1])
-        assert sizes == [(int(part.sum()), len(part)) for part in parts]
-        expected.check()
-
-    def test_a_part_of_a_list_that_leaves_the_regions_is_refused(self, ranks: Ranks) -> None:
-        """Also where only another part does: nothing of the list moves."""
-        before = ranks.memory(0).copy()
-        for outside in (ranks.address(0) + MEMORY_BYTES, ranks.address(0) - 1):
-            copies = Copies.of([ranks.address(0), outside], [ranks.address(1)] * 2, 1)
-            with pytest.raises(TransportError, match="not inside one registered region"):
-                ranks.run_parts(0, 1, Direction.READ, copies, [1])
-        assert np.array_equal(ranks.memory(0), before)
-
-    @_READ_WRITE
     @pytest.mark.parametrize(
-        ("local_stride", "remote_stride"), [(4096, 4096), (8192, 4096), (4096, 12_288)], ids=lambda step: f"{step}"
+        ("src_stride", "dst_stride"), [(4096, 4096), (8192, 4096), (4096, 12_288)], ids=lambda step: f"{step}"
     )
-    def test_framed_pages_arrive_exactly(
-        self, ranks: Ranks, direction: Direction, local_stride: int, remote_stride: int
-    ) -> None:
-        """Pages in random order, ascending and descending, twice over one frame: what is prepared for it is used again."""
+    def test_pages_arrive_exactly(self, ranks: Ranks, direction: Direction, src_stride: int, dst_stride: int) -> None:
+        """Pages in random order, ascending and descending, twice of one page: what is prepared for it is used again."""
         random, count = np.random.default_rng(4), 100
-        starts = np.array([0, 1000, 2_000_000, 4_000_003], dtype=np.uint64)
-        lengths = np.array([999, 3096, 4096, 4096], dtype=np.uint64)
-        local, remote = starts + np.uint64(ranks.address(0) + 64), starts[::-1] + np.uint64(ranks.address(1))
-        frame = Frame.of(local, remote, lengths, local_stride, remote_stride, count, count)
+        starts = np.array([0, 1000, 2_000_000, 4_000_003])
+        src_rank, dst_rank = (1, 0) if direction is Direction.READ else (0, 1)
+        page = Page.of(
+            starts[::-1] + ranks.address(src_rank), starts + ranks.address(dst_rank) + 64, [999, 3096, 4096, 4096],
+            (src_stride, dst_stride), (count, count),
+        )  # fmt: skip
         orders = (random.permutation(count)[:60], np.arange(40), np.arange(60)[::-1])
-        for here, there in (
+        for src, dst in (
             orders[:1] + orders[:1],
             (orders[0], random.permutation(count)[:60]),
             orders[1:2] * 2,
             orders[2:] * 2,
         ):
-            _check_framed(ranks, direction, FramedCopies(frame, here, there))
+            _check_paged(ranks, direction, PagedCopies(0, 0, page, src, dst))
 
     @_READ_WRITE
-    def test_runs_of_framed_pages_arrive_exactly(self, ranks: Ranks, direction: Direction) -> None:
-        """Pages without gaps, neighbours together; and of a frame with gaps, one by one."""
-        count, starts = 100, np.array([0, 2_000_000, 4_000_003], dtype=np.uint64)
-        here, there = np.array([90, 3, 40, 7]), np.array([0, 60, 10, 99])
-        for length, remote_stride, runs in (
-            (4096, 4096, np.array([10, 2, 50, 1])),
-            (999, 8192, np.ones(4, dtype=np.int64)),
-        ):
-            frame = Frame.of(
-                starts + np.uint64(ranks.address(0)), starts[::-1] + np.uint64(ranks.address(1)), [length] * 3, 4096, remote_stride,
-                count, count,
-            )  # fmt: skip
-            report = _check_framed(ranks, direction, FramedCopies(frame, here, there, runs))
-            assert (report.num_bytes, report.num_descriptors) == (length * 3 * int(runs.sum()), 12)
+    def test_pages_with_a_piece_that_a_transport_may_have_to_cut(self, ranks: Ranks, direction: Direction) -> None:
+        src_rank, dst_rank = (1, 0) if direction is Direction.READ else (0, 1)
+        page = Page.of(
+            [ranks.address(src_rank)], [ranks.address(dst_rank) + 5], [17 << 20], (18 << 20, 19 << 20), (2, 2)
+        )
+        _check_paged(ranks, direction, PagedCopies(0, 0, page, np.array([0, 1]), np.array([1, 0])))
 
-    def test_frames_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
-        """Also where only pages that are not asked for lie outside: a frame is checked once, with all its pages."""
-        inside, one = np.array([0]), np.array([0], dtype=np.int64)
+    def test_pages_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
+        """Also where only pages that are not asked for lie outside: a page is checked once, with all that it may copy."""
+        first = np.array([0])
         ends = (MEMORY_BYTES // 4096, MEMORY_BYTES // 4096 + 1)
-        for local_count, remote_count in (ends, ends[::-1]):
-            frame = Frame.of(
-                inside + ranks.address(0), inside + ranks.address(1), [4096], 4096, 4096, local_count, remote_count
-            )
+        for counts in (ends, ends[::-1]):
+            page = Page.of([ranks.address(1)], [ranks.address(0)], [4096], (4096, 4096), counts)
             with pytest.raises(TransportError, match="not inside one registered region"):
-                ranks.run_framed(0, 1, Direction.READ, FramedCopies(frame, one, one))
+                ranks.run(0, 1, Direction.READ, PagedCopies(0, 0, page, first, first))
+
+    def test_page_ids_that_there_are_not_are_refused(self, ranks: Ranks) -> None:
+        page = Page.of([ranks.address(1)], [ranks.address(0)], [4096], (4096, 4096), (10, 20))
+        before = Expectation(ranks)
+        for src, dst in ((10, 0), (-1, 0), (0, 20), (0, -1)):
+            with pytest.raises(TransportError, match=r"pages from -?\d+ to -?\d+, but there are"):
+                ranks.run(0, 1, Direction.READ, PagedCopies(0, 0, page, np.array([src]), np.array([dst])))
+        before.check()
 
     @_READ_WRITE
     @pytest.mark.parametrize(("local_stride", "remote_stride", "length"), [(64, 192, 64), (129, 7, 7), (5000, 4096, 1)])
@@ -167,7 +133,7 @@ class TransportContract:
         pieces = (index * np.uint64(local_stride) + np.uint64(1), index * np.uint64(remote_stride), lengths)
         expected = Expectation(ranks)
         expected.copied(2, 0, direction, pieces)
-        ranks.run(2, 0, direction, copies_of(ranks, 2, 0, pieces))
+        ranks.run(2, 0, direction, copies_of(ranks, 2, 0, direction, pieces))
         expected.check()
 
     @_READ_WRITE
@@ -176,7 +142,7 @@ class TransportContract:
         pieces = (zero, zero, np.array([MEMORY_BYTES], dtype=np.uint64))
         expected = Expectation(ranks)
         expected.copied(1, 2, direction, pieces)
-        ranks.run(1, 2, direction, copies_of(ranks, 1, 2, pieces))
+        ranks.run(1, 2, direction, copies_of(ranks, 1, 2, direction, pieces))
         expected.check()
 
     @_READ_WRITE
@@ -186,13 +152,13 @@ class TransportContract:
         pieces = (random.permutation(index), random.permutation(index), np.full(100_000, 333, dtype=np.uint64))
         expected = Expectation(ranks)
         expected.copied(0, 1, direction, pieces)
-        ranks.run(0, 1, direction, copies_of(ranks, 0, 1, pieces))
+        ranks.run(0, 1, direction, copies_of(ranks, 0, 1, direction, pieces))
         expected.check()
 
     @_READ_WRITE
     def test_an_empty_list_is_done_and_notifies(self, ranks: Ranks, direction: Direction) -> None:
         expected = Expectation(ranks)
-        report = ranks.run(0, 1, direction, Copies.of([], [], []), b"nothing to do")
+        report = ranks.run(0, 1, direction, CopyList.of([], [], []), b"nothing to do")
         assert (report.num_bytes, report.num_descriptors) == (0, 0)
         assert ranks.notifications(1, 1) == [("rank0", b"nothing to do")]
         expected.check()
@@ -209,7 +175,7 @@ class TransportContract:
             pieces = random_pieces(random, 300, number * share, (number + 1) * share)
             direction = Direction.READ if number % 2 else Direction.WRITE
             expected.copied(rank, peer, direction, pieces)
-            jobs.append((rank, ranks.post(rank, peer, direction, copies_of(ranks, rank, peer, pieces))))
+            jobs.append((rank, ranks.post(rank, peer, direction, copies_of(ranks, rank, peer, direction, pieces))))
         for rank, job in jobs:
             report = ranks.wait(rank, job)
             assert report.state == "done", report.error
@@ -221,7 +187,9 @@ class TransportContract:
         for number in range(200):
             pieces = random_pieces(np.random.default_rng(number), 3, number * 200_000, (number + 1) * 200_000)
             expected.copied(0, 1, Direction.READ, pieces)
-            jobs.append(ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, pieces), b"%d" % number))
+            jobs.append(
+                ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, Direction.READ, pieces), b"%d" % number)
+            )
         assert [ranks.wait(0, job).state for job in jobs] == ["done"] * 200
         expected.check()
         messages = ranks.notifications(1, 200)
@@ -235,7 +203,7 @@ class TransportContract:
         pieces = random_pieces(np.random.default_rng(round_number), 500)
         expected = Expectation(ranks)
         expected.copied(0, 1, Direction.WRITE, pieces)
-        job = ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, pieces), b"written")
+        job = ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, Direction.WRITE, pieces), b"written")
         # The receiver knows nothing else of the transfer: all bytes must be there when the word is.
         assert ranks.notifications(1, 1) == [("rank0", b"written")]
         expected.check()
@@ -249,7 +217,7 @@ class TransportContract:
     )
     def test_payloads_arrive_as_they_are(self, ranks: Ranks, payload: bytes) -> None:
         ranks.notify(0, 2, payload)
-        ranks.run(1, 2, Direction.READ, copies_of(ranks, 1, 2, ([0], [0], [1])), payload)
+        ranks.run(1, 2, Direction.READ, copies_of(ranks, 1, 2, Direction.READ, ([0], [0], [1])), payload)
         assert sorted(ranks.notifications(2, 2)) == [("rank0", payload), ("rank1", payload)]
         assert ranks.notifications(2, 1, timeout_s=0.02) == []
         assert ranks.notifications(0, 1, timeout_s=0.0) == []
@@ -259,7 +227,7 @@ class TransportContract:
         with pytest.raises(TransportError, match=str(MAX_NOTIFICATION_BYTES)):
             ranks.notify(0, 1, payload)
         with pytest.raises(TransportError, match=str(MAX_NOTIFICATION_BYTES)):
-            ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, ([0], [0], [1])), payload)
+            ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, Direction.READ, ([0], [0], [1])), payload)
         assert ranks.notifications(1, 1, timeout_s=0.02) == []
 
     # Refusals
@@ -276,13 +244,13 @@ class TransportContract:
         outside[1] = ranks.address(rank) + offset
         expected = Expectation(ranks)
         with pytest.raises(TransportError, match=rf"piece 1 of 2: {side}.*registered"):
-            ranks.post(0, 1, direction, Copies.of(local, remote, 8), b"never")
+            ranks.post(0, 1, direction, posted(direction, local, remote, 8), b"never")
         expected.check()
         assert ranks.notifications(1, 1, timeout_s=0.0) == []
 
     def test_an_unknown_peer_is_refused(self, ranks: Ranks) -> None:
         with pytest.raises(TransportError, match="'rank7' is unknown"):
-            ranks.post(0, 7, Direction.READ, Copies.of([], [], []))
+            ranks.post(0, 7, Direction.READ, CopyList.of([], [], []))
         with pytest.raises(TransportError, match="'rank7' is unknown"):
             ranks.notify(0, 7, b"hello")
         with pytest.raises(TransportError, match="'rank7' is unknown"):
@@ -295,12 +263,12 @@ class TransportContract:
     # Ends
 
     def test_a_removed_peer_can_come_back(self, ranks: Ranks) -> None:
-        copies = copies_of(ranks, 0, 1, ([0], [0], [64]))
+        copies = copies_of(ranks, 0, 1, Direction.READ, ([0], [0], [64]))
         for _ in range(3):
             ranks.disconnect(0, 1)
             with pytest.raises(TransportError, match="'rank1' is unknown"):
                 ranks.post(0, 1, Direction.READ, copies)
-            ranks.run(0, 2, Direction.READ, copies_of(ranks, 0, 2, ([0], [0], [64])))
+            ranks.run(0, 2, Direction.READ, copies_of(ranks, 0, 2, Direction.READ, ([0], [0], [64])))
             ranks.connect(0, 1)
             ranks.run(0, 1, Direction.READ, copies, b"back")
             assert ranks.notifications(1, 1) == [("rank0", b"back")]
@@ -308,10 +276,10 @@ class TransportContract:
     def test_removing_a_peer_settles_its_transfers_and_no_others(self, ranks: Ranks) -> None:
         random = np.random.default_rng(9)
         half = MEMORY_BYTES // 2
-        gone = [copies_of(ranks, 0, 1, random_pieces(random, 5000, 0, half)) for _ in range(3)]
+        gone = [copies_of(ranks, 0, 1, Direction.READ, random_pieces(random, 5000, 0, half)) for _ in range(3)]
         stays = random_pieces(random, 5000, half, MEMORY_BYTES)
         gone_jobs = [ranks.post(0, 1, Direction.READ, copies) for copies in gone]
-        stays_job = ranks.post(0, 2, Direction.READ, copies_of(ranks, 0, 2, stays))
+        stays_job = ranks.post(0, 2, Direction.READ, copies_of(ranks, 0, 2, Direction.READ, stays))
         ranks.disconnect(0, 1)
         reports = [ranks.wait(0, job) for job in gone_jobs]
         assert all(report.state in ("done", "failed") for report in reports)
@@ -319,7 +287,7 @@ class TransportContract:
         assert ranks.wait(0, stays_job).state == "done"
         before = Expectation(ranks)
         ranks.connect(0, 1)
-        ranks.run(0, 1, Direction.READ, Copies.of([], [], []))
+        ranks.run(0, 1, Direction.READ, CopyList.of([], [], []))
         before.check()
 
     @pytest.mark.parametrize("direction", list(Direction))
@@ -332,8 +300,11 @@ class TransportContract:
         stays = random_pieces(random, 5000, half, MEMORY_BYTES)
         other = Expectation(ranks)
         other.copied(0, 2, Direction.READ, stays)
-        jobs = [ranks.post(0, 1, direction, copies_of(ranks, 0, 1, part), b"never if it failed") for part in pieces]
-        stays_job = ranks.post(0, 2, Direction.READ, copies_of(ranks, 0, 2, stays))
+        jobs = [
+            ranks.post(0, 1, direction, copies_of(ranks, 0, 1, direction, part), b"never if it failed")
+            for part in pieces
+        ]
+        stays_job = ranks.post(0, 2, Direction.READ, copies_of(ranks, 0, 2, Direction.READ, stays))
         for job in jobs:
             ranks.cancel(0, job)
         reports = [ranks.wait(0, job) for job in jobs]
@@ -345,12 +316,12 @@ class TransportContract:
         num_done = sum(report.state == "done" for report in reports)
         assert len(ranks.notifications(1, num_done + 1, timeout_s=0.2)) == num_done
         ranks.cancel(0, jobs[0])
-        ranks.run(0, 1, direction, Copies.of([], [], []))
+        ranks.run(0, 1, direction, CopyList.of([], [], []))
         settled.check(stop=half)
 
     def test_closing_settles_what_is_pending(self, ranks: Ranks) -> None:
         pieces = random_pieces(np.random.default_rng(11), 5000)
-        jobs = [ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, pieces)) for _ in range(3)]
+        jobs = [ranks.post(0, 1, Direction.READ, copies_of(ranks, 0, 1, Direction.READ, pieces)) for _ in range(3)]
         ranks.shut(0)
         after = Expectation(ranks)
         reports = [ranks.wait(0, job, timeout_s=0.0) for job in jobs]
@@ -364,18 +335,18 @@ class TransportContract:
         with pytest.raises(TransportError, match="closed"):
             ranks.disconnect(0, 1)
         with pytest.raises(TransportError, match="closed"):
-            ranks.post(0, 1, Direction.READ, Copies.of([], [], []))
+            ranks.post(0, 1, Direction.READ, CopyList.of([], [], []))
         after.check()
         self._reopen(ranks, 0)
-        ranks.run(0, 1, Direction.READ, copies_of(ranks, 0, 1, pieces))
-        ranks.run(1, 0, Direction.READ, copies_of(ranks, 1, 0, pieces))
+        ranks.run(0, 1, Direction.READ, copies_of(ranks, 0, 1, Direction.READ, pieces))
+        ranks.run(1, 0, Direction.READ, copies_of(ranks, 1, 0, Direction.READ, pieces))
 
     def test_a_peer_that_closed_does_not_disturb_the_others(self, ranks: Ranks) -> None:
         ranks.shut(1)
-        ranks.run(0, 2, Direction.READ, copies_of(ranks, 0, 2, ([0], [0], [4096])), b"still here")
+        ranks.run(0, 2, Direction.READ, copies_of(ranks, 0, 2, Direction.READ, ([0], [0], [4096])), b"still here")
         assert ranks.notifications(2, 1) == [("rank0", b"still here")]
         self._reopen(ranks, 1)
-        ranks.run(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, ([0], [0], [4096])))
+        ranks.run(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, Direction.WRITE, ([0], [0], [4096])))
 
     @staticmethod
     def _reopen(ranks: Ranks, rank: int) -> None:

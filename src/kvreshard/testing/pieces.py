@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import Ranks
-from kvreshard.transport.base import Copies, Direction
+from kvreshard.transport.base import Direction
 
 # Room for pieces above the 16 MiB at which NIXL's pieces are cut.
 MEMORY_BYTES = 40 * 1024 * 1024
@@ -39,13 +40,17 @@ def random_pieces(
     return offsets[0], offsets[1], lengths
 
 
+def posted(direction: Direction, local: ArrayLike, remote: ArrayLike, length: ArrayLike) -> CopyList:
+    """Copies between local and remote addresses, as the side that posts them in this direction sees them."""
+    return CopyList.of(remote, local, length) if direction is Direction.READ else CopyList.of(local, remote, length)
+
+
 def copies_of(
-    ranks: Ranks, local_rank: int, remote_rank: int, pieces: tuple[Sequence[int] | NDArray[np.uint64], ...]
-) -> Copies:
-    """Pieces given as offsets (local, remote, length), as addresses of two ranks."""
-    local, remote, length = (np.asarray(column, dtype=np.uint64) for column in pieces)
-    base = np.uint64(ranks.address(local_rank)), np.uint64(ranks.address(remote_rank))
-    return Copies(local + base[0], remote + base[1], length)
+    ranks: Ranks, rank: int, peer: int, direction: Direction, pieces: tuple[Sequence[int] | NDArray[np.uint64], ...]
+) -> CopyList:
+    """Pieces given as offsets (local, remote, length), as copies that `rank` posts to `peer`."""
+    local, remote, length = (np.asarray(column, dtype=np.int64) for column in pieces)
+    return posted(direction, local + ranks.address(rank), remote + ranks.address(peer), length)
 
 
 class Expectation:
@@ -55,7 +60,7 @@ class Expectation:
         self._ranks = ranks
         self._memory = [ranks.memory(rank).copy() for rank in range(ranks.num_ranks)]
 
-    def copied(self, rank: int, peer: int, direction: Direction, pieces: tuple[NDArray[np.uint64], ...]) -> None:
+    def copied(self, rank: int, peer: int, direction: Direction, pieces: tuple[NDArray[np.integer], ...]) -> None:
         """One more transfer, posted by `rank`, of pieces given as offsets."""
         local, remote = self._memory[rank], self._memory[peer]
         for here, there, length in zip(*(column.tolist() for column in pieces), strict=True):

@@ -1,10 +1,5 @@
-"""What does a rank of a trial do as part of an engine?
-
-On top of `rank_worker` (one memory, one transport): it is told both layouts as they would travel at handshake, compiles its
-own routes from them, and carries out requests with the production `Mover`, several at once.
-
-1. `Load`: decode both layouts, compile: a destination rank its route, a source rank (push) the routes of all readers.
-2. `Move`: start a request in a thread; returns a job number at once. `Await` tells how it ended.
+"""The engine part of one rank: both layouts as they would travel at handshake, the routes that it compiles from them, and requests that it
+carries out with the production `Mover`, several at once, each in a thread of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +23,11 @@ from kvreshard.session.staging import Staging
 from kvreshard.testing.rank_memory import Block
 from kvreshard.transport.base import Transport, TransportError
 
+NOTHING = Moved(0, 0, 0, 0, 0.0, 0.0)
 
-class Load(msgspec.Struct, tag=True):
-    """Take part in a pair of engines, as rank `rank` of the destination or of the source.
+
+class Load(msgspec.Struct):
+    """What a rank needs to take part in a pair of engines, as rank `rank` of the destination or of the source.
 
     Peers are called "rank<n>"; `first_peer` is the number of the other engine's first rank. The staging buffer is
     `staging_bytes` from `staging_address`; zero bytes: none. `cost` chooses where `way` does not.
@@ -47,31 +44,11 @@ class Load(msgspec.Struct, tag=True):
     cost: CostModel = CostModel()
 
 
-class Move(msgspec.Struct, tag=True):
-    """Start one request; `report` is the notification that sources get. `push`: the sources write."""
-
-    request: RequestForm
-    report: bytes
-    push: bool
-
-
-class Await(msgspec.Struct, tag=True):
-    """Wait for a job."""
-
-    job: int
-    timeout_s: float
-
-
 class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended; `error` is None when all its bytes have arrived."""
+    """How a request ended on one rank: what moved, or why it did not arrive."""
 
     error: str | None
-    num_bytes: int
-    num_read_bytes: int
-    num_copies: int
-    num_staged_bytes: int
-    bind_s: float
-    total_s: float
+    moved: Moved = NOTHING
 
 
 class RankMover:
@@ -100,36 +77,26 @@ class RankMover:
         self._threads: dict[int, threading.Thread] = {}
         self._outcomes: dict[int, Outcome] = {}
 
-    def start(self, move: Move) -> int:
-        """Start a job; returns its number."""
+    def start(self, request: RequestForm, report: bytes, push: bool) -> int:
+        """Start a request; returns its job at once. `report`: the notification that sources get. `push`: the sources write."""
         job = len(self._threads) + 1
-        request = from_form(move.request)
-        thread = threading.Thread(target=self._run, args=(job, request, move.report, move.push), daemon=True)
-        self._threads[job] = thread
-        thread.start()
+        arguments = (job, from_form(request), report, push)
+        self._threads[job] = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._threads[job].start()
         return job
 
-    def wait(self, ask: Await) -> Outcome:
-        """How a job ended, or that it has not."""
-        self._threads[ask.job].join(ask.timeout_s)
-        return self._outcomes.get(ask.job, _failed(f"still running after {ask.timeout_s} s"))
+    def wait(self, job: int, timeout_s: float) -> Outcome:
+        """How a job ended, or that it has not within the time."""
+        self._threads[job].join(timeout_s)
+        return self._outcomes.get(job, Outcome(f"still running after {timeout_s} s"))
 
     def _run(self, job: int, request: Request, report: bytes, push: bool) -> None:
         try:
-            moved = self._carry_out(request, report, push)
-            self._outcomes[job] = Outcome(
-                None,
-                moved.num_bytes,
-                moved.num_read_bytes,
-                moved.num_copies,
-                moved.num_staged_bytes,
-                moved.bind_s,
-                moved.total_s,
-            )
+            self._outcomes[job] = Outcome(None, self._carry_out(request, report, push))
         except (KvReshardError, TransportError, TimeoutError) as error:
-            self._outcomes[job] = _failed(str(error))
+            self._outcomes[job] = Outcome(str(error))
         except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
-            self._outcomes[job] = _failed(traceback.format_exc())
+            self._outcomes[job] = Outcome(traceback.format_exc())
 
     def _carry_out(self, request: Request, report: bytes, push: bool) -> Moved:
         if not push:
@@ -138,8 +105,4 @@ class RankMover:
             return transfer.push(self._mover, self._routes.values(), request, self._rank)
         check_request(self._routes[self._rank], request)
         self._mover.fill(self._dst, self._routes[self._rank], request)
-        return Moved(0, 0, 0, 0, 0.0, 0.0)
-
-
-def _failed(error: str) -> Outcome:
-    return Outcome(error, 0, 0, 0, 0, 0.0, 0.0)
+        return NOTHING

@@ -1,23 +1,17 @@
-"""What does one rank of a test do when its controller asks?
+"""One rank of a test or of `kvreshard verify`: a block of memory, a transport, and the engine part that moves requests.
 
-A `RankWorker` has one block of memory (`rank_memory`) and one transport, and serves one request at a time:
+A controller (`ranks`) calls the public methods of `RankWorker`, and nothing else. In the controller's process it calls them directly; a
+rank in a process of its own runs this file as a program and serves calls over an inherited socket: frames of a 4-byte length and msgpack,
+arguments decoded by the method's type hints. A refusal is an answer, not the end of the worker. The worker ends when the socket closes,
+so none outlives its controller.
 
-1. `Hello`: make the transport, register the memory; answers with its address. `Upload` and `Download`: carry bytes between a device and
-   what the controller sees.
-2. `Metadata`, `Connect`, `Disconnect`: peers are called "rank0", "rank1", ...
-3. `Post` starts a copy list and returns a job number at once; `Wait` tells how the job ended.
-4. `Notify`, `Notifications`, `Attend`; `Reset` forgets settled jobs and unread messages.
-5. `Load`, `Move`, `Await`: the part of an engine's rank, see `rank_mover`.
-6. `Close` closes the transport; the next `Hello` makes a new one, as a restarted engine would.
-
-As a program it serves a controller over an inherited socket: frames of a 4-byte length and msgpack. A refusal by the
-transport is an answer, not the end of the worker. It ends when the socket closes, so that no worker outlives its
-controller.
+Peers are called "rank0", "rank1", ... Jobs are numbers. Arrays travel as the bytes of int64.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import mmap
 import socket
 import struct
@@ -25,141 +19,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model import KvReshardError, LayoutMismatch
-from kvreshard.testing.rank_memory import Block, DeviceBlock, HostBlock
-from kvreshard.testing.rank_mover import Await, Load, Move, Outcome, RankMover
-from kvreshard.transport.base import (
-    Copies,
-    Direction,
-    Transfer,
-    TransferState,
-    Transport,
-    TransportError,
-)
-from kvreshard.transport.framed import Frame, FramedCopies
+from kvreshard.model.request_form import RequestForm
+from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
+from kvreshard.testing.rank_memory import Block, DeviceBlock
+from kvreshard.testing.rank_mover import Load, Outcome, RankMover
+from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
 
-if TYPE_CHECKING:
-    from kvreshard.transport.base import AnyCopies
-
-
-class Hello(msgspec.Struct, tag=True):
-    """Make the transport and register the memory."""
-
-
-class Upload(msgspec.Struct, tag=True):
-    """Give the memory the bytes that the controller has written."""
-
-
-class Download(msgspec.Struct, tag=True):
-    """Give the controller the bytes of the memory."""
-
-
-class Metadata(msgspec.Struct, tag=True):
-    """Tell the transport's metadata."""
-
-
-class Connect(msgspec.Struct, tag=True):
-    """Add a peer."""
-
-    peer: str
-    metadata: bytes
-
-
-class Disconnect(msgspec.Struct, tag=True):
-    """Remove a peer."""
-
-    peer: str
-
-
-class Post(msgspec.Struct, tag=True):
-    """Start a copy list; the arrays are uint64 in this machine's byte order."""
-
-    peer: str
-    direction: Direction
-    local_address: bytes
-    remote_address: bytes
-    length_bytes: bytes
-    notify: bytes | None
-
-
-class PostParts(msgspec.Struct, tag=True):
-    """Start a copy list part after part, each up to the next of `stops`; the arrays are as in `Post`, the last job is told."""
-
-    peer: str
-    direction: Direction
-    local_address: bytes
-    remote_address: bytes
-    length_bytes: bytes
-    stops: list[int]
-
-
-class Cancel(msgspec.Struct, tag=True):
-    """Post no more of a job."""
-
-    job: int
-
-
-class PostFramed(msgspec.Struct, tag=True):
-    """Start framed copies. Entries are uint64, pages int64; `numbers`: strides and counts, local before remote."""
-
-    peer: str
-    direction: Direction
-    local_address: bytes
-    remote_address: bytes
-    length_bytes: bytes
-    numbers: tuple[int, int, int, int]
-    local_page: bytes
-    remote_page: bytes
-    run_pages: bytes | None
-
-
-class Wait(msgspec.Struct, tag=True):
-    """Tell how a job ended, or that it has not within the time."""
-
-    job: int
-    timeout_s: float
-
-
-class Notify(msgspec.Struct, tag=True):
-    """Send a message."""
-
-    peer: str
-    payload: bytes
-
-
-class Notifications(msgspec.Struct, tag=True):
-    """Tell the messages, once there are `count` of them or the time is over."""
-
-    count: int
-    timeout_s: float
-
-
-class Attend(msgspec.Struct, tag=True):
-    """Set the transport attentive or not."""
-
-    attentive: bool
-
-
-class Reset(msgspec.Struct, tag=True):
-    """Forget settled jobs and unread messages."""
-
-
-class Close(msgspec.Struct, tag=True):
-    """Close the transport."""
-
-
-Request = (
-    Hello | Upload | Download | Metadata | Connect | Disconnect | Post | PostFramed | PostParts | Cancel | Wait | Notify | Notifications
-    | Attend | Reset | Close
-    | Load | Move | Await
-)  # fmt: skip
+Columns = tuple[bytes, bytes, bytes]
+"""Addresses of sources and destinations, and lengths."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -172,154 +48,180 @@ class Report(msgspec.Struct, frozen=True):
     num_descriptors: int
 
 
+class Call(msgspec.Struct):
+    """A method of `RankWorker` and its arguments, each encoded."""
+
+    method: str
+    arguments: list[msgspec.Raw]
+
+
 class Answer(msgspec.Struct):
-    """The reply to every request; which fields are set depends on the request.
+    """What the method returned, encoded; or what it raised, and which kind of error that is."""
 
-    `refused` is the text of a `TransportError`, or of a `LayoutMismatch` if `is_mismatch`; `crashed` the traceback of anything else.
-    """
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    raised: Literal["", "TransportError", "LayoutMismatch", "crash"] = ""
+    text: str = ""
 
-    refused: str | None = None
-    is_mismatch: bool = False
-    crashed: str | None = None
-    address: int = 0
-    start_s: float = 0.0
-    data: bytes = b""
-    job: int = 0
-    report: Report | None = None
-    messages: list[tuple[str, bytes]] = []
-    outcome: Outcome | None = None
-    compile_s: float = 0.0
+
+@cache
+def signature(method: str) -> tuple[dict[str, Any], Any]:
+    """Types of a method's arguments in order, and of its result. Raises KeyError for what is no public method."""
+    public = {
+        name: found for name, found in inspect.getmembers(RankWorker, inspect.isfunction) if not name.startswith("_")
+    }
+    hints = get_type_hints(public[method])
+    return hints, hints.pop("return")
 
 
 class RankWorker:
-    """One rank: its memory, and the transport that `make_transport` makes."""
+    """One rank: its memory, and the transport that `make_transport` makes. Not safe for use from several threads."""
 
     def __init__(self, block: Block, make_transport: Callable[[], Transport]) -> None:
         self._block = block
         self._make_transport = make_transport
-        self._transport: Transport | None = None
+        self._made: Transport | None = None
+        self._mover: RankMover | None = None
         self._jobs: dict[int, Transfer] = {}
-        self._frames: dict[object, Frame] = {}
+        self._pages: dict[object, Page] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
-        self._mover: RankMover | None = None
 
-    def serve(self, request: Request) -> Answer:
-        """Do what is asked; never raises."""
-        try:
-            return self._serve(request)
-        except (TransportError, KvReshardError) as error:
-            return Answer(refused=str(error), is_mismatch=isinstance(error, LayoutMismatch))
-        except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
-            return Answer(crashed=traceback.format_exc())
-
-    def _serve(self, request: Request) -> Answer:
-        match request:
-            case Hello():
-                return self._hello()
-            case Upload():
-                self._block.upload()
-                return Answer()
-            case Download():
-                self._block.download()
-                return Answer()
-        transport = self._transport
-        if transport is None:
-            raise TransportError("this rank has no transport yet; say Hello first")
-        match request:
-            case Metadata():
-                return Answer(data=transport.metadata())
-            case Post() | PostFramed() | PostParts():
-                return self._post(transport, request)
-            case Wait():
-                return Answer(report=self._wait(request))
-            case Notifications():
-                return Answer(messages=self._messages(transport, request))
-            case Load():
-                self._mover = RankMover(transport, self._block, request)
-                return Answer(compile_s=self._mover.compile_s)
-            case Move() | Await():
-                return self._move(request)
-            case _:
-                self._change(transport, request)
-                return Answer()
-
-    def _move(self, request: Move | Await) -> Answer:
-        if self._mover is None:
-            raise TransportError("this rank has no layouts yet; say Load first")
-        if isinstance(request, Move):
-            return Answer(job=self._mover.start(request))
-        return Answer(outcome=self._mover.wait(request))
-
-    def _change(self, transport: Transport, request: Request) -> None:
-        """The requests without a result."""
-        match request:
-            case Connect():
-                transport.add_peer(request.peer, request.metadata)
-            case Disconnect():
-                transport.remove_peer(request.peer)
-            case Cancel():
-                transport.cancel(self._jobs[request.job])
-            case Notify():
-                transport.notify(request.peer, request.payload)
-            case Attend():
-                transport.set_attentive(request.attentive)
-            case Reset():
-                self._jobs = {number: job for number, job in self._jobs.items() if job.state is TransferState.PENDING}
-                transport.notifications()
-                self._unread = []
-            case Close():
-                transport.close()
-
-    def _hello(self) -> Answer:
+    def open(self) -> tuple[int, float]:
+        """Make the transport, as a restarted engine would, and register the memory: its address, and the seconds that it took."""
         started_s = time.monotonic()
-        self._transport = self._make_transport()
-        self._transport.register([self._block.region])
-        return Answer(address=self._block.region.address, start_s=time.monotonic() - started_s)
+        self._made = self._make_transport()
+        self._made.register([self._block.region])
+        return self._block.region.address, time.monotonic() - started_s
 
-    def _post(self, transport: Transport, request: Post | PostFramed | PostParts) -> Answer:
-        arrays = (request.local_address, request.remote_address, request.length_bytes)
-        local, remote, length = (np.frombuffer(array, dtype=np.uint64) for array in arrays)
-        copies: list[AnyCopies]
-        notify = request.notify if isinstance(request, Post) else None
-        if isinstance(request, Post):
-            copies = [Copies(local, remote, length)]
-        elif isinstance(request, PostParts):
-            whole = Copies(local, remote, length)
-            copies = [whole.part(first, stop) for first, stop in pairwise([0, *request.stops])]
-        else:
-            # Equal frames are one object, as in an engine: what a transport prepares for it is used again.
-            key = (*arrays, request.numbers)
-            frame = self._frames.setdefault(key, Frame(local, remote, length, *request.numbers))
-            told = (request.local_page, request.remote_page, request.run_pages)
-            pages = [np.frombuffer(page, dtype=np.int64) for page in told if page is not None]
-            copies = [FramedCopies(frame, *pages)]
-        for one in copies:
-            transfer = transport.post(request.peer, request.direction, one, notify)
-            self._num_jobs += 1
-            self._jobs[self._num_jobs] = transfer
-        return Answer(job=self._num_jobs)
+    def close(self) -> None:
+        """Close the transport, if there is one."""
+        if self._made is not None:
+            self._made.close()
 
-    def _wait(self, request: Wait) -> Report:
-        transfer = self._jobs[request.job]
+    def upload(self) -> None:
+        """Give the memory the bytes that the controller has written."""
+        self._block.upload()
+
+    def download(self) -> None:
+        """Give the controller the bytes of the memory."""
+        self._block.download()
+
+    def metadata(self) -> bytes:
+        """The transport's metadata."""
+        return self._transport().metadata()
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        """Add a peer."""
+        self._transport().add_peer(peer, metadata)
+
+    def disconnect(self, peer: str) -> None:
+        """Remove a peer."""
+        self._transport().remove_peer(peer)
+
+    def attend(self, attentive: bool) -> None:
+        """Set the transport attentive or not."""
+        self._transport().set_attentive(attentive)
+
+    def post(self, peer: str, direction: Direction, columns: Columns, notify: bytes | None) -> int:
+        """Start a copy list; returns its job at once."""
+        src, dst, length = map(_numbers, columns)
+        return self._post(peer, direction, CopyList(0, 0, src, dst, length), notify)
+
+    def post_pages(
+        self,
+        peer: str,
+        direction: Direction,
+        entries: Columns,
+        strides: tuple[int, int],
+        counts: tuple[int, int],
+        pages: tuple[bytes, bytes],
+    ) -> int:
+        """Start paged copies: entries of page 0, strides in bytes and page counts of the source and of the destination, and page ids."""
+        # Equal pages are one object, as in an engine: what a transport prepares for it is used again.
+        src, dst, length = map(_numbers, entries)
+        page = self._pages.setdefault((entries, strides, counts), Page.of(src, dst, length, strides, counts))
+        return self._post(peer, direction, PagedCopies(0, 0, page, *map(_numbers, pages)), None)
+
+    def cancel(self, job: int) -> None:
+        """Post no more of a job."""
+        self._transport().cancel(self._jobs[job])
+
+    def wait(self, job: int, timeout_s: float) -> Report:
+        """How a job ended, or that it has not within the time."""
+        transfer = self._jobs[job]
         with contextlib.suppress(TransportError, TimeoutError):  # the report tells
-            transfer.wait(request.timeout_s)
+            transfer.wait(timeout_s)
         error = None if transfer.error is None else str(transfer.error)
         return Report(transfer.state.value, error, transfer.seconds, transfer.num_bytes, transfer.num_descriptors)
 
-    def _messages(self, transport: Transport, request: Notifications) -> list[tuple[str, bytes]]:
-        deadline_s = time.monotonic() + request.timeout_s
+    def notify(self, peer: str, payload: bytes) -> None:
+        """Send a message."""
+        self._transport().notify(peer, payload)
+
+    def notifications(self, count: int, timeout_s: float) -> list[tuple[str, bytes]]:
+        """Sender and payload of the messages so far, once there are `count` of them or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
         while True:
-            self._unread += [(message.peer, message.payload) for message in transport.notifications()]
-            if len(self._unread) >= request.count or time.monotonic() >= deadline_s:
+            self._unread += [(message.peer, message.payload) for message in self._transport().notifications()]
+            if len(self._unread) >= count or time.monotonic() >= deadline_s:
                 messages, self._unread = self._unread, []
                 return messages
             time.sleep(0.0002)  # a poll with a deadline: transports have no blocking receive
 
-    def stop(self) -> None:
-        """Close the transport, if there is one."""
-        if self._transport is not None:
-            self._transport.close()
+    def reset(self) -> None:
+        """Forget settled jobs and unread messages."""
+        self._jobs = {number: job for number, job in self._jobs.items() if job.state is TransferState.PENDING}
+        self._transport().notifications()
+        self._unread = []
+
+    def load(self, load: Load) -> float:
+        """Take part in a pair of engines; returns the seconds of compiling and proving its routes."""
+        self._mover = RankMover(self._transport(), self._block, load)
+        return self._mover.compile_s
+
+    def start_request(self, request: RequestForm, report: bytes, push: bool) -> int:
+        """See `RankMover.start`."""
+        return self._engine().start(request, report, push)
+
+    def wait_request(self, job: int, timeout_s: float) -> Outcome:
+        """See `RankMover.wait`."""
+        return self._engine().wait(job, timeout_s)
+
+    def _transport(self) -> Transport:
+        if self._made is None:
+            raise TransportError("this rank has no transport yet; call `open` first")
+        return self._made
+
+    def _engine(self) -> RankMover:
+        if self._mover is None:
+            raise TransportError("this rank has no layouts yet; call `load` first")
+        return self._mover
+
+    def _post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None) -> int:
+        transfer = self._transport().post(peer, direction, copies, notify)
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = transfer
+        return self._num_jobs
+
+
+def _numbers(data: bytes) -> NDArray[np.int64]:
+    return np.frombuffer(data, dtype=np.int64)
+
+
+def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
+    """Carry out one call; never raises."""
+    try:
+        call = msgspec.msgpack.decode(message, type=Call)
+        hints, _ = signature(call.method)
+        types = zip(call.arguments, hints.values(), strict=True)
+        result = getattr(worker, call.method)(*(msgspec.msgpack.decode(raw, type=hint) for raw, hint in types))
+        return Answer(msgspec.Raw(msgspec.msgpack.encode(result)))
+    except (TransportError, KvReshardError) as error:
+        return Answer(
+            raised="LayoutMismatch" if isinstance(error, LayoutMismatch) else "TransportError", text=str(error)
+        )
+    except Exception:  # noqa: BLE001  the controller reports it, and the rank lives on
+        return Answer(raised="crash", text=traceback.format_exc())
 
 
 def send_frame(channel: socket.socket, message: Any) -> None:
@@ -374,21 +276,18 @@ def main(arguments: list[str]) -> None:
     channel = socket.socket(fileno=int(arguments[0]))
     seen = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
     try:
-        block = HostBlock(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
+        block = Block(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
     except TransportError as error:
-        with contextlib.suppress(
-            EOFError, ConnectionError
-        ):  # the first question is answered, the rank does not live on
+        with contextlib.suppress(EOFError, ConnectionError):  # the first call is answered, and the rank ends
             receive_frame(channel)
-            send_frame(channel, Answer(refused=str(error)))
+            send_frame(channel, Answer(raised="TransportError", text=str(error)))
         return
     worker = RankWorker(block, lambda: make_process_transport(kind, name, block.enter))
-    decoder = msgspec.msgpack.Decoder(Request)
     try:
         while True:
-            send_frame(channel, worker.serve(decoder.decode(receive_frame(channel))))
+            send_frame(channel, serve(worker, receive_frame(channel)))
     except (EOFError, ConnectionError):
-        worker.stop()
+        worker.close()
 
 
 if __name__ == "__main__":

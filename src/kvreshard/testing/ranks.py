@@ -1,15 +1,15 @@
-"""How does a test drive several ranks that copy bytes among each other, and see all their memory?
+"""Several ranks that copy bytes among each other, driven by one controller that sees all their memory.
 
-1. `LocalRanks` keeps all ranks in this process (any transport); `ProcessRanks` starts one worker process per rank
-   (NIXL), without fork. Both are the same `Ranks` to a test, and are reused over many cases: `reset` between them.
-2. Each rank has one block of memory, registered as one region. The test sees it as an array (`memory`) and uses the
-   rank's own address of it (`address`) in copy lists. Between processes the array is an anonymous memory file, so
-   nothing is left behind in a file system, whatever dies. Where the block is a device's (`devices`), the array is a copy: `memory` reads
-   it anew, and `give` carries what was written to it.
+1. `LocalRanks` keeps all ranks in this process (any transport); `ProcessRanks` starts one worker process per rank (NIXL), without fork.
+   Both are used alike, over many cases: `reset` between them.
+2. Each rank has one block of memory, registered as one region. The controller sees it as an array (`memory`) and uses the rank's own
+   address of it (`address`) in copy lists. Between processes the array is an anonymous memory file, so nothing is left behind in a file
+   system, whatever dies. Where the block is a device's (`devices`), the array is a copy: `memory` reads it anew, and `give` carries what
+   was written to it.
 3. `connect_all`, then `post` and `wait`, `notify` and `notifications`.
 
-A refusal by a rank's transport is raised here as the same `TransportError`. A worker that dies or does not answer is
-reported as `RankDiedError` with its exit code and last words, never waited for.
+A refusal by a rank is raised here as the same `TransportError` or `LayoutMismatch`. A worker that dies or does not answer is reported as
+`RankDiedError` with its exit code and last words, never waited for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 
 import kvreshard
 from kvreshard.model import LayoutMismatch
-from kvreshard.testing import rank_worker as ask
-from kvreshard.testing.rank_memory import HostBlock
-from kvreshard.testing.rank_worker import Answer, RankWorker, Report, Request
-from kvreshard.transport.base import Copies, Direction, Transport, TransportError
-from kvreshard.transport.framed import FramedCopies
+from kvreshard.plan.copies import Copies, CopyList
+from kvreshard.testing import rank_worker
+from kvreshard.testing.rank_memory import Block
+from kvreshard.testing.rank_worker import Answer, Call, RankWorker, Report
+from kvreshard.transport.base import Direction, Transport, TransportError
 
 # Starting NIXL takes 0.5 s alone and some seconds on a busy machine; nothing else takes longer than its own timeout.
 ANSWER_TIMEOUT_S = 60.0
@@ -60,8 +60,8 @@ class Ranks(abc.ABC):
         self._address = [0] * num_ranks
 
     @abc.abstractmethod
-    def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """Send one request to a rank and return its answer, whatever it is."""
+    def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """Call a method of a rank's `RankWorker`. Raises what it refuses; RuntimeError for anything unforeseen."""
 
     @abc.abstractmethod
     def memory(self, rank: int) -> NDArray[np.uint8]:
@@ -91,17 +91,20 @@ class Ranks(abc.ABC):
 
     def open(self, rank: int) -> float:
         """Make a rank's transport, also after `shut`; returns the seconds it took."""
-        answer = self.served(rank, ask.Hello())
-        self._address[rank] = answer.address
-        return answer.start_s
+        self._address[rank], start_s = self.call(rank, "open")
+        return float(start_s)
 
     def shut(self, rank: int) -> None:
         """Close a rank's transport; its memory stays."""
-        self.served(rank, ask.Close())
+        self.call(rank, "close")
+
+    def metadata(self, rank: int) -> bytes:
+        """What a rank's transport tells its peers."""
+        return bytes(self.call(rank, "metadata"))
 
     def connect(self, rank: int, peer: int) -> None:
         """Make `peer` known to `rank`, as "rank<peer>"."""
-        self.served(rank, ask.Connect(f"rank{peer}", self.served(peer, ask.Metadata()).data))
+        self.call(rank, "connect", f"rank{peer}", self.metadata(peer))
 
     def connect_all(self) -> None:
         """Make all ranks known to each other."""
@@ -110,84 +113,61 @@ class Ranks(abc.ABC):
 
     def disconnect(self, rank: int, peer: int) -> None:
         """Remove `peer` from `rank`."""
-        self.served(rank, ask.Disconnect(f"rank{peer}"))
+        self.call(rank, "disconnect", f"rank{peer}")
 
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
-        """Start a transfer on `rank`; returns its job number without waiting."""
-        arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
-        local, remote, length = (array.tobytes() for array in arrays)
-        return self.served(rank, ask.Post(f"rank{peer}", direction, local, remote, length, notify)).job
+        """Start a transfer on `rank`; returns its job number without waiting. Only a list has a message."""
+        if isinstance(copies, CopyList):
+            columns = _bytes(copies.src_address, copies.dst_address, copies.length)
+            return int(self.call(rank, "post", f"rank{peer}", direction, columns, notify))
+        page = copies.page
+        entries, pages = _bytes(page.src_start, page.dst_start, page.length), _bytes(copies.src_page, copies.dst_page)
+        sizes = (page.src_stride, page.dst_stride), (page.src_count, page.dst_count)
+        return int(self.call(rank, "post_pages", f"rank{peer}", direction, entries, *sizes, pages))
 
     def cancel(self, rank: int, job: int) -> None:
         """Post no more of a job of `rank`."""
-        self.served(rank, ask.Cancel(job))
-
-    def run_framed(self, rank: int, peer: int, direction: Direction, copies: FramedCopies) -> Report:
-        """`run` of framed copies."""
-        frame = copies.frame
-        arrays = (frame.local_address, frame.remote_address, frame.length_bytes)
-        local, remote, length = (array.tobytes() for array in arrays)
-        numbers = (frame.local_stride_bytes, frame.remote_stride_bytes, frame.local_count, frame.remote_count)
-        pages = (copies.local_page.astype(np.int64).tobytes(), copies.remote_page.astype(np.int64).tobytes())
-        runs = None if copies.run_pages is None else copies.run_pages.astype(np.int64).tobytes()
-        request = ask.PostFramed(f"rank{peer}", direction, local, remote, length, numbers, *pages, runs)
-        return self._done(rank, peer, self.wait(rank, self.served(rank, request).job))
-
-    def run_parts(
-        self, rank: int, peer: int, direction: Direction, copies: Copies, stops: Sequence[int]
-    ) -> list[Report]:
-        """`run` of a copy list that is posted part after part, each up to the next of `stops`."""
-        arrays = (copies.local_address, copies.remote_address, copies.length_bytes)
-        local, remote, length = (array.tobytes() for array in arrays)
-        request = ask.PostParts(f"rank{peer}", direction, local, remote, length, list(stops))
-        last = self.served(rank, request).job
-        return [self._done(rank, peer, self.wait(rank, job)) for job in range(last - len(stops) + 1, last + 1)]
+        self.call(rank, "cancel", job)
 
     def wait(self, rank: int, job: int, timeout_s: float = 30.0) -> Report:
         """How a job of `rank` ended; its state is "pending" if it has not within the time."""
-        report = self.served(rank, ask.Wait(job, timeout_s), timeout_s + ANSWER_TIMEOUT_S).report
-        assert report is not None
+        report: Report = self.call(rank, "wait", job, timeout_s, timeout_s=timeout_s + ANSWER_TIMEOUT_S)
         return report
 
     def run(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> Report:
         """`post` and `wait`; raises `TransportError` unless the transfer was done."""
-        return self._done(rank, peer, self.wait(rank, self.post(rank, peer, direction, copies, notify)))
+        return self._done(rank, peer, self.post(rank, peer, direction, copies, notify))
 
-    @staticmethod
-    def _done(rank: int, peer: int, report: Report) -> Report:
+    def _done(self, rank: int, peer: int, job: int) -> Report:
+        report = self.wait(rank, job)
         if report.state != "done":
             raise TransportError(f"transfer of rank {rank} with rank {peer} is {report.state}: {report.error}")
         return report
 
     def notify(self, rank: int, peer: int, payload: bytes) -> None:
         """Send a message from `rank` to `peer`."""
-        self.served(rank, ask.Notify(f"rank{peer}", payload))
+        self.call(rank, "notify", f"rank{peer}", payload)
 
     def notifications(self, rank: int, count: int, timeout_s: float | None = None) -> list[tuple[str, bytes]]:
         """What arrived at `rank`: (peer name, payload). Returns once there are `count`, or the time is over."""
-        timeout_s = self.patience_s if timeout_s is None else timeout_s
-        return self.served(rank, ask.Notifications(count, timeout_s), timeout_s + ANSWER_TIMEOUT_S).messages
+        wait_s = self.patience_s if timeout_s is None else timeout_s
+        return list(self.call(rank, "notifications", count, wait_s, timeout_s=wait_s + ANSWER_TIMEOUT_S))
 
     def attend(self, rank: int, attentive: bool) -> None:
         """`Transport.set_attentive` on a rank."""
-        self.served(rank, ask.Attend(attentive))
+        self.call(rank, "attend", attentive)
 
     def reset(self, fill_byte: int | None = 0) -> None:
         """Ready for the next case: forget jobs and messages, fill all memory unless `fill_byte` is None."""
         for rank in range(self.num_ranks):
-            self.served(rank, ask.Reset())
+            self.call(rank, "reset")
             if fill_byte is not None:
                 self.memory(rank)[:] = fill_byte
                 self.give(rank)
 
-    def served(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """`ask`, with refusals raised as `TransportError` or `LayoutMismatch`, and anything unforeseen as `RuntimeError`."""
-        answer = self.ask(rank, request, timeout_s)
-        if answer.refused is not None:
-            raise (LayoutMismatch if answer.is_mismatch else TransportError)(answer.refused)
-        if answer.crashed is not None:
-            raise RuntimeError(f"rank {rank} could not serve {type(request).__name__}:\n{answer.crashed}")
-        return answer
+
+def _bytes(*columns: NDArray[np.int64]) -> tuple[bytes, ...]:
+    return tuple(column.tobytes() for column in columns)
 
 
 class LocalRanks(Ranks):
@@ -202,12 +182,12 @@ class LocalRanks(Ranks):
             def make(rank: int = rank) -> Transport:
                 return make_transport(rank)
 
-            self._workers.append(RankWorker(HostBlock(memory.ctypes.data, memory_bytes), make))
+            self._workers.append(RankWorker(Block(memory.ctypes.data, memory_bytes), make))
             self.open(rank)
 
-    def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """See `Ranks.ask`; the time does not matter here."""
-        return self._workers[rank].serve(request)
+    def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """See `Ranks.call`; the time does not matter here, and what a rank did not foresee is raised as it is."""
+        return getattr(self._workers[rank], method)(*arguments)
 
     def memory(self, rank: int) -> NDArray[np.uint8]:
         """See `Ranks.memory`."""
@@ -219,7 +199,7 @@ class LocalRanks(Ranks):
     def close(self) -> None:
         """See `Ranks.close`."""
         for worker in self._workers:
-            worker.stop()
+            worker.close()
 
 
 class _Worker:
@@ -241,7 +221,7 @@ class _Worker:
                     [
                         sys.executable,
                         "-m",
-                        ask.__name__,
+                        rank_worker.__name__,
                         str(theirs.fileno()),
                         *numbers,
                         transport,
@@ -258,18 +238,25 @@ class _Worker:
             os.close(memory_fd)
         self.memory = np.frombuffer(self._map, dtype=np.uint8)
 
-    def ask(self, request: Request, timeout_s: float) -> Answer:
-        """One exchange; raises `RankDiedError` when the worker cannot or does not answer."""
+    def call(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
+        """One exchange; raises `RankDiedError` when the worker cannot or does not answer, and what it refuses."""
         self.channel.settimeout(timeout_s)
         try:
-            ask.send_frame(self.channel, request)
-            return msgspec.msgpack.decode(ask.receive_frame(self.channel), type=Answer)
+            rank_worker.send_frame(
+                self.channel, Call(method, [msgspec.Raw(msgspec.msgpack.encode(a)) for a in arguments])
+            )
+            answer = msgspec.msgpack.decode(rank_worker.receive_frame(self.channel), type=Answer)
         except TimeoutError as error:
             self.end(0.0)
-            raise self._died(request, f"did not answer within {timeout_s} s and was ended") from error
+            raise self._died(method, f"did not answer within {timeout_s} s and was ended") from error
         except (EOFError, OSError) as error:
             self.end(5.0)
-            raise self._died(request, f"ended with exit code {self.process.returncode}") from error
+            raise self._died(method, f"ended with exit code {self.process.returncode}") from error
+        if answer.raised == "crash":
+            raise RuntimeError(f"rank {self._rank} could not serve {method}:\n{answer.text}")
+        if answer.raised:
+            raise (LayoutMismatch if answer.raised == "LayoutMismatch" else TransportError)(answer.text)
+        return msgspec.msgpack.decode(answer.value, type=rank_worker.signature(method)[1])
 
     def end(self, grace_s: float) -> None:
         """Close the channel, which ends the worker; end it by force after `grace_s` seconds."""
@@ -292,11 +279,10 @@ class _Worker:
         self._words.seek(0)
         return self._words.read().decode(errors="replace")
 
-    def _died(self, request: Request, fact: str) -> RankDiedError:
+    def _died(self, method: str, fact: str) -> RankDiedError:
         words = self.words()[-2000:]
-        asked = type(request).__name__
         return RankDiedError(
-            f"rank {self._rank} (pid {self.process.pid}) {fact} when asked {asked}; its last words: {words}"
+            f"rank {self._rank} (pid {self.process.pid}) {fact} when asked for {method}; its last words: {words}"
         )
 
 
@@ -339,20 +325,20 @@ class ProcessRanks(Ranks):
             raise
         self.start_s = time.monotonic() - started_s
 
-    def ask(self, rank: int, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-        """See `Ranks.ask`. Raises `RankDiedError`."""
-        return self._workers[rank].ask(request, timeout_s)
+    def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+        """See `Ranks.call`. Raises `RankDiedError`."""
+        return self._workers[rank].call(method, arguments, timeout_s)
 
     def memory(self, rank: int) -> NDArray[np.uint8]:
         """See `Ranks.memory`."""
         if self._devices[rank] != "cpu":
-            self.served(rank, ask.Download())
+            self.call(rank, "download")
         return self._workers[rank].memory
 
     def give(self, rank: int) -> None:
         """See `Ranks.give`."""
         if self._devices[rank] != "cpu":
-            self.served(rank, ask.Upload())
+            self.call(rank, "upload")
 
     def device(self, rank: int) -> str:
         """See `Ranks.device`."""

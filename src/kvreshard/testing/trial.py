@@ -29,7 +29,7 @@ from kvreshard.plan import elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.testing.rank_memory import PLAIN_COPY_BYTES, time_plain_copy
-from kvreshard.testing.rank_mover import Await, Load, Move, Outcome
+from kvreshard.testing.rank_mover import Load, Outcome
 from kvreshard.testing.ranks import Ranks
 
 Progress = Callable[[str, int, int], None]
@@ -132,13 +132,13 @@ def run_trial(
         apply_request(src, dst, src_memory, expected, request)
     progress("oracle", len(requests), len(requests))
     wrong = differing_bytes(expected, _memory(ranks, dst, num_src))
-    num_bytes = sum(outcome.num_bytes for outcome in outcomes)
+    num_bytes = sum(outcome.moved.num_bytes for outcome in outcomes)
     return TrialResult(
         len(requests),
         num_bytes,
-        sum(outcome.num_read_bytes for outcome in outcomes),
-        sum(outcome.num_copies for outcome in outcomes),
-        sum(outcome.num_staged_bytes for outcome in outcomes),
+        sum(outcome.moved.num_read_bytes for outcome in outcomes),
+        sum(outcome.moved.num_copies for outcome in outcomes),
+        sum(outcome.moved.num_staged_bytes for outcome in outcomes),
         compile_s,
         transfer_s,
         time_plain_copy(num_bytes, ranks.device(0)),
@@ -218,7 +218,7 @@ def _load(
             src_wire, dst_wire, is_source, rank, num_src if is_source else 0, way, staging,
             0 if is_source else STAGING_BYTES, cost,
         )  # fmt: skip
-        longest_s = max(longest_s, ranks.served(number, load).compile_s)
+        longest_s = max(longest_s, ranks.call(number, "load", load))
     progress("compile", total, total)
     return longest_s
 
@@ -238,13 +238,11 @@ def _move(
     for index, request in enumerate(requests):
         form = to_form(request)
         for number in movers:
-            jobs.append((number, ranks.served(number, Move(form, f"request {index}".encode(), push)).job))
+            jobs.append((number, ranks.call(number, "start_request", form, f"request {index}".encode(), push)))
     outcomes: list[Outcome] = []
     for number, job in jobs:
         progress("transfer", len(outcomes), len(jobs))
-        outcome = ranks.served(number, Await(job, timeout_s), timeout_s + 60.0).outcome
-        if outcome is not None:
-            outcomes.append(outcome)
+        outcomes.append(ranks.call(number, "wait_request", job, timeout_s, timeout_s=timeout_s + 60.0))
     progress("transfer", len(jobs), len(jobs))
     return outcomes
 

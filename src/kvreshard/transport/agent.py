@@ -1,7 +1,4 @@
-"""What does the thread that talks to NIXL need of it, and of what it is given to post?
-
-Narrow protocols, so that `owner` runs in tests without NIXL; `nixl_agent` and `slices` or `frames` carry them out.
-"""
+"""What the thread that talks to NIXL needs of it: a narrow protocol, so that `owner` runs in tests without NIXL."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvreshard.transport.base import Direction, MemoryRegion
-from kvreshard.transport.frames import FrameSlice
 from kvreshard.transport.slices import Slice
 
 
@@ -21,7 +17,7 @@ class Agent(Protocol):
     def metadata(self) -> bytes: ...
     def add_peer(self, name: str, native: bytes) -> None: ...
     def remove_peer(self, name: str) -> None: ...
-    def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
+    def start(self, peer: str, direction: Direction, piece: Slice) -> object | None:
         """Post a slice. None: it has settled already. Raises when it could not be posted as a whole."""
 
     def is_done(self, handle: object) -> bool:
@@ -31,13 +27,3 @@ class Agent(Protocol):
     def send(self, peer: str, payload: bytes) -> None: ...
     def receive(self) -> list[tuple[str, bytes]]: ...
     def close(self) -> None: ...
-
-
-class Cursor(Protocol):
-    """What is left to post of a transfer, handed out slice by slice."""
-
-    @property
-    def exhausted(self) -> bool: ...
-    def drop(self) -> None: ...
-    def take(self, budget_bytes: int) -> Slice | FrameSlice:
-        """The next pieces, at least one, whose cost together stays within the budget. Not when exhausted."""

@@ -5,7 +5,7 @@ its own regions ("local") and those of a peer ("remote"). The road of one transf
 
 1. `register` the local regions, hand `metadata()` to the peer over a channel of your own, `add_peer` with the bytes
    that came back. Only the side that posts needs the other's metadata.
-2. `post` a `Copies` list in one `Direction`. It is checked as a whole against the regions of both sides before any
+2. `post` `Copies` (`plan.copies`) in one `Direction`. They are checked as a whole against the regions of both sides before any
    byte moves; then it returns a `Transfer` at once.
 3. The `Transfer` settles exactly once, as done or failed. Settled means: no further byte of it will move. A failed
    transfer may have moved any part of its bytes.
@@ -23,28 +23,15 @@ import enum
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import msgspec
-import numpy as np
-from msgspec.structs import force_setattr
-from numpy.typing import ArrayLike, NDArray
-
-from kvreshard.model.loops import are_pieces
-
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    from kvreshard.transport.framed import FramedCopies
-
-    AnyCopies: TypeAlias = "Copies | CopiesPart | FramedCopies"
-
-Addresses = NDArray[np.uint64]
+from kvreshard.plan.copies import Copies
 
 # A notification is a word about a transfer, never the data: 64 KiB holds a set of 1,000 reporters with room to spare.
 MAX_NOTIFICATION_BYTES = 64 * 1024
 
-ADDRESS_SPACE_BYTES = 2**64
+# Addresses are signed 64-bit numbers: no processor or device has memory above.
+ADDRESS_SPACE_BYTES = 2**63
 
 
 class TransportError(Exception):
@@ -71,7 +58,7 @@ class MemoryRegion:
     """Memory that peers may touch: `size_bytes` bytes from `address` on `device` ("cpu" or "cuda:N").
 
     Raises:
-        TransportError: if the size is not positive, the range leaves the 64-bit address space, or the device has no
+        TransportError: if the size is not positive, the range leaves the address space, or the device has no
             known kind.
     """
 
@@ -82,7 +69,7 @@ class MemoryRegion:
     def __post_init__(self) -> None:
         if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > ADDRESS_SPACE_BYTES:
             raise TransportError(
-                f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the 64-bit address space; "
+                f"region of {self.size_bytes} bytes at {self.address:#x} does not lie in the address space of 63 bits; "
                 "give a positive size and the address of its first byte"
             )
         if not is_device(self.device):
@@ -97,128 +84,6 @@ class MemoryRegion:
         return f"[{self.address:#x}, {self.end:#x}) on {self.device}"
 
 
-class Copies(msgspec.Struct, frozen=True, eq=False, weakref=True):
-    """Pieces to copy: row i moves `length_bytes[i]` bytes between `local_address[i]` and `remote_address[i]`.
-
-    The arrays are one-dimensional uint64 of equal length n >= 0, read-only, and checked once, here. Copies that are posted one
-    part after another are made whole and posted as `part`s: they are checked once for all of them.
-
-    Raises:
-        TransportError: if the arrays differ in length, are not whole numbers of one dimension, hold a negative number
-            or a zero length, or a piece wraps around the end of the address space.
-    """
-
-    local_address: Addresses
-    remote_address: Addresses
-    length_bytes: Addresses
-
-    def __post_init__(self) -> None:
-        columns: tuple[Any, Any, Any] = self.local_address, self.remote_address, self.length_bytes
-        if all(map(_is_plain, columns)) and are_pieces(*columns):
-            # Eight bytes mean the same in both kinds, and no two numbers below 2^63 leave the address space.
-            for name, column in zip(self.__struct_fields__, columns, strict=True):
-                view = column.view(np.uint64)
-                view.flags.writeable = False
-                force_setattr(self, name, view)
-            return
-        is_signed = True
-        for name in ("local_address", "remote_address", "length_bytes"):
-            given = getattr(self, name)
-            is_signed &= isinstance(given, np.ndarray) and given.dtype == np.int64
-            force_setattr(self, name, _as_uint64(name, given))
-        local, remote, length = self.local_address, self.remote_address, self.length_bytes
-        if not local.size == remote.size == length.size:
-            raise TransportError(
-                "a copy list needs one local address, one remote address and one length per piece; got "
-                f"{(local.size, remote.size, length.size)}"
-            )
-        if not length.size:
-            return
-        if not np.minimum.reduce(length):
-            row = int(np.flatnonzero(length == 0)[0])
-            raise TransportError(f"piece {row} of {length.size} has length 0; leave empty pieces out of the list")
-        if is_signed:
-            return  # two numbers below 2^63 do not leave the address space
-        longest = int(np.maximum.reduce(length))
-        for name, address in (("local", local), ("remote", remote)):
-            if int(np.maximum.reduce(address)) + longest <= ADDRESS_SPACE_BYTES:
-                continue
-            # The end address may be exactly 2^64, which is 0 here: compare the last byte instead.
-            wraps = np.flatnonzero(address + (length - np.uint64(1)) < address)
-            if wraps.size:
-                row = int(wraps[0])
-                raise TransportError(
-                    f"piece {row}: {int(length[row])} bytes at {name} address {int(address[row]):#x} wrap "
-                    "around the end of the address space; check how the address was computed"
-                )
-
-    @staticmethod
-    def of(local_address: ArrayLike, remote_address: ArrayLike, length_bytes: ArrayLike) -> Copies:
-        """Build from anything that NumPy reads as three rows of whole numbers; a scalar length serves all pieces."""
-        local, remote, length = np.asarray(local_address), np.asarray(remote_address), np.asarray(length_bytes)
-        return Copies(local, remote, length if length.ndim else np.broadcast_to(length, local.shape))
-
-    def part(self, first: int, stop: int) -> CopiesPart:
-        """Pieces `[first, stop)`. Raises TransportError for pieces that there are not."""
-        if not 0 <= first <= stop <= len(self):
-            raise TransportError(f"pieces [{first}, {stop}) of {len(self)}")
-        return CopiesPart(self, first, stop)
-
-    def __len__(self) -> int:
-        return int(self.length_bytes.size)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all pieces together."""
-        return int(np.add.reduce(self.length_bytes))
-
-
-class CopiesPart(msgspec.Struct, frozen=True, eq=False):
-    """Pieces `[first, stop)` of some copies, made by `Copies.part`: what is known of the whole holds for them."""
-
-    whole: Copies
-    first: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.first
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of these pieces together."""
-        return int(np.add.reduce(self.whole.length_bytes[self.first : self.stop]))
-
-    def flat(self) -> Copies:
-        """The same pieces, on their own."""
-        rows, whole = slice(self.first, self.stop), self.whole
-        return Copies(whole.local_address[rows], whole.remote_address[rows], whole.length_bytes[rows])
-
-
-def _is_plain(values: object) -> bool:
-    """Whether these are signed numbers as a loop can read them."""
-    return (
-        isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous
-    )
-
-
-def _as_uint64(name: str, values: ArrayLike) -> Addresses:
-    """A read-only uint64 array; copies only when the input is not one already. Empty lists count as whole numbers."""
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.uint64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TransportError(
-            f"{name} has {array.ndim} dimension(s) of {array.dtype}; give one dimension of whole numbers (uint64)"
-        )
-    if array.dtype.kind == "i" and array.size and int(np.minimum.reduce(array)) < 0:
-        raise TransportError(f"{name} holds {int(array.min())}; addresses and lengths are not negative")
-    # No number is negative here: eight bytes mean the same in both kinds, and need no copy.
-    whole = array.view(np.uint64) if array.dtype == np.int64 else array
-    view = np.ascontiguousarray(whole, dtype=np.uint64).view()
-    view.flags.writeable = False
-    return view
-
-
 class TransferState(enum.Enum):
     """Where a transfer stands. It leaves PENDING once and for good."""
 
@@ -228,7 +93,7 @@ class TransferState(enum.Enum):
 
 
 class Transfer:
-    """One posted copy list, as its poster sees it. Safe to use from any thread.
+    """Some posted copies, as its poster sees it. Safe to use from any thread.
 
     `peer`, `direction`, `num_bytes` and `num_descriptors` say what was posted. `seconds` is the time from post to
     settlement by the transport's clock, None while pending.
@@ -239,11 +104,11 @@ class Transfer:
         "direction", "num_bytes", "num_descriptors", "peer",
     )  # fmt: skip
 
-    def __init__(self, peer: str, direction: Direction, copies: AnyCopies, clock: Callable[[], float]) -> None:
+    def __init__(self, peer: str, direction: Direction, copies: Copies, clock: Callable[[], float]) -> None:
         self.peer = peer
         self.direction = direction
         self.num_bytes = copies.num_bytes
-        self.num_descriptors = len(copies)
+        self.num_descriptors = copies.num_copies
         self._clock = clock
         self._posted_s = clock()
         self._settled_s: float | None = None
@@ -359,10 +224,11 @@ class Transport(Protocol):
         has settled. Does not wait for that.
         """
 
-    def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
-        """Start copying; an empty list is done at once, and a part of a list is checked with its whole. `notify` reaches the
-        peer after the last byte, once, and not at all if the transfer fails. Refused: unknown peer, pieces out of bounds on
-        either side (nothing moves).
+    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
+        """Start copying; an empty list is done at once. The sources of a READ are remote, those of a WRITE local; the ranks that
+        the copies name do not matter here. A `Page` is checked with all pages that it may have. `notify` reaches the peer after the
+        last byte, once, and not at all if the transfer fails. Refused: unknown peer, pieces out of bounds on either side (nothing
+        moves).
         """
 
     def cancel(self, transfer: Transfer) -> None:

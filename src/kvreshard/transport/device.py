@@ -3,7 +3,7 @@
 1. `TensorMemory` sees each storage below its tensors as bytes once. What is zeroed is a slice of one of them.
 2. A permute is one kernel (`device_kernel`) on a CUDA device that has Triton, as vLLM's have. Elsewhere it is one indexed copy per field, of
    views with the steps of the loops. Elements are as wide as all addresses and steps allow.
-3. A digest gathers a few rows at a time on the device and copies them from there.
+3. A digest is summed on the device, some rows at a time.
 
 All of it runs on a stream of this module's own, and waits for that stream alone: it never waits for the engine's steps, and no step waits for
 it. What it writes are pages that no step uses: vLLM gives a page to a load when the steps that may still write it have ended (0.32.0,
@@ -15,9 +15,8 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.logs import get_logger
+from kvreshard.plan.copies import Int64s
+from kvreshard.plan.stage import Move
 from kvreshard.transport.base import TransportError
-from kvreshard.transport.local import MoveViews
-from kvreshard.transport.words import Rows, reach
+from kvreshard.transport.local import move_sides
 
 if TYPE_CHECKING:
     import torch
 
 logger = get_logger(__name__)
 
-Int64s = NDArray[np.int64]
 WIDEST_BYTES = 8
 # Of `device_kernel`.
 MAX_LOOPS = 4
@@ -87,10 +86,19 @@ def _load_kernel(device: torch.device) -> Permute | None:
     return permute
 
 
-def _extents(length: int, loops: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Bytes from the first to the last that one page's runs have in a slot, and in the page."""
-    src, dst = ((length + sum((count - 1) * both[side] for count, *both in loops)) for side in (0, 1))
-    return src, dst
+def _extents(move: Move) -> tuple[int, int]:
+    """Bytes from the first to the last that one piece's runs have in the buffer, and in the page."""
+    src = move.length + sum((loop.count - 1) * loop.src_step for loop in move.loops)
+    return src, move.length + sum((loop.count - 1) * loop.dst_step for loop in move.loops)
+
+
+def _numbers(places: slice | Int64s) -> Int64s:
+    return np.arange(places.start, places.stop, places.step) if isinstance(places, slice) else places
+
+
+def _picked(tensor: torch.Tensor, places: slice | Int64s) -> torch.Tensor:
+    """Some places along the first axis."""
+    return tensor[places] if isinstance(places, slice) else tensor[_numbers_on(places, tensor.device)]
 
 
 def _numbers_on(column: Int64s, device: torch.device) -> torch.Tensor:
@@ -98,30 +106,6 @@ def _numbers_on(column: Int64s, device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(column)).to(device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorWords:
-    """Words of a tensor, which has their bytes as its last axis. Those of the axes `backwards` are in the opposite order."""
-
-    tensor: torch.Tensor
-    word: np.dtype[Any]
-    backwards: tuple[int, ...]
-    on_stream: AbstractContextManager[Any]
-
-    def take(self, rows: Rows, rest: Sequence[slice]) -> NDArray[np.unsignedinteger]:
-        """See `transport.words.Words.take`. Waits for the device."""
-
-        parts = [slice(None), *rest]
-        for axis in self.backwards:
-            if axis < len(parts):
-                count, part = self.tensor.shape[axis], parts[axis]
-                parts[axis] = slice(count - part.stop, count - part.start)
-        with self.on_stream:
-            picked = self.tensor[tuple(parts)]
-            chosen = rows if isinstance(rows, slice) else _numbers_on(rows, picked.device)
-            found = picked[chosen].contiguous().cpu().numpy().view(self.word)[..., 0]
-        return np.flip(found, self.backwards)
 
 
 class TensorMemory:
@@ -151,56 +135,34 @@ class TensorMemory:
                 storage, first = self._find(low, high)
                 storage[first : first + high - low].zero_()
 
-    def move(
-        self,
-        slots_address: int,
-        slot_bytes: int,
-        dst_bases: Int64s,
-        dst_pages: Int64s,
-        length: int,
-        loops: Sequence[tuple[int, int, int]],
-        slot_offset: int,
-        dst_offset: int,
-    ) -> None:
+    def move(self, buffer_address: int, move: Move) -> None:
         """See `LocalMemory.move`."""
-        from_address, to_addresses = slots_address + slot_offset, dst_bases + dst_offset
+        src_bases, dst_bases, length = buffer_address + move.src_bases, move.dst_bases, move.length
         # Widths are powers of two: the lowest bit that any of the numbers has.
-        bits = WIDEST_BYTES | self._aligned_bytes | length | from_address | slot_bytes
-        bits |= int(np.bitwise_or.reduce(to_addresses)) | int(np.bitwise_or.reduce(dst_pages))
-        for _, src_step, dst_step in loops:
-            bits |= src_step | dst_step
+        bits = WIDEST_BYTES | self._aligned_bytes | length
+        for column in (src_bases, move.src_at, dst_bases, move.dst_at):
+            bits |= int(np.bitwise_or.reduce(column))
+        for loop in move.loops:
+            bits |= loop.src_step | loop.dst_step
         width = bits & -bits
-        if self._permute is None or len(loops) > MAX_LOOPS:
-            self._move_by_fields(from_address, slot_bytes, to_addresses, dst_pages, length, loops, width)
+        if self._permute is None or len(move.loops) > MAX_LOOPS:
+            self._move_by_fields(src_bases, move, width)
             return
-        num_slots, (src_extent, dst_extent) = len(dst_bases) * len(dst_pages), _extents(length, loops)
-        self._find(from_address, from_address + (num_slots - 1) * slot_bytes + src_extent)
-        for base in (to_addresses + dst_pages.min()).tolist():
-            self._find(base, base + int(dst_pages.max() - dst_pages.min()) + dst_extent)
+        for bases, at, extent in zip((src_bases, dst_bases), (move.src_at, move.dst_at), _extents(move), strict=True):
+            for first in (bases + at.min()).tolist():
+                self._find(first, first + int(at.max() - at.min()) + extent)
+        loops = [(loop.count, loop.src_step, loop.dst_step) for loop in move.loops]
         with self._settled():
-            bases, pages = (_numbers_on(column, self._storages[0].device) for column in (to_addresses, dst_pages))
-            self._permute(from_address, slot_bytes, bases, pages, length, loops, width)
+            columns = (src_bases, move.src_at, dst_bases, move.dst_at)
+            self._permute(*(_numbers_on(column, self._storages[0].device) for column in columns), length, loops, width)
 
-    def _move_by_fields(
-        self,
-        from_address: int,
-        slot_bytes: int,
-        to_addresses: Int64s,
-        dst_pages: Int64s,
-        length: int,
-        loops: Sequence[tuple[int, int, int]],
-        width: int,
-    ) -> None:
-        seen = MoveViews.of(slot_bytes, dst_pages, loops)
-        numbers: torch.Tensor | None = None
+    def _move_by_fields(self, src_bases: Int64s, move: Move, width: int) -> None:
+        src_side, dst_side = move_sides(move)
         with self._settled():
-            for field, to_address in enumerate(to_addresses.tolist()):
-                at = from_address + field * len(dst_pages) * slot_bytes
-                src = self._view(at, seen.src_shape, seen.src_steps, length, width)
-                dst = self._view(to_address, seen.dst_shape, seen.dst_steps, length, width)
-                if numbers is None or numbers.device != dst.device:
-                    numbers = _numbers_on(seen.page_numbers, dst.device)
-                dst.index_copy_(0, numbers, src)
+            for src_base, dst_base in zip(src_bases.tolist(), move.dst_bases.tolist(), strict=True):
+                src = _picked(self._view(src_base, src_side.shape, src_side.steps, move.length, width), src_side.places)
+                dst = self._view(dst_base, dst_side.shape, dst_side.steps, move.length, width)
+                dst.index_copy_(0, _numbers_on(_numbers(dst_side.places), dst.device), src.to(dst.device))
 
     def read(self, address: int, into: NDArray[np.uint8]) -> None:
         """Copy as many bytes from `address` on as `into` has, shape (n,). Raises TransportError for addresses outside the tensors."""
@@ -219,18 +181,24 @@ class TensorMemory:
             storage[first : first + content.nbytes].copy_(torch.from_numpy(content))
 
     def reaches(self, device: str) -> bool:
-        """See `verify.memory.Memory.reaches`."""
+        """See `tools.memory.Memory.reaches`."""
         return device in self._devices
 
-    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> TensorWords:
-        """See `verify.memory.Memory.words`."""
-        low, _ = reach(counts, steps, word_bytes)
-        # A tensor's steps are not negative: such an axis is read from its other end.
-        backwards = tuple(axis for axis, step in enumerate(steps) if step < 0)
-        forwards = [abs(step) for step in steps]
-        width = gcd(self._aligned_bytes, word_bytes, address + low, *forwards)
-        view = self._view(address + low, list(counts), forwards, word_bytes, width)
-        return TensorWords(view, np.dtype(f"<u{word_bytes}"), backwards, self._on_stream(view.device))
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """See `tools.memory.Memory.weighted_sums`. The device gathers, weighs and sums; only the sums are copied from it."""
+        import torch
+
+        low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
+        rows, runs = rows - rows.min(), runs - runs.min()
+        num_starts = int(rows.max() + runs.max()) + 1
+        storage, first = self._find(low, low + num_starts - 1 + run_bytes)
+        unit = torch.int16 if unit_bytes == 2 else torch.int8
+        with self._on_stream(storage.device):
+            every = storage.as_strided([num_starts, run_bytes], [1, 1], first)
+            there = [_numbers_on(numbers, storage.device) for numbers in (rows, runs, weights.reshape(-1))]
+            units = every[(there[0][:, None] + there[1]).reshape(-1)].view(unit).reshape(len(rows), -1)
+            sums: Int64s = (units * there[2]).sum(1).cpu().numpy()
+        return sums
 
     def _find(self, low: int, high: int) -> tuple[torch.Tensor, int]:
         """The storage of addresses `[low, high)`, as bytes, and where in it they begin."""

@@ -20,13 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvreshard.plan.copies import Copies, CopyList, PagedCopies
 from kvreshard.transport.base import (
-    Copies,
-    CopiesPart,
     Direction,
     MemoryRegion,
     Notification,
@@ -35,13 +33,9 @@ from kvreshard.transport.base import (
     TransportError,
     check_payload,
 )
-from kvreshard.transport.framed import FramedCopies
-from kvreshard.transport.frames import place
 from kvreshard.transport.refusals import check_new_peers, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-
-if TYPE_CHECKING:
-    from kvreshard.transport.base import AnyCopies
+from kvreshard.transport.slices import check_pages, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +79,7 @@ class _Posted:
     owner: MemoryTransport
     target: str
     transfer: Transfer
-    copies: Copies
+    copies: CopyList
     fault: Fault
     notify: bytes | None
     due_step: int | None
@@ -158,8 +152,10 @@ def finish(entry: _Posted) -> None:
             try:
                 # Regions may have been closed since the post: memory behind them may be gone.
                 copies = entry.copies
-                target.table.check(f"remote of {transfer.peer!r}", copies.remote_address, copies.length_bytes)
-                _move(copies, transfer.direction, fault)
+                is_read = transfer.direction is Direction.READ
+                remote = copies.src_address if is_read else copies.dst_address
+                target.table.check(f"remote of {transfer.peer!r}", remote, copies.length)
+                _move(copies, fault)
             except TransportError as refusal:
                 error = refusal
         if error is None and fault.fail_after_pieces is not None:
@@ -174,20 +170,18 @@ def finish(entry: _Posted) -> None:
     transfer.settle(error)
 
 
-def _move(copies: Copies, direction: Direction, fault: Fault) -> None:
+def _move(copies: CopyList, fault: Fault) -> None:
     """Copy pieces in order; stops and inverts as the fault says."""
-    local, remote = copies.local_address, copies.remote_address
-    to, source = (local, remote) if direction is Direction.READ else (remote, local)
-    count = len(copies) if fault.fail_after_pieces is None else min(fault.fail_after_pieces, len(copies))
-    pieces = zip(to[:count].tolist(), source[:count].tolist(), copies.length_bytes[:count].tolist(), strict=True)
-    for to_address, source_address, length in pieces:
-        ctypes.memmove(to_address, source_address, length)
+    count = copies.num_copies if fault.fail_after_pieces is None else min(fault.fail_after_pieces, copies.num_copies)
+    src, dst, length = copies.src_address[:count], copies.dst_address[:count], copies.length[:count]
+    for to_address, source_address, num_bytes in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
+        ctypes.memmove(to_address, source_address, num_bytes)
     if fault.corrupt_byte is not None:
-        ends = np.cumsum(copies.length_bytes[:count])
-        row = int(np.searchsorted(ends, np.uint64(fault.corrupt_byte), side="right"))
+        ends = np.cumsum(length)
+        row = int(np.searchsorted(ends, fault.corrupt_byte, side="right"))
         if row < count:
-            offset = fault.corrupt_byte - int(ends[row] - copies.length_bytes[row])
-            byte = ctypes.c_ubyte.from_address(int(to[row]) + offset)
+            offset = fault.corrupt_byte - int(ends[row] - length[row])
+            byte = ctypes.c_ubyte.from_address(int(dst[row]) + offset)
             byte.value ^= 0xFF
 
 
@@ -271,23 +265,21 @@ class MemoryTransport:
                 if entry.owner is self and entry.transfer.peer == name:
                     entry.removed = True
 
-    def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
+    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`."""
         with self._open() as table:
             target, remote_table = self._peer(peer)
             if notify is not None:
                 check_payload(notify)
-            if isinstance(copies, FramedCopies):
-                place(copies.frame, table, remote_table, f"remote of {peer!r}")
-                copies = copies.flat()
-            checked = copies.whole if isinstance(copies, CopiesPart) else copies
-            table.check("local", checked.local_address, checked.length_bytes)
-            remote_table.check(f"remote of {peer!r}", checked.remote_address, checked.length_bytes)
+            if isinstance(copies, PagedCopies):
+                check_pages(copies)
+                place(copies.page, direction, table, remote_table, f"remote of {peer!r}")
+            else:
+                place(copies, direction, table, remote_table, f"remote of {peer!r}")
             transfer = Transfer(peer, direction, copies, self._clock)
             fault = self._faults(self._num_posts, transfer)
             self._num_posts += 1
-        flat = copies.flat() if isinstance(copies, CopiesPart) else copies
-        self.fabric.schedule(_Posted(self, target, transfer, flat, fault, notify, due_step=None))
+        self.fabric.schedule(_Posted(self, target, transfer, copies.flat(), fault, notify, due_step=None))
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:

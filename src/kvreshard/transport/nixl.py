@@ -35,12 +35,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
-from kvreshard.transport.agent import Cursor
+from kvreshard.plan.copies import Copies, CopyList, Page
 from kvreshard.transport.base import (
-    Copies,
-    CopiesPart,
     Direction,
     MemoryRegion,
     Notification,
@@ -49,21 +46,15 @@ from kvreshard.transport.base import (
     TransportError,
     check_payload,
 )
-from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import FrameCursor, PlacedFrame, place_frame
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Owner
-from kvreshard.transport.placed import Placed
 from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 from kvreshard.transport.sliced import SlicedTransfer
-from kvreshard.transport.slices import PartCursor, PlacedCopies, SliceCursor
+from kvreshard.transport.slices import Cursor, Placed, check_pages, is_indexed, place
 
-if TYPE_CHECKING:
-    from kvreshard.transport.base import AnyCopies
-
-# Rows of longer lists are made slice by slice: so many are 200 KiB.
-MAX_PLACED = 1 << 12
+KnownPage = tuple[RegionTable, RegionTable, list[Placed]]
+"""Where a page lies, and the regions that this holds for."""
 
 
 class NixlTransport:
@@ -103,8 +94,10 @@ class NixlTransport:
         # Changed in place, one entry at a time: other threads look names up meanwhile.
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         self._aliases: dict[str, str] = {}
-        self._frames: Placed[Frame, PlacedFrame] = Placed(place_frame)
-        self._wholes: Placed[Copies, PlacedCopies] = Placed(PlacedCopies.of)
+        # Per page and (peer's own name, direction). A page goes with its route.
+        self._known_pages: weakref.WeakKeyDictionary[Page, dict[tuple[str, Direction], KnownPage]] = (
+            weakref.WeakKeyDictionary()
+        )
 
         def make_agent() -> NixlAgent:
             enter()
@@ -171,33 +164,32 @@ class NixlTransport:
         error = TransportError(f"peer {name!r} ({own_name}) was removed while this transfer was pending")
         self._owner.remove_peer(own_name, error)
 
-    def post(self, peer: str, direction: Direction, copies: AnyCopies, notify: bytes | None = None) -> Transfer:
+    def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
         """See `Transport.post`. Does not block on NIXL."""
-        own_name, remote_table = self._peer(peer)
+        own_name, _ = self._peer(peer)
         if notify is not None:
             check_payload(notify)
-        cursor = self._cursor(copies, remote_table, f"remote of {peer!r}")
+        cursor = self._cursor(peer, direction, copies)
         transfer = Transfer(peer, direction, copies, self._clock)
         self._owner.post(SlicedTransfer(transfer, own_name, cursor, notify))
         return transfer
 
-    def _cursor(self, copies: AnyCopies, remote: RegionTable, side: str) -> Cursor:
-        table = self._open_table()
-        if isinstance(copies, CopiesPart):
-            whole = self._wholes.get(copies.whole, table, remote, side)
-            if whole is not None:
-                return PartCursor(whole, copies.first, copies.stop)
-            copies = copies.flat()
-        elif isinstance(copies, FramedCopies):
-            frame = self._frames.get(copies.frame, table, remote, side)
-            if frame is not None and copies.run_pages is None:
-                return FrameCursor(copies, frame)
-            listed = frame.listed(copies) if frame is not None else None
-            if listed is not None:
-                return PartCursor(listed, 0, len(listed.local))
-            copies = copies.flat()
-        placed = PlacedCopies.of(copies, table, remote, side) if len(copies) <= MAX_PLACED else None
-        return SliceCursor(copies, table, remote, side) if placed is None else PartCursor(placed, 0, len(copies))
+    def _cursor(self, peer: str, direction: Direction, copies: Copies) -> Cursor:
+        """Copies that are checked and placed: a list each time, a page once per peer as long as nobody's regions change."""
+        own_name, remote = self._peer(peer)
+        local, side = self._open_table(), f"remote of {peer!r}"
+        if isinstance(copies, CopyList):
+            return Cursor(place(copies, direction, local, remote, side))
+        check_pages(copies)
+        known = self._known_pages.setdefault(copies.page, {})
+        found = known.get((own_name, direction))
+        # A `RegionTable` is never changed, only replaced.
+        if found is None or found[0] is not local or found[1] is not remote:
+            found = known[own_name, direction] = local, remote, place(copies.page, direction, local, remote, side)
+        if not is_indexed(copies):
+            return Cursor(place(copies.flat(), direction, local, remote, side))
+        is_read = direction is Direction.READ
+        return Cursor(found[2], (copies.dst_page, copies.src_page) if is_read else (copies.src_page, copies.dst_page))
 
     def cancel(self, transfer: Transfer) -> None:
         """See `Transport.cancel`."""

@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from kvreshard.transport.base import Direction, MemoryRegion, TransportError
-from kvreshard.transport.framed import Frame
-from kvreshard.transport.frames import FramePlace, FrameSlice, strided_rows
 from kvreshard.transport.pace import Pace
-from kvreshard.transport.slices import SPLIT_PIECES, Slice
+from kvreshard.transport.slices import SPLIT_PIECES, Placed, Slice
 
-# A route has a few frames per source rank; what a peer can make us keep is bounded, not what it needs.
+# A route has a few pages per source rank; what a peer can make us keep is bounded, not what it needs.
 MAX_PREPARED = 256
 
 # What the cost model's constants are measured with.
@@ -135,8 +133,8 @@ class NixlAgent:
             self._agent.create_backend(options.backend, options.params)
         self._registered: dict[MemoryRegion, Any] = {}
         self._peers: set[str] = set()
-        # Held here, not by the frames: a list must be given back on this thread.
-        self._prepared: dict[str, dict[Frame, tuple[Any, Any]]] = {}
+        # Held here, not by the pages: a list must be given back on this thread.
+        self._prepared: dict[str, dict[Placed, tuple[Any, Any]]] = {}
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         for index, region in enumerate(regions):
@@ -177,16 +175,19 @@ class NixlAgent:
         with _told_as(f"could not disconnect {name}"):
             self._agent.remove_remote_agent(name)
 
-    def start(self, peer: str, direction: Direction, piece: Slice | FrameSlice) -> object | None:
+    def start(self, peer: str, direction: Direction, piece: Slice) -> object | None:
         agent = self._agent
         try:
-            if isinstance(piece, FrameSlice):
-                local, remote = self._prepared_lists(peer, piece.frame, piece.place)
-                request = agent.make_prepped_xfer(direction.name, local, piece.local_index, remote, piece.remote_index)
-            else:
-                local = agent.get_xfer_descs(piece.local, _SEGMENTS[piece.local_kind])
-                remote = agent.get_xfer_descs(piece.remote, _SEGMENTS[piece.remote_kind])
+            if piece.pages is None:
+                kinds = piece.placed.kinds
+                local, remote = (
+                    agent.get_xfer_descs(piece.side(is_local), _SEGMENTS[kinds[not is_local]])
+                    for is_local in (True, False)
+                )
                 request = agent.initialize_xfer(direction.name, local, remote, peer)
+            else:
+                local, remote = self._prepared_lists(peer, piece.placed)
+                request = agent.make_prepped_xfer(direction.name, local, piece.side(True), remote, piece.side(False))
             state = "ERR"
             try:
                 state = agent.transfer(request)
@@ -199,19 +200,18 @@ class NixlAgent:
             raise TransportError("NIXL answered 'ERR' to a post")
         return request if state == "PROC" else None
 
-    def _prepared_lists(self, peer: str, frame: Frame, place: FramePlace) -> tuple[Any, Any]:
-        """NIXL's strided lists of both sides of a frame, made once per peer."""
+    def _prepared_lists(self, peer: str, placed: Placed) -> tuple[Any, Any]:
+        """NIXL's strided lists of both sides of a page, made once per peer."""
         lists = self._prepared.setdefault(peer, {})
-        found = lists.get(frame)
+        found = lists.get(placed)
         if found is None:
             if len(lists) >= MAX_PREPARED:
                 self._release_lists(lists.pop(next(iter(lists))))
-            local, remote = strided_rows(frame, place, local=True), strided_rows(frame, place, local=False)
-            found = (
-                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, _SEGMENTS[place.local_kind]),
-                self._agent.prep_xfer_dlist(peer, remote, _SEGMENTS[place.remote_kind]),
+            local, remote = (_SEGMENTS[kind] for kind in placed.kinds)
+            found = lists[placed] = (
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", placed.local, local),
+                self._agent.prep_xfer_dlist(peer, placed.remote, remote),
             )
-            lists[frame] = found
         return found
 
     def _release_prepared(self, peer: str) -> None:

@@ -18,15 +18,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import extent_of, int64s, reach
-from kvreshard.transport.base import Addresses, MemoryRegion, TransportError, is_device
+from kvreshard.plan.copies import Int64s
+from kvreshard.transport.base import MemoryRegion, TransportError, is_device
 
 METADATA_VERSION = 1
 
 # 64 MiB is some 10^6 regions; real engines register a few hundred.
 MAX_METADATA_BYTES = 64 * 1024 * 1024
-
-_ONE = np.uint64(1)
 
 
 class RegionTable:
@@ -40,16 +38,16 @@ class RegionTable:
             if upper.address < lower.end:
                 raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
         starts = [region.address for region in found]
-        # The last byte, not the end: an end of 2^64 has no uint64.
-        last = np.array([region.end - 1 for region in found], dtype=np.uint64)
-        self._set(found, starts, np.array(starts, dtype=np.uint64), last, {region.device for region in found})
+        # The last byte, not the end: an end of 2^63 has no int64.
+        last = np.array([region.end - 1 for region in found], dtype=np.int64)
+        self._set(found, starts, np.array(starts, dtype=np.int64), last, {region.device for region in found})
 
     def _set(
         self,
         regions: tuple[MemoryRegion, ...] | None,
         starts: list[int],
-        start: Addresses,
-        last: Addresses,
+        start: Int64s,
+        last: Int64s,
         devices: set[str],
     ) -> None:
         self._regions, self._starts, self._start, self._last = regions, starts, start, last
@@ -62,14 +60,14 @@ class RegionTable:
         if not addresses or not is_device(device):
             return None
         try:
-            start, size = int64s(addresses), int64s(sizes_bytes)
+            start, size = np.array(addresses, dtype=np.int64), np.array(sizes_bytes, dtype=np.int64)
         except OverflowError:
             return None
-        _, least_bytes, _, are_in_order = extent_of(start, size)  # not in order where one is negative
-        if least_bytes <= 0 or not are_in_order:
+        last = start + (size - 1)
+        if start.min() < 0 or size.min() <= 0 or last.min() < 0 or (last[:-1] >= start[1:]).any():
             return None
         table = RegionTable.__new__(RegionTable)
-        table._set(None, addresses, start.astype(np.uint64), (start + (size - 1)).astype(np.uint64), {device})
+        table._set(None, addresses, start, last, {device})
         return table
 
     @property
@@ -97,18 +95,16 @@ class RegionTable:
             rest.remove(region)
         return RegionTable(rest)
 
-    def check(self, side: str, address: Addresses, length_bytes: Addresses) -> None:
+    def check(self, side: str, address: Int64s, length_bytes: Int64s) -> None:
         """`locate` without saying where: a look at the lowest and the highest byte is enough where one region has both."""
         if not address.size:
             return
-        low, last = reach(address, length_bytes)
-        region = bisect_right(self._starts, low) - 1
-        if region >= 0 and last <= int(self._last[region]):
-            return
-        self.locate(side, address, length_bytes)
+        region = bisect_right(self._starts, int(address.min())) - 1
+        if region < 0 or int(address.max()) + int(length_bytes.max()) - 1 > int(self._last[region]):
+            self.locate(side, address, length_bytes)
 
-    def locate(self, side: str, address: Addresses, length_bytes: Addresses) -> NDArray[np.intp]:
-        """The index into `regions` for each piece, shape (n,).
+    def locate(self, side: str, address: Int64s, length_bytes: Int64s) -> NDArray[np.intp]:
+        """The index into `regions` for each piece, shape (n,). Addresses are not negative, lengths positive.
 
         Raises:
             TransportError: a piece is not inside one region; `side` ("local", "remote of 'x'") names whose.
@@ -116,26 +112,15 @@ class RegionTable:
         index = self._start.searchsorted(address, side="right") - 1
         if not address.size:
             return index
-        last = address + (length_bytes - _ONE)
         # Below all regions the index is -1, which is the last of them: its end says nothing then.
-        if np.minimum.reduce(index) < 0 or np.logical_or.reduce(last > self._last[index]):
+        if not self._starts or index.min() < 0 or (length_bytes - 1 > self._last[index] - address).any():
             raise self._outside(side, address, length_bytes, index)
         return index
 
-    def device_of(self, side: str, address: Addresses, length_bytes: Addresses) -> str | None:
-        """The device that all of these pieces lie on, None where they differ. Raises as `locate`."""
-        if self.device is not None:
-            self.check(side, address, length_bytes)
-            return self.device
-        found = {self.regions[region].device for region in np.unique(self.locate(side, address, length_bytes)).tolist()}
-        return found.pop() if len(found) == 1 else None
-
-    def _outside(
-        self, side: str, address: Addresses, length_bytes: Addresses, index: NDArray[np.intp]
-    ) -> TransportError:
+    def _outside(self, side: str, address: Int64s, length_bytes: Int64s, index: NDArray[np.intp]) -> TransportError:
         inside = index >= 0
         if self.regions:
-            inside &= address + (length_bytes - _ONE) <= self._last[index]
+            inside &= length_bytes - 1 <= self._last[index] - address
         outside = np.flatnonzero(~inside)
         row = int(outside[0])
         start = int(address[row])

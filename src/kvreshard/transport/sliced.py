@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvreshard.transport.agent import Cursor
 from kvreshard.transport.base import Transfer, TransportError
+from kvreshard.transport.slices import Cursor
 
 
 @dataclass(slots=True, eq=False)

@@ -1,28 +1,28 @@
-"""How is a copy list cut, so that posting one part takes about 20 ms?
+"""Copies as NIXL takes them, cut into slices that take about 20 ms to post.
 
 Posting to NIXL blocks for the whole copy when the peer is on the same host (measured: 302 ms for 160 x 4 MiB), unless its own
 threads share it, and a thread that posts answers nobody. So:
 
-1. `SliceCursor` cuts pieces above 16 MiB, gives every piece a cost, and groups pieces by memory kind on both sides,
-   because a NIXL list has one kind.
-2. `take(budget)` hands out the next pieces up to a cost, as the arrays that NIXL wants, without a loop over pieces.
-3. Copies that are posted part by part are placed once (`PlacedCopies`); a `PartCursor` hands out the rows of a part.
-4. `SliceBudget` corrects the budget from the time that each post took.
+1. `place` looks up where copies lie in the regions of both sides: one `Placed` per pair of memory kinds, since a NIXL list has one kind.
+2. A `Cursor` hands out the next pieces up to a cost as a `Slice`, without a loop over pieces. Pieces of a list are its rows; those of
+   pages go entry by entry.
+3. `Slice.side` is NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
+4. `SliceBudget` corrects the cost from the time that each post took.
+
+Raises TransportError for copies that are malformed or lie outside the regions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvreshard.model.loops import affordable, piece_rows
-from kvreshard.transport.base import Addresses, Copies
+from kvreshard.plan.copies import MAX_COPY_BYTES, Copies, CopyList, Int64s, Page, PagedCopies, cut_long
+from kvreshard.transport.base import ADDRESS_SPACE_BYTES, Direction, TransportError
 from kvreshard.transport.regions import RegionTable
-
-# One piece must not be a slice of 20 ms by itself: 16 MiB is 2 to 4 ms at a core's 4 to 8 GB/s.
-MAX_PIECE_BYTES = 16 * 1024 * 1024
 
 # A descriptor costs 2 to 3 us beside its bytes (NIXL 1.5.1, CMA), the time of 16 KiB at 6.5 GB/s.
 DESCRIPTOR_COST_BYTES = 16 * 1024
@@ -38,171 +38,90 @@ FIRST_BUDGET_BYTES = 32 * 1024 * 1024
 MIN_BUDGET_BYTES = 256 * 1024
 MAX_BUDGET_BYTES = 1024 * 1024 * 1024
 
+# NIXL's indices have 32 bits.
+MAX_INDEX = 1 << 31
 
 KINDS = ("cpu", "cuda")
 
+Rows = NDArray[np.uint64]
 
-class Slice(msgspec.Struct, frozen=True, eq=False):
-    """Pieces for one post: rows of (address, bytes, device number), shape (n, 3) uint64, of one memory kind a side.
 
-    `local_kind` and `remote_kind` are "cpu" or "cuda".
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """Copies between one memory kind a side, as the side that posts sees them.
+
+    `local`, `remote`: rows of (address, bytes, device number), shape (n, 3); of a page (address, bytes, device number, stride, count),
+    shape (entries, 5). `kinds`: "cpu" or "cuda", local and remote. `costs`: of all rows before each, and of all, shape (n + 1,).
     """
 
-    local: NDArray[np.uint64]
-    remote: NDArray[np.uint64]
-    local_kind: str
-    remote_kind: str
+    kinds: tuple[str, str]
+    local: Rows
+    remote: Rows
+    costs: Int64s
+
+
+class Slice(msgspec.Struct, frozen=True, eq=False):
+    """Pieces `[first, stop)` of what was placed, for one post. `pages`: local and remote page ids, None where rows are copied as they are."""
+
+    placed: Placed
+    pages: tuple[Int64s, Int64s] | None
+    first: int
+    stop: int
     cost_bytes: int
 
     def __len__(self) -> int:
-        return len(self.local)
+        return self.stop - self.first
+
+    def side(self, is_local: bool) -> Rows | NDArray[np.int32]:
+        """Rows, shape (len(self), 3), or of pages indices of shape (len(self),): number of the entry * pages of the pool + page id."""
+        rows = self.placed.local if is_local else self.placed.remote
+        if self.pages is None:
+            return rows[self.first : self.stop]
+        page = self.pages[0 if is_local else 1]
+        low, high = self.first // len(page), -(-self.stop // len(page))
+        index = np.arange(low, high, dtype=np.int32)[:, None] * np.int32(rows[0, 4]) + page.astype(np.int32)
+        return index.reshape(-1)[self.first - low * len(page) : self.stop - low * len(page)]
 
 
-class _Side(msgspec.Struct, frozen=True, eq=False):
-    """One side of the pieces: addresses, shape (n,), and where they lie: 0 for "cpu" or 1 for "cuda", and the device number;
-    one of each where all are alike.
-    """
+class Cursor:
+    """What is left to post of some copies. `pages`: as in `Slice`."""
 
-    address: Addresses
-    kind: int | NDArray[np.intp]
-    number: int | NDArray[np.uint64]
+    __slots__ = ("_left", "_next", "_pages")
 
-    @property
-    def is_of_one_device(self) -> bool:
-        """Whether all pieces lie on one, so that kind and number are one each."""
-        return isinstance(self.kind, int) and isinstance(self.number, int)
-
-    def of(self, rows: NDArray[np.intp]) -> _Side:
-        """Some of the pieces."""
-        if isinstance(self.kind, int) or isinstance(self.number, int):
-            return _Side(self.address[rows], self.kind, self.number)
-        return _Side(self.address[rows], self.kind[rows], self.number[rows])
-
-    def rows(self, first: int, last: int, length_bytes: Addresses) -> NDArray[np.uint64]:
-        """NIXL's form of the pieces `[first, last)`: made slice by slice, since pages of fresh memory are dear."""
-        rows = np.empty((last - first, 3), dtype=np.uint64)
-        rows[:, 0], rows[:, 1] = self.address[first:last], length_bytes
-        rows[:, 2] = self.number if isinstance(self.number, int) else self.number[first:last]
-        return rows
-
-
-class _Group(msgspec.Struct, frozen=True, eq=False):
-    """Pieces of one memory kind a side, and the cost of all before each, shape (n + 1,)."""
-
-    local: _Side
-    remote: _Side
-    length_bytes: Addresses
-    kinds: tuple[str, str]
-    cost: NDArray[np.uint64]
-
-
-class SliceCursor:
-    """Hands out a checked copy list slice by slice.
-
-    Args:
-        copies: the pieces.
-        local, remote: the regions of both sides; every piece must lie inside one region of each.
-        remote_side: how to name the remote side in a refusal.
-
-    Raises:
-        TransportError: a piece is outside the regions.
-    """
-
-    __slots__ = ("_groups", "_row")
-
-    def __init__(self, copies: Copies, local: RegionTable, remote: RegionTable, remote_side: str) -> None:
-        length = copies.length_bytes
-        self._groups = _groups(
-            _side("local", local, copies.local_address, length),
-            _side(remote_side, remote, copies.remote_address, length),
-            length,
-        )
-        self._row = 0
+    def __init__(self, placed: Sequence[Placed], pages: tuple[Int64s, Int64s] | None = None) -> None:
+        self._left = list(placed) if pages is None or len(pages[0]) else []
+        self._pages, self._next = pages, 0
 
     @property
     def exhausted(self) -> bool:
         """Whether all pieces were handed out or dropped."""
-        return not self._groups
+        return not self._left
 
     def drop(self) -> None:
         """Hand out no more."""
-        self._groups = []
+        self._left = []
 
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
-        group, first = self._groups[0], self._row
-        num_pieces = len(group.length_bytes)
-        last = in_shares(first, affordable(group.cost, first, num_pieces, budget_bytes), num_pieces)
-        cost_bytes = int(group.cost[last]) - int(group.cost[first])
-        if last == num_pieces:
-            self._groups = self._groups[1:]
-            self._row = 0
-        else:
-            self._row = last
-        length = group.length_bytes[first:last]
-        return Slice(
-            group.local.rows(first, last, length), group.remote.rows(first, last, length), *group.kinds, cost_bytes
-        )
+        placed, first = self._left[0], self._next
+        costs, num_pages = placed.costs, 1 if self._pages is None else len(self._pages[0])
+        end, before = (len(costs) - 1) * num_pages, _cost_before(costs, num_pages, first)
+        row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
+        stop = row * num_pages
+        if row < len(costs) - 1:
+            stop += (before + budget_bytes - int(costs[row]) * num_pages) // int(costs[row + 1] - costs[row])
+        self._next = stop = _in_shares(first, min(end, max(first + 1, stop)), end)
+        if stop == end:
+            self._left, self._next = self._left[1:], 0
+        return Slice(placed, self._pages, first, stop, _cost_before(costs, num_pages, stop) - before)
 
 
-class PlacedCopies(msgspec.Struct, frozen=True, eq=False):
-    """What every post of a part of some copies needs of them: NIXL's rows of both sides as in `Slice`, and the cost of all rows
-    before each, shape (n + 1,).
-    """
-
-    local: NDArray[np.uint64]
-    remote: NDArray[np.uint64]
-    local_kind: str
-    remote_kind: str
-    cost_bytes: NDArray[np.uint64]
-
-    @staticmethod
-    def of(copies: Copies, local: RegionTable, remote: RegionTable, remote_side: str) -> PlacedCopies | None:
-        """Found once for all parts; None where a row is not a piece: memory of two kinds, pieces that must be cut.
-
-        Raises:
-            TransportError: a piece is outside the regions.
-        """
-        length = copies.length_bytes
-        ours = _side("local", local, copies.local_address, length)
-        theirs = _side(remote_side, remote, copies.remote_address, length)
-        if not len(length) or not ours.is_of_one_device or not theirs.is_of_one_device:
-            return None
-        pieces, devices = (ours.address, theirs.address, length), (int(ours.number), int(theirs.number))
-        local_rows, remote_rows, cost_bytes, longest = piece_rows(pieces, devices, DESCRIPTOR_COST_BYTES)
-        if longest > MAX_PIECE_BYTES:
-            return None
-        return PlacedCopies(local_rows, remote_rows, KINDS[int(ours.kind)], KINDS[int(theirs.kind)], cost_bytes)
+def _cost_before(costs: Int64s, num_pages: int, piece: int) -> int:
+    """What all pieces before this one cost."""
+    row, page = divmod(piece, num_pages)
+    return int(costs[row]) * num_pages + (page * int(costs[row + 1] - costs[row]) if page else 0)
 
 
-class PartCursor:
-    """Hands out rows `[first, stop)` of placed copies, slice by slice."""
-
-    __slots__ = ("_placed", "_row", "_stop")
-
-    def __init__(self, placed: PlacedCopies, first: int, stop: int) -> None:
-        self._placed, self._row, self._stop = placed, first, stop
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all pieces were handed out or dropped."""
-        return self._row == self._stop
-
-    def drop(self) -> None:
-        """Hand out no more."""
-        self._row = self._stop
-
-    def take(self, budget_bytes: int) -> Slice:
-        """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
-        placed, first = self._placed, self._row
-        self._row = last = in_shares(first, affordable(placed.cost_bytes, first, self._stop, budget_bytes), self._stop)
-        cost_bytes = int(placed.cost_bytes[last]) - int(placed.cost_bytes[first])
-        return Slice(
-            placed.local[first:last], placed.remote[first:last], placed.local_kind, placed.remote_kind, cost_bytes
-        )
-
-
-def in_shares(first: int, stop: int, end: int) -> int:
+def _in_shares(first: int, stop: int, end: int) -> int:
     """Where a slice ends that may end at `stop` of `end` pieces: where NIXL's threads share it and others follow, in `SHARES` equal parts.
 
     NIXL makes what is left over a share of its own. It is a piece or two, but the thread that posts waits for it: with 5,461 pieces instead of
@@ -212,51 +131,121 @@ def in_shares(first: int, stop: int, end: int) -> int:
     return stop - (stop - first) % SHARES if is_shared else stop
 
 
-def cost_before(length_bytes: Addresses) -> NDArray[np.uint64]:
-    """What all pieces before each cost, and all of them: shape (n + 1,)."""
-    cost = np.zeros(len(length_bytes) + 1, dtype=np.uint64)
-    np.add.accumulate(length_bytes + np.uint64(DESCRIPTOR_COST_BYTES), out=cost[1:])
-    return cost
-
-
-def _side(name: str, table: RegionTable, address: Addresses, length_bytes: Addresses) -> _Side:
-    """Raises TransportError if a piece is outside the table's regions."""
-    if table.device is not None:
-        table.check(name, address, length_bytes)
-        number = table.device.partition(":")[2]
-        return _Side(address, int(bool(number)), int(number or 0))
-    index = table.locate(name, address, length_bytes)
-    numbers = [region.device.partition(":")[2] for region in table.regions]
-    kind = np.array([bool(number) for number in numbers], dtype=np.intp)
-    return _Side(address, kind[index], np.array([int(number or 0) for number in numbers], dtype=np.uint64)[index])
-
-
-def _groups(local: _Side, remote: _Side, length: Addresses) -> list[_Group]:
-    """The pieces grouped by memory kind on both sides; none above `MAX_PIECE_BYTES`."""
+def place(
+    copies: CopyList | Page, direction: Direction, local: RegionTable, remote: RegionTable, side: str
+) -> list[Placed]:
+    """Where copies lie, or all that a page may copy. `side`: how to call the remote side in a refusal. Raises TransportError."""
+    if isinstance(copies, Page):
+        strided = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
+        sides, length = (copies.src_start, copies.dst_start), copies.length
+    else:
+        strided = None
+        sides, length = (copies.src_address, copies.dst_address), copies.length
+    _check_copies(*sides, length, strided or ((0, 1), (0, 1)))
     if not len(length):
         return []
-    if int(np.maximum.reduce(length)) > MAX_PIECE_BYTES:
-        owner, offset, length = _cut(length, MAX_PIECE_BYTES)
-        local, remote = (replace(one, address=one.address + offset) for one in (local.of(owner), remote.of(owner)))
-    if isinstance(local.kind, int) and isinstance(remote.kind, int):
-        return [_group(local, remote, length, 2 * local.kind + remote.kind)]
-    kinds = np.broadcast_to(2 * np.asarray(local.kind) + np.asarray(remote.kind), length.shape)
-    chosen = {int(kind): np.flatnonzero(kinds == kind) for kind in np.unique(kinds)}
-    return [_group(local.of(rows), remote.of(rows), length[rows], kind) for kind, rows in chosen.items()]
+    if strided is None and int(length.max()) > MAX_COPY_BYTES:
+        # Regions are looked up before a piece is cut, since a refusal names the piece.
+        _check_regions(sides, length, direction, local, remote, side)
+        *cut, length, _ = cut_long(*sides, length, max_bytes=MAX_COPY_BYTES)
+        sides = cut[0], cut[1]
+    is_read = direction is Direction.READ
+    here, there = (1, 0) if is_read else (0, 1)
+    local_rows, local_kind = _rows("local", local, sides[here], length, strided and strided[here])
+    remote_rows, remote_kind = _rows(side, remote, sides[there], length, strided and strided[there])
+    kinds = 2 * local_kind + remote_kind
+    if isinstance(kinds, int):
+        return [_placed(kinds, local_rows, remote_rows)]
+    return [_placed(int(kind), local_rows[kinds == kind], remote_rows[kinds == kind]) for kind in np.unique(kinds)]
 
 
-def _group(local: _Side, remote: _Side, length: Addresses, kind: int) -> _Group:
-    return _Group(local, remote, length, (KINDS[kind // 2], KINDS[kind % 2]), cost_before(length))
+def is_indexed(copies: Copies) -> bool:
+    """Whether a post can pick these copies from a prepared page, by indices of 32 bits and without a piece that must be cut."""
+    if not isinstance(copies, PagedCopies):
+        return False
+    page = copies.page
+    return (
+        page.num_entries * max(page.src_count, page.dst_count) < MAX_INDEX and int(page.length.max()) <= MAX_COPY_BYTES
+    )
 
 
-def _cut(sizes: Addresses, most: int) -> tuple[NDArray[np.intp], Addresses, Addresses]:
-    """Pieces of at most `most`: the row that each comes from, what of that row is before it, and its size."""
-    limit = np.uint64(most)
-    parts = ((sizes - np.uint64(1)) // limit + np.uint64(1)).astype(np.intp)
-    owner = np.repeat(np.arange(len(parts)), parts)
-    ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
-    before = ordinal.astype(np.uint64) * limit
-    return owner, before, np.minimum(sizes[owner] - before, limit)
+def check_pages(copies: PagedCopies) -> None:
+    """Raises TransportError for page ids that the page does not have."""
+    page = copies.page
+    if copies.src_page.shape != copies.dst_page.shape or copies.src_page.ndim != 1:
+        raise TransportError(f"{copies.src_page.shape} source pages for {copies.dst_page.shape} destination pages")
+    for name, ids, count in (
+        ("source", copies.src_page, page.src_count),
+        ("destination", copies.dst_page, page.dst_count),
+    ):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
+            raise TransportError(f"{name} pages from {int(ids.min())} to {int(ids.max())}, but there are [0, {count})")
+
+
+def _check_copies(src: Int64s, dst: Int64s, length: Int64s, strided: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Raises TransportError unless these are copies: one number a side and piece, all in the address space."""
+    columns = (("source", src), ("destination", dst), ("length", length))
+    if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
+        told = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
+        raise TransportError(f"copies need one source, one destination and one length each, as int64; got {told}")
+    for stride, count in strided:
+        if stride < 0 or count < 1 or stride * (count - 1) >= ADDRESS_SPACE_BYTES // 2:
+            raise TransportError(f"{count} pages every {stride} bytes do not lie in the address space")
+    most = ADDRESS_SPACE_BYTES // 2
+    if len(length) and (int(length.min()) <= 0 or int(length.max()) >= most or min(int(src.min()), int(dst.min())) < 0):
+        wrong = (length <= 0) | (length >= most) | (src < 0) | (dst < 0)
+        row = int(np.flatnonzero(wrong)[0])
+        raise TransportError(
+            f"piece {row} of {len(length)}: {int(length[row])} bytes from {int(src[row])} to {int(dst[row])}; a length is above 0 and "
+            f"below {most}, and an address is not negative"
+        )
+
+
+def _check_regions(
+    sides: tuple[Int64s, Int64s],
+    length: Int64s,
+    direction: Direction,
+    local: RegionTable,
+    remote: RegionTable,
+    side: str,
+) -> None:
+    src, dst = sides
+    here, there = (dst, src) if direction is Direction.READ else (src, dst)
+    local.check("local", here, length)
+    remote.check(side, there, length)
+
+
+def _rows(
+    name: str, table: RegionTable, start: Int64s, length: Int64s, strided: tuple[int, int] | None
+) -> tuple[Rows, int | NDArray[np.intp]]:
+    """NIXL's rows of one side, and the memory kind of each, one where all are alike. `strided`: stride and count of pages."""
+    stride, count = strided or (0, 1)
+    whole = length + (count - 1) * stride if strided else length
+    rows = np.empty((len(length), 5 if strided else 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1] = start, length
+    if strided:
+        rows[:, 3], rows[:, 4] = stride, count
+    if table.device is not None:
+        table.check(name, start, whole)
+        kind, number = _device(table.device)
+        rows[:, 2] = number
+        return rows, kind
+    index = table.locate(name, start, whole)
+    devices = [_device(region.device) for region in table.regions]
+    rows[:, 2] = np.array([number for _, number in devices], dtype=np.uint64)[index]
+    return rows, np.array([kind for kind, _ in devices], dtype=np.intp)[index]
+
+
+def _device(name: str) -> tuple[int, int]:
+    """Index into `KINDS` and number of a device."""
+    kind, _, number = name.partition(":")
+    return KINDS.index(kind), int(number or 0)
+
+
+def _placed(kinds: int, local: Rows, remote: Rows) -> Placed:
+    costs = np.zeros(len(local) + 1, dtype=np.int64)
+    np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
+    return Placed((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs)
 
 
 class SliceBudget:

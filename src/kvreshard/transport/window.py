@@ -12,10 +12,11 @@ Cost counts for bytes: it is never less (`slices.DESCRIPTOR_COST_BYTES`).
 
 from __future__ import annotations
 
-from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
+from kvreshard.plan.copies import MAX_COPY_BYTES
+from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES
 
 # No slice of pieces costs more than its share, or than the largest piece if that is more.
-_LARGEST_PIECE = MAX_PIECE_BYTES + DESCRIPTOR_COST_BYTES
+_LARGEST_PIECE = MAX_COPY_BYTES + DESCRIPTOR_COST_BYTES
 
 
 class Windows:

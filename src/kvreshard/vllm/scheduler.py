@@ -124,6 +124,7 @@ class SchedulerSide:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            own_key=self._reception.key,
             partial_loads=PartialLoads(self._count_partial),
             hosts=SourceHosts(options.source_hosts),
             positions=positions,
@@ -217,7 +218,7 @@ class SchedulerSide:
         if isinstance(meta, ReshardWorkerMetadata):
             self._hear_quarantine(meta)
             if meta.keys or meta.unmet:
-                self._consumer.meet(meta.keys, meta.unmet)
+                self._order(self._consumer.meet(meta.keys, meta.unmet))
         for request_id in output.failed_recving or ():
             if self._consumer.fail(request_id):
                 self._admission.fail(request_id)

@@ -8,7 +8,7 @@ A first step on a running fleet, on both sides of a pair:
 2. a finished prefill's `kv_transfer_params` carry one more field, `kvreshard_shadow`: where this engine hands out its layout,
    and what its block lists mean;
 3. for each request that the decode side loads, a thread beside the engine's compiles the route, binds the request, and compares
-   the copies with those that NixlConnector posted (`shadow_report`). No byte of the cache is read or written.
+   the copies with those that NixlConnector posted (`tools/shadow_report.py`). No byte of the cache is read or written.
 
 Nothing of this can fail a request: what goes wrong here is logged once, and the shadow is silent from then on.
 """

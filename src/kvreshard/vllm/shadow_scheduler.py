@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvreshard.session.card import encode_card
 from kvreshard.session.handshake import Address
 from kvreshard.session.orders import Load, RemoteLease
+from kvreshard.tools.shadow import ShadowLoad
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import read_groups
@@ -25,21 +26,6 @@ if TYPE_CHECKING:
 
 # The shadow keeps nothing alive: its leases are never granted.
 NO_SLOT, NO_WORD = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowLoad:
-    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load.
-
-    `why_not`: why this connector would not load it, if it would not; `lost`: what the last token looks at and has no page for.
-    """
-
-    load: Load | None
-    request: str
-    num_tokens: int
-    their_tokens: int
-    why_not: str = ""
-    lost: str = ""
 
 
 @dataclass(slots=True)

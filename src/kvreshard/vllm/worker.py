@@ -18,8 +18,9 @@ from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import Offer
-from kvreshard.session.recorder import Recorder
 from kvreshard.session.staging import Staging
+from kvreshard.tools.observer import RankObserver
+from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.device import TensorMemory, enter_device
 from kvreshard.transport.local import HostMemory
@@ -86,14 +87,16 @@ class WorkerSide:
         table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
         self._buffer = buffer  # the session knows it by address only
         tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
+        memory = HostMemory() if devices <= {"cpu"} else TensorMemory(tensors)
+        observer = RankObserver(rank.rank, memory, self._options.observer, recorder=self._make_recorder())
         endpoint = Endpoint(
             rank.rank,
             transport,
-            HostMemory() if devices <= {"cpu"} else TensorMemory(tensors),
+            memory,
             self._options.endpoint(self._devices[0] if self._devices else "cpu"),
             table=table,
             staging=None if buffer is None else Staging(buffer.data_ptr(), buffer.nbytes),
-            recorder=self._make_recorder(),
+            observer=observer,
         )
         regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
         regions += [table.region, *endpoint.regions]
@@ -108,8 +111,8 @@ class WorkerSide:
                 transport.metadata(),
                 table.region.address,
                 len(table),
-                endpoint.board.region.address,
-                len(endpoint.board),
+                observer.mailbox.region.address,
+                len(observer.mailbox),
             ),
             read_facts(self._vllm_config),
         )

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.pairs.small import engine
 
 from kvreshard.kinds import Attention, GatedDelta, Latent, Mamba1, Mamba2, Opaque, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ORDERS, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
-from kvreshard.testing.small import engine
 
 PAGES, LAYERS = 3, 2
 Numbers = NDArray[np.int64]

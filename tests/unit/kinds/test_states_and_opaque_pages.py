@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pairs.small import engine
 from tests.unit.kinds.test_addresses import cells
 
 from kvreshard.kinds import LinearState, Opaque, OpaqueState, PageView, Place, ShortConv, Style, TensorShape
 from kvreshard.model import LayoutError, LayoutMismatch
 from kvreshard.plan import match_fields
-from kvreshard.testing.small import engine
 
 
 def test_a_linear_state_is_one_matrix_per_head() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.pairs.apply import compile_all
+from tests.pairs.random_pairs import Pair, make_pair
+from tests.pairs.small import engine
 
 from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, Rank, WireError, wire
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
 from kvreshard.plan import bind, find_unwritten
-from kvreshard.testing.apply import compile_all
-from kvreshard.testing.pairs import Pair, make_pair
-from kvreshard.testing.small import engine
 
 ENCODINGS: tuple[wire.Encoding, ...] = ("msgpack", "json")
 HOSTILE = [0, -1, 1, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), None, "x", "", 1.5, True, [], {}]

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.pairs.apply import check_transfer, compile_all
+from tests.pairs.small import GROUP, changed, engine, request
 
 from kvreshard.kinds import Attention, Latent, Mamba1, Ring, Style
 from kvreshard.model import EngineLayout, Rank, Region
@@ -10,10 +12,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import ByteRanges, CopyList, bind, compile_route, find_unwritten
 from kvreshard.plan import bind as _bind
-from kvreshard.plan.bind import MAX_CODED, Pieces, _merge_pages, distinct_overlaps
-from kvreshard.plan.copies import cut, merged, subtract
-from kvreshard.testing.apply import check_transfer, compile_all
-from kvreshard.testing.small import GROUP, changed, engine, request
+from kvreshard.plan.byte_ranges import cut, merged, subtract
 
 SIDES = ("prefill", "decode")
 ONE_FIELD = Latent(4, "bfloat16")  # 8 bytes per token
@@ -38,8 +37,8 @@ def listed(lists: list[CopyList]) -> list[tuple[int, int, int]]:
     ]
 
 
-def one_to_one(src: EngineLayout, dst: EngineLayout, wanted: Request, **options: int) -> list[tuple[int, int, int]]:
-    return listed(list(bind(compile_route(src, dst, 0), wanted, **options)))
+def one_to_one(src: EngineLayout, dst: EngineLayout, wanted: Request) -> list[tuple[int, int, int]]:
+    return listed(list(bind(compile_route(src, dst, 0), wanted)))
 
 
 @pytest.mark.parametrize(
@@ -136,19 +135,6 @@ def test_layers_side_by_side_are_one_copy() -> None:
     assert one_to_one(src, dst, request(src, dst, 4)) == [(96, 192, 96)]
 
 
-@pytest.mark.parametrize("max_copies", [1, 2, 3, 7, 1000])
-def test_lists_are_bounded_and_hold_the_same_copies(max_copies: int) -> None:
-    kind = Attention(4, 3, "bfloat16")
-    src = engine("prefill", kind=kind, order="HND", stages=(0, 0, 0))
-    dst = engine("decode", kind=kind, page=3, tp=2, stages=(0, 0, 0))
-    wanted = request(src, dst, 22)
-    route = compile_route(src, dst, 1)
-    whole, lists = list(bind(route, wanted)), list(bind(route, wanted, max_copies))
-    assert max(copies.num_copies for copies in lists) <= max_copies
-    assert sorted(listed(lists)) == sorted(listed(whole))
-    assert sum(copies.num_bytes for copies in lists) == 22 * 3 * 2 * 2 * 3 * 2
-
-
 def test_a_group_without_intervals_needs_no_tables() -> None:
     src, dst = engine("prefill"), engine("decode")
     nothing = Request({}, {}, {GROUP: []}, {})
@@ -174,19 +160,6 @@ def test_a_ring_takes_the_live_tail_from_where_it_wrapped() -> None:
     assert sorted(one_to_one(src, dst, wanted)) == [(48, 48, 24)]
     late = request(src, dst, 11, [(8, 11)], src_pages=[1], dst_pages=[2])
     assert sorted(one_to_one(src, dst, late)) == [(40, 56, 8), (64, 64, 8), (72, 48, 8)]
-
-
-def test_large_pages_do_not_confuse_their_overlaps() -> None:
-    """Three numbers above two million do not fit one int64; they are told apart all the same."""
-    big = MAX_CODED * 2
-    src_low = array(0, big // 4, 0, big - 1)
-    zero = array(0, 0, 0, 0)
-    pieces = Pieces(zero, zero, src_low, array(5, 5, 5, 5), array(16, 16, 16, 1))
-    overlaps, which = distinct_overlaps(pieces)
-    assert [overlaps[i] for i in which.tolist()] == [
-        (int(low), 5, n) for low, n in zip(src_low, (16, 16, 16, 1), strict=True)
-    ]
-    assert len(overlaps) == 3
 
 
 def test_what_no_copy_writes_in_a_new_page_is_zeroed_in_full() -> None:
@@ -223,11 +196,3 @@ def test_between_equal_engines_a_partial_page_is_not_taken_for_a_whole_one(order
     src, dst = [engine(name, order=order, stages=(0, 0, 0), kind=Attention(1, 2, "bfloat16")) for name in SIDES]
     wanted = request(src, dst, 10, src_pages=[1, 4, 2], dst_pages=[6, 3, 8])
     assert check_transfer(src, dst, compile_all(src, dst), wanted, np.random.default_rng(1)) > 0
-
-
-def test_pages_are_joined_only_where_every_run_continues() -> None:
-    """Two pages of two runs: the first run of the second page continues that of the first, the second does not."""
-    src_at, dst_at = np.array([[0, 100], [3, 103]]), np.array([[50, 200], [53, 203]])
-    lengths = np.array([[3, 2], [3, 2]])
-    for before, after in zip((src_at, dst_at, lengths), _merge_pages(src_at, dst_at, lengths), strict=True):
-        assert before.tolist() == after.tolist()

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
+from kvreshard.plan import stage
 from kvreshard.plan.kept import ENTRY_BYTES, Kept
 from kvreshard.plan.lane import Lane
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.route import compile_route
-from kvreshard.plan.slot import Slot
+from kvreshard.plan.stage import Image
 
 
 def test_what_was_not_asked_for_in_the_longest_time_goes_first() -> None:
@@ -57,6 +58,11 @@ def ends(lane: Lane) -> list[tuple[int, int, int]]:
     return [(start, start, stop - start) for start in range(0, page, 24) for stop in range(start + 7, page, 24)]
 
 
+def image_of(lane: Lane, overlap: tuple[int, int, int]) -> Image:
+    """What staging makes of an overlap; kept for the next time."""
+    return stage._image_of(lane, (overlap,))
+
+
 def lanes_of(kept: Kept, num_sources: int) -> list[Lane]:
     """Of sources whose pages are large and whose heads are apart here."""
     model = load("llama-3.1-8b")
@@ -73,8 +79,7 @@ def test_the_lanes_of_all_sources_share_a_bound() -> None:
     kept = Kept(bound)
     for lane in lanes_of(kept, 3):
         for overlap in ends(lane):
-            lane.pattern(overlap)
-            lane.slot(overlap)
+            image_of(lane, overlap)
         assert bound // 2 < kept.num_bytes <= bound
 
 
@@ -89,8 +94,8 @@ def test_lanes_do_not_take_one_another_s_patterns() -> None:
                 assert np.array_equal(getattr(mine, column), getattr(own, column))
             for side in ("src", "dst"):
                 assert np.array_equal(getattr(mine.bases, side), getattr(own.bases, side))
-            assert shared.slot(overlap).steps == alone.slot(overlap).steps
-            assert shared.slot(overlap) is shared.slot(overlap)
+            assert image_of(shared, overlap).steps == image_of(alone, overlap).steps
+            assert image_of(shared, overlap) is image_of(shared, overlap)
 
 
 def deep_bytes(value: object, seen: set[int]) -> int:
@@ -108,7 +113,7 @@ def deep_bytes(value: object, seen: set[int]) -> int:
 def test_sizes_are_about_what_values_take(engines: tuple[str, str]) -> None:
     src, dst = (describe(load("llama-3.1-8b"), parse_engine(text), text, num_pages=64) for text in engines)
     lane = compile_route(src, dst, 0).lanes[0]
-    values: list[Pattern | Slot] = [lane.pattern((0, 0, 60)), lane.slot((0, 0, 60)), lane.slot((1, 1, 13))]
+    values: list[Pattern | Image] = [lane.pattern((0, 0, 60)), image_of(lane, (0, 0, 60)), image_of(lane, (1, 1, 13))]
     for value in values:
         taken = deep_bytes(value, {id(lane.bases)})
         assert taken / 2 < value.kept_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.pairs.small import GROUP, engine
 
 from kvreshard.kinds import Attention, Latent, Opaque
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
@@ -30,7 +31,6 @@ from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove
 from kvreshard.plan.match import differences
 from kvreshard.plan.pattern import Bases
-from kvreshard.testing.small import GROUP, engine
 
 SRC, DST = engine("prefill", tp=2), engine("decode", tp=1)
 

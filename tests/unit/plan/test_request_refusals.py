@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from tests.pairs.small import GROUP, changed, engine, request
 
 from kvreshard.kinds import Attention, Latent, Mamba1, Opaque, Ring
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
@@ -11,7 +12,6 @@ from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route, find_unwritten
-from kvreshard.testing.small import GROUP, changed, engine, request
 
 SRC, DST = engine("prefill", null_page=0), engine("decode", null_page=0)
 GOOD = request(SRC, DST, 10)

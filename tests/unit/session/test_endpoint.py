@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import (
     LEASE,
     OPTIONS,
@@ -40,7 +41,6 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
-from kvreshard.testing.small import request
 from kvreshard.transport.memory import Fault
 
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ import sys, threading
 sys.setswitchinterval(1e-6)
 from kvreshard.session.card import RankCard, decode_card, encode_card, make_card
 from kvreshard.session.hello import read_answer
-from kvreshard.testing.small import engine
+from tests.pairs.small import engine
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 

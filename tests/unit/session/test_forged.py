@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import (
     KEY,
     LEASE,
-    OPTIONS,
     REMOTE,
     SLOT,
     WORD,
@@ -26,20 +25,20 @@ from tests.unit.session.world import (
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
 from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Revoke
-from kvreshard.session.recorder import Recorder
 from kvreshard.session.seal import Seal
 from kvreshard.testing.oracle import differing_bytes, write_values
-from kvreshard.testing.small import request
+from kvreshard.tools.observer import ObserverOptions
+from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fault
 
-CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0, digest_timeout_s=20.0)
+CHECKED = ObserverOptions(digest_share=1.0, digest_timeout_s=20.0)
 MINE, THEIRS = [1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15]
 
 
 @pytest.fixture(params=[(1, 1), (1, 2), (4, 2)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    made = make_world(*request.param, CHECKED, Recorder(tmp_path, 4, submit=at_once))
+    made = make_world(*request.param, recorder=Recorder(tmp_path, 4, submit=at_once), watched=CHECKED)
     made.grant_and_offer()
     yield made
     made.close()
@@ -141,9 +140,9 @@ def test_pages_in_another_order_are_not_equal(world: World) -> None:
     assert {found.checks["d"] for found in (e.collect() for e in world.dst.endpoints.values())} == {"different"}
 
 
-def test_a_question_before_the_offer_waits_for_it() -> None:
+def test_a_digest_request_before_the_offer_waits_for_it() -> None:
     """A reader may be faster than the source's next step: the lease is granted, and its pages are not yet known."""
-    world = make_world(1, 2, CHECKED)
+    world = make_world(1, 2, watched=CHECKED)
     for endpoint in world.src.endpoints.values():
         endpoint.submit(Grant("r", SLOT, WORD))
     mine = order_load(world)
@@ -161,8 +160,8 @@ def test_a_question_before_the_offer_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("end", [Revoke("r"), Grant("r", SLOT, WORD + 1)])
-def test_a_question_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke | Grant) -> None:
-    world = make_world(1, 1, CHECKED)
+def test_a_digest_request_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke | Grant) -> None:
+    world = make_world(1, 1, watched=CHECKED)
     for endpoint in world.src.endpoints.values():
         endpoint.submit(Grant("r", SLOT, WORD))
     order_load(world)

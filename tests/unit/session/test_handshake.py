@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError
 from kvreshard.model.changed import replace
@@ -18,7 +19,6 @@ from kvreshard.session import handshake
 from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_card, encode_card, make_card
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener, fetch_card, tell_outcome
 from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.testing.small import engine
 
 LOCAL = Address("127.0.0.1", 0)
 

@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError
 from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.greeting import read_mechanism
 from kvreshard.session.handshake import Address, HandshakeError, Listener, fetch_card, tell_outcome
 from kvreshard.session.keys import Keys, read_keys, write_keys
-from kvreshard.testing.small import engine
 
 LOCAL = Address("127.0.0.1", 0)
 PATIENCE_S = 60.0

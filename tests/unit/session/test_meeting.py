@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side, meet_engine
 
 from kvreshard.model import KvReshardError, WireError
@@ -16,7 +17,6 @@ from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.orders import EndpointOptions, RemoteEngine
 from kvreshard.session.peer import Self, disconnect
-from kvreshard.testing.small import engine
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault

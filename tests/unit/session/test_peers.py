@@ -8,17 +8,18 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side
+from tests.pairs.small import engine
+from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
 from kvreshard.session.card import EngineCard
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.handshake_client import MAX_AT_ONCE
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
+from kvreshard.session.holder import LeaseHolder
+from kvreshard.session.orders import EndpointOptions, Release, RemoteEngine
 from kvreshard.session.peer import Peer, Self
-from kvreshard.session.peers import Peers, connect_engine
+from kvreshard.session.peers import MAX_PER_HOST, Peers, connect_engine
 from kvreshard.session.seal import incarnation_of
-from kvreshard.testing.small import engine
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
 
@@ -219,6 +220,29 @@ def test_hosts_that_never_answer_do_not_hold_up_one_that_does(room: Room) -> Non
         assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote
         assert several.num_asking <= MAX_AT_ONCE
         assert several.met(mute.remotes[0]) is None
+
+
+def test_few_engines_of_one_host_are_asked_at_once(room: Room) -> None:
+    """Whether a client names its ports for loads or for leases to give back."""
+    host = "127.0.9.9"
+    with contextlib.ExitStack() as kept, contextlib.closing(patient(room)) as several:
+        servers = [kept.enter_context(socket.create_server((host, 0))) for _ in range(MAX_PER_HOST + 3)]
+        remotes = [RemoteEngine(f"m{i}", "life", Address(host, s.getsockname()[1])) for i, s in enumerate(servers)]
+        holder = LeaseHolder(room.me.transport, several, usual_s=5.0)
+        for remote in remotes[:-1]:
+            holder.release(Release(remote, LEASE))
+        for _ in range(5):
+            holder.send_releases(room.me, room.clock())
+        assert dict(several._num_of_host) == {host: MAX_PER_HOST}
+        late = several.get(room.me, remotes[-1])
+        assert "32 other engines that were named at 127.0.9.9 have not answered" in str(late.exception(0))
+        assert several.get(room.me, remotes[-1]) is late
+        assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote  # of another host
+        holder.send_releases(room.me, room.clock())
+        assert len(holder._sources) == MAX_PER_HOST  # what nobody is asked for is not kept
+        several.cancel(remotes[0])
+        room.clock.now_s += room.peers._options.retry_s
+        assert not several.get(room.me, remotes[-1]).done()
 
 
 def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) -> None:

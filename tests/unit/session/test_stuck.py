@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+from tests.pairs.small import request
 from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load, seal
 
 from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Results
-from kvreshard.testing.small import request
 from kvreshard.transport.base import StuckCall, Transfer
 from kvreshard.transport.memory import Fault
 

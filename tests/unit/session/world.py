@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+from tests.pairs.small import engine, request
 
 from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
@@ -30,10 +31,10 @@ from kvreshard.session.orders import (
 )
 from kvreshard.session.peer import Peer, Self, disconnect
 from kvreshard.session.peers import Peers
-from kvreshard.session.recorder import Recorder
 from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging
-from kvreshard.testing.small import engine, request
+from kvreshard.tools.observer import ObserverOptions, RankObserver
+from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion, Transfer
 from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
@@ -43,6 +44,7 @@ KEY = bytes(range(32))
 LIFE = incarnation_of(KEY)
 HOST: tuple[str, LocalMemory] = ("cpu", HostMemory())
 KIND = Attention(2, 8, "bfloat16")
+UNWATCHED = ObserverOptions()
 OPTIONS = EndpointOptions(load_timeout_s=100.0, settle_timeout_s=10.0, heartbeat_s=5.0, retry_s=5.0)
 
 
@@ -70,6 +72,7 @@ class Side:
     tables: dict[int, LeaseTable]
     transports: dict[int, MemoryTransport]
     endpoints: dict[int, Endpoint]
+    observers: dict[int, RankObserver] = field(default_factory=dict)
     staging: list[np.ndarray] = field(default_factory=list)
     lease_s: float = 30.0
     key: bytes = KEY
@@ -81,8 +84,8 @@ class Side:
                 self.transports[rank].metadata(),
                 self.tables[rank].region.address,
                 len(self.tables[rank]),
-                self.endpoints[rank].board.region.address,
-                len(self.endpoints[rank].board),
+                self.observers[rank].mailbox.region.address,
+                len(self.observers[rank].mailbox),
             )
             for rank in self.transports
         ]
@@ -156,6 +159,7 @@ def make_side(
     options: EndpointOptions,
     recorder: Recorder | None = None,
     local: tuple[str, LocalMemory] = HOST,
+    watched: ObserverOptions = UNWATCHED,
 ) -> Side:
     """One engine whose caches lie on a device, and what reads them there: (device, memory)."""
     device, local_memory = local
@@ -165,6 +169,7 @@ def make_side(
     for rank in side.layout.ranks:
         transport = MemoryTransport(fabric, f"{layout.engine}{rank.rank}", faults=faults)
         table, buffer = LeaseTable(64), np.zeros(1 << 16, np.uint8)
+        observer = RankObserver(rank.rank, local_memory, watched, recorder=recorder, clock=world_clock)
         endpoint = Endpoint(
             rank.rank,
             transport,
@@ -174,12 +179,12 @@ def make_side(
             staging=Staging(buffer.ctypes.data, buffer.size),
             clock=world_clock,
             peers=peers(rank.rank),
-            recorder=recorder,
+            observer=observer,
         )
         areas = [MemoryRegion(g.address, g.size_bytes) for g in rank.regions]
         transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
         side.tables[rank.rank], side.transports[rank.rank] = table, transport
-        side.endpoints[rank.rank] = endpoint
+        side.endpoints[rank.rank], side.observers[rank.rank] = endpoint, observer
         side.staging.append(buffer)
     return side
 
@@ -260,8 +265,9 @@ def make_world(
     options: EndpointOptions = OPTIONS,
     recorder: Recorder | None = None,
     local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]] = (HOST, HOST),
+    watched: ObserverOptions = UNWATCHED,
 ) -> World:
-    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`."""
+    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`. `watched`: of the loads."""
     clock, fabric = Clock(), Fabric()
     faults: dict[int, Fault] = {}
     made = World(clock, fabric, None, None, [], faults, [])
@@ -276,7 +282,9 @@ def make_world(
     made.src = make_side(
         clock, fabric, src, lambda rank: FakePeers(made, rank), lambda i, t: Fault(), options, None, local[0]
     )
-    made.dst = make_side(clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1])
+    made.dst = make_side(
+        clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1], watched
+    )
     for side in (made.src, made.dst):
         for endpoint in side.endpoints.values():
             endpoint.introduce(side.card(), side.layout)

@@ -80,7 +80,7 @@ def test_data_after_the_word_is_noticed(ranks: LocalRanks, broken: Broken) -> No
     pieces = (np.zeros(1, np.uint64), np.full(1, 64, np.uint64), np.full(1, 8, np.uint64))
     expected = Expectation(ranks)
     expected.copied(0, 1, Direction.WRITE, pieces)
-    ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, pieces))
+    ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, Direction.WRITE, pieces))
     ranks.notify(0, 1, b"written")
     assert ranks.notifications(1, 1) == [("rank0", b"written")]
     with pytest.raises(AssertionError, match="8 bytes differ"):

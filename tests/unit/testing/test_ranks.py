@@ -12,16 +12,17 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kvreshard.testing import rank_worker as ask
+from kvreshard.plan.copies import CopyList
+from kvreshard.testing import rank_worker
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError
-from kvreshard.transport.base import Copies, Direction, TransportError
+from kvreshard.transport.base import Direction, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
 KIB = 1024
 
 
-def one_piece(ranks: LocalRanks | ProcessRanks, rank: int, peer: int) -> Copies:
-    return Copies.of([ranks.address(rank)], [ranks.address(peer)], KIB)
+def one_piece(ranks: LocalRanks | ProcessRanks, rank: int, peer: int) -> CopyList:
+    return CopyList.of([ranks.address(peer)], [ranks.address(rank)], KIB)
 
 
 def test_ranks_in_one_process() -> None:
@@ -41,8 +42,8 @@ def test_ranks_in_one_process() -> None:
 def test_a_cpu_build_of_torch_is_left_out(monkeypatch: pytest.MonkeyPatch, version: str, is_left_out: bool) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # put back as it was afterwards
     del sys.modules["torch"]
-    monkeypatch.setattr(ask, "version", lambda name: {"torch": version}[name])
-    ask.leave_cpu_torch_out()
+    monkeypatch.setattr(rank_worker, "version", lambda name: {"torch": version}[name])
+    rank_worker.leave_cpu_torch_out()
     assert ("torch" in sys.modules) is is_left_out
     if is_left_out:
         with pytest.raises(ImportError):
@@ -52,16 +53,16 @@ def test_a_cpu_build_of_torch_is_left_out(monkeypatch: pytest.MonkeyPatch, versi
 def test_torch_that_is_there_or_not_installed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     there = ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", there)
-    monkeypatch.setattr(ask, "version", lambda name: "2.13.0+cpu")
-    ask.leave_cpu_torch_out()
+    monkeypatch.setattr(rank_worker, "version", lambda name: "2.13.0+cpu")
+    rank_worker.leave_cpu_torch_out()
     assert sys.modules["torch"] is there
     del sys.modules["torch"]
 
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(ask, "version", missing)
-    ask.leave_cpu_torch_out()
+    monkeypatch.setattr(rank_worker, "version", missing)
+    rank_worker.leave_cpu_torch_out()
     assert "torch" not in sys.modules
 
 
@@ -69,15 +70,15 @@ def test_a_worker_leaves_it_out_before_anything_else(monkeypatch: pytest.MonkeyP
     def called() -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(ask, "leave_cpu_torch_out", called)
+    monkeypatch.setattr(rank_worker, "leave_cpu_torch_out", called)
     with pytest.raises(InterruptedError):
-        ask.main(["0", "0", "0", "nixl", "rank0", "cpu"])
+        rank_worker.main(["0", "0", "0", "nixl", "rank0", "cpu"])
 
 
 def test_a_rank_of_a_device_keeps_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "leave_cpu_torch_out", lambda: pytest.fail("left out"))
+    monkeypatch.setattr(rank_worker, "leave_cpu_torch_out", lambda: pytest.fail("left out"))
     with pytest.raises(ValueError, match="negative file descriptor"):  # the next thing that it does
-        ask.main(["-1", "-1", "0", "nixl", "rank0", "cuda:0"])
+        rank_worker.main(["-1", "-1", "0", "nixl", "rank0", "cuda:0"])
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
@@ -125,7 +126,7 @@ class TestProcessRanks:
         if when == "while pending":
             job = ranks.post(0, 1, Direction.READ, one_piece(ranks, 0, 1))
         os.kill(ranks.process_id(1), signal.SIGKILL)
-        with pytest.raises(RankDiedError, match=r"rank 1 .* exit code -9 when asked Metadata"):
+        with pytest.raises(RankDiedError, match=r"rank 1 .* exit code -9 when asked for metadata"):
             ranks.connect(0, 1)
         if when == "before":
             job = ranks.post(0, 1, Direction.READ, one_piece(ranks, 0, 1))
@@ -139,7 +140,7 @@ class TestProcessRanks:
     def test_a_worker_that_does_not_answer_is_ended(self, ranks: ProcessRanks) -> None:
         os.kill(ranks.process_id(1), signal.SIGSTOP)
         with pytest.raises(RankDiedError, match=r"did not answer within 0\.2 s"):
-            ranks.ask(1, ask.Metadata(), timeout_s=0.2)
+            ranks.call(1, "metadata", timeout_s=0.2)
         assert not Path(f"/proc/{ranks.process_id(1)}").exists()
 
 

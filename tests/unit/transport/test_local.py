@@ -6,34 +6,27 @@ from itertools import product
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from tests.unit.transport.moves import slots_move
 
+from kvreshard.plan.stage import Move
 from kvreshard.transport.local import HostMemory
 
 
-def slow_move(
-    slots: np.ndarray,
-    slot_bytes: int,
-    pages: np.ndarray,
-    dst_bases: list[int],
-    dst_pages: list[int],
-    length: int,
-    loops: list[tuple[int, int, int]],
-    slot_offset: int,
-    dst_offset: int,
-) -> None:
-    """The definition, step by step."""
-    for field, base in enumerate(dst_bases):
-        for piece, page in enumerate(dst_pages):
-            for steps in product(*(range(count) for count, _, _ in loops)):
-                src = (field * len(dst_pages) + piece) * slot_bytes + slot_offset
-                dst = base + page + dst_offset
-                for step, (_, src_step, dst_step) in zip(steps, loops, strict=True):
-                    src, dst = src + step * src_step, dst + step * dst_step
-                pages[dst : dst + length] = slots[src : src + length]
+def slow_move(buffer: np.ndarray, memory: np.ndarray, address: int, move: Move) -> None:
+    """The definition, step by step. `address`: of the memory's first byte."""
+    for src_base, dst_base in zip(move.src_bases.tolist(), move.dst_bases.tolist(), strict=True):
+        for src_at, dst_at in zip(move.src_at.tolist(), move.dst_at.tolist(), strict=True):
+            for steps in product(*(range(loop.count) for loop in move.loops)):
+                src, dst = src_base + src_at, dst_base + dst_at - address
+                for step, loop in zip(steps, move.loops, strict=True):
+                    src, dst = src + step * loop.src_step, dst + step * loop.dst_step
+                memory[dst : dst + move.length] = buffer[src : src + move.length]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_move_is_its_definition(seed: int) -> None:
+@pytest.mark.parametrize("order", ["slots", "evenly", "any", "one slot"])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_move_is_its_definition(seed: int, order: str) -> None:
     rng = np.random.default_rng(seed)
     unit = int(rng.choice([1, 2, 3, 4, 8, 16]))
     length = unit * int(rng.integers(1, 5))
@@ -43,25 +36,25 @@ def test_a_move_is_its_definition(seed: int) -> None:
         src_step, dst_step = src_step + unit * int(rng.integers(0, 3)), dst_step + unit * int(rng.integers(0, 3))
         loops.append((count, src_step, dst_step))
         src_step, dst_step = src_step * count, dst_step * count
-    slot_offset, dst_offset = unit * int(rng.integers(0, 3)), unit * int(rng.integers(0, 3))
-    slot_bytes, page_bytes = src_step + slot_offset + unit, dst_step + dst_offset + unit
+    src_offset, dst_offset = unit * int(rng.integers(0, 3)), unit * int(rng.integers(0, 3))
+    slot_bytes, page_bytes = src_step + src_offset + unit, dst_step + dst_offset + unit
     num_fields, num_pieces = int(rng.integers(1, 4)), int(rng.integers(1, 6))
-    pages = [int(page) * page_bytes for page in rng.permutation(9)[:num_pieces]]
-    bases = [field * 9 * page_bytes for field in range(num_fields)]
-    slots = rng.integers(0, 256, num_fields * num_pieces * slot_bytes, dtype=np.uint8)
+    pages = rng.permutation(9)[:num_pieces] * page_bytes
+    buffer = rng.integers(0, 256, num_fields * 12 * slot_bytes, dtype=np.uint8)
     memory = rng.integers(0, 256, num_fields * 9 * page_bytes, dtype=np.uint8)
+    bases = np.arange(num_fields) * (9 * page_bytes) + memory.ctypes.data
+    move = slots_move(slot_bytes, bases, pages, length, loops, src_offset, dst_offset)
+    slots = {
+        "slots": np.arange(num_pieces),
+        "evenly": 2 * np.arange(num_pieces) + 1,
+        "any": rng.permutation(12)[:num_pieces],
+        "one slot": np.full(num_pieces, 3),
+    }[order]
+    move = replace(move, src_at=slots * slot_bytes + src_offset, src_bases=np.arange(num_fields) * 12 * slot_bytes)
     expected = memory.copy()
-    slow_move(slots, slot_bytes, expected, bases, pages, length, loops, slot_offset, dst_offset)
-    HostMemory().move(
-        slots.ctypes.data,
-        slot_bytes,
-        np.array(bases) + memory.ctypes.data,
-        np.array(pages),
-        length,
-        loops,
-        slot_offset,
-        dst_offset,
-    )
+    slow_move(buffer, expected, memory.ctypes.data, move)
+    assert not np.array_equal(memory, expected)
+    HostMemory().move(buffer.ctypes.data, move)
     assert np.array_equal(memory, expected)
 
 

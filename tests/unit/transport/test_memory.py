@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.transport.base import (
-    Copies,
     Direction,
     MemoryRegion,
     Notification,
@@ -39,7 +39,7 @@ class Pair:
         self.b.add_peer("ann", self.a.metadata())
 
     def read(self, offset: int = 0, length: int = SIZE, notify: bytes | None = None) -> Transfer:
-        pieces = Copies.of([self.here.ctypes.data + offset], [self.there.ctypes.data + offset], length)
+        pieces = CopyList.of([self.there.ctypes.data + offset], [self.here.ctypes.data + offset], length)
         return self.a.post("bob", Direction.READ, pieces, notify)
 
 
@@ -92,7 +92,7 @@ def test_a_dropped_transfer_stays_pending_until_close() -> None:
 def test_a_failing_transfer_moves_some_pieces_and_does_not_notify() -> None:
     pair = Pair(Fault(fail_after_pieces=2))
     base, there = pair.here.ctypes.data, pair.there.ctypes.data
-    pieces = Copies.of([base, base + 8, base + 16], [there, there + 8, there + 16], 4)
+    pieces = CopyList.of([there, there + 8, there + 16], [base, base + 8, base + 16], 4)
     transfer = pair.a.post("bob", Direction.READ, pieces, b"never")
     with pytest.raises(TransportError, match="after 2 of 3 pieces"):
         transfer.wait(0.0)
@@ -104,7 +104,7 @@ def test_a_failing_transfer_moves_some_pieces_and_does_not_notify() -> None:
 def test_one_byte_arrives_inverted(corrupt_byte: int, changed: int) -> None:
     pair = Pair(Fault(corrupt_byte=corrupt_byte))
     base, there = pair.here.ctypes.data, pair.there.ctypes.data
-    pieces = Copies.of([base, base + 8, base + 16], [there, there + 8, there + 16], 4)
+    pieces = CopyList.of([there, there + 8, there + 16], [base, base + 8, base + 16], 4)
     pair.a.post("bob", Direction.READ, pieces).wait(0.0)
     good = pair.there.copy()
     good[changed] ^= 0xFF

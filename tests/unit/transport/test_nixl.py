@@ -1,6 +1,7 @@
 """What does the contract not show of the NIXL transport: leaks, silence, size, and life without NIXL?"""
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 from tests.unit.transport.fake_agent import Stuck
 
+from kvreshard.plan.copies import CopyList, Page, PagedCopies
 from kvreshard.transport import nixl
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, Transport, TransportError
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, Transport, TransportError
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions
@@ -26,10 +28,10 @@ def region(memory: NDArray[np.uint8]) -> MemoryRegion:
     return MemoryRegion(memory.ctypes.data, memory.nbytes)
 
 
-def strided(local: NDArray[np.uint8], remote: NDArray[np.uint8], num_pieces: int, length: int) -> Copies:
+def strided(local: NDArray[np.uint8], remote: NDArray[np.uint8], num_pieces: int, length: int) -> CopyList:
     """Equal pieces, spread over both memories."""
     offset = np.arange(num_pieces, dtype=np.uint64) * np.uint64(local.nbytes // num_pieces)
-    return Copies.of(offset + np.uint64(local.ctypes.data), offset + np.uint64(remote.ctypes.data), length)
+    return CopyList.of(offset + np.uint64(remote.ctypes.data), offset + np.uint64(local.ctypes.data), length)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -192,27 +194,43 @@ class TestAgent:
             near.close()
             far.close()
 
-    def test_a_part_is_checked_against_the_regions_of_now(self) -> None:
-        """What was found of its whole is of use no longer when a region has gone, or the peer has come back with others."""
+    def test_a_page_is_checked_against_the_regions_of_now(self) -> None:
+        """What was found of it is of use no longer when a region has gone, or the peer has come back with others."""
         near, far, again = NixlTransport("near"), NixlTransport("far"), NixlTransport("far")
         here, there = np.zeros(8192, dtype=np.uint8), np.full(8192, 7, dtype=np.uint8)
+        page = Page.of(
+            [there.ctypes.data, there.ctypes.data + 4096],
+            [here.ctypes.data, here.ctypes.data + 4096],
+            5,
+            (8, 8),
+            (9, 9),
+        )
+
+        def read(page: Page, number: int) -> Transfer:
+            pages = np.array([number])
+            return near.post("far", Direction.READ, PagedCopies(0, 0, page, pages, pages))
+
         try:
             near.register([region(here[:4096]), region(here[4096:])])
             far.register([region(there)])
             again.register([region(there[:4096])])
-            whole = strided(here, there, 2, 5)
             near.add_peer("far", far.metadata())
-            near.post("far", Direction.READ, whole.part(0, 1)).wait(30.0)
+            read(page, 0).wait(30.0)
+            assert len(near._known_pages) == 1
             near.deregister([region(here[4096:])])
             with pytest.raises(TransportError, match="piece 1 of 2: local"):
-                near.post("far", Direction.READ, whole.part(0, 1))
+                read(page, 0)
             near.register([region(here[4096:])])
-            near.post("far", Direction.READ, whole.part(1, 2)).wait(30.0)
+            read(page, 1).wait(30.0)
             near.remove_peer("far")
             near.add_peer("far", again.metadata())
             with pytest.raises(TransportError, match="piece 1 of 2: remote"):
-                near.post("far", Direction.READ, whole.part(0, 1))
-            assert (int(np.count_nonzero(here[:4096])), int(np.count_nonzero(here[4096:]))) == (5, 5)
+                read(page, 0)
+            assert (int(np.count_nonzero(here[:4096])), int(np.count_nonzero(here[4096:]))) == (10, 10)
+            # What is known of a page goes with it.
+            del page
+            gc.collect()
+            assert len(near._known_pages) == 0
         finally:
             for transport in (near, far, again):
                 transport.close()

@@ -11,14 +11,15 @@ import pytest
 from tests.unit.transport.fake_agent import FakeAgent, Stuck
 from tests.work import count_bytecodes
 
+from kvreshard.plan.copies import CopyList
 from kvreshard.transport import work_queue
 from kvreshard.transport.agent import Agent
-from kvreshard.transport.base import Copies, Direction, MemoryRegion, Transfer, TransferState, TransportError
+from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.pace import Pace
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.sliced import SlicedTransfer
-from kvreshard.transport.slices import FIRST_BUDGET_BYTES, SliceCursor
+from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Cursor, place
 from kvreshard.transport.watchdog import MAX_GAP_S, Watchdog
 
 SPACE = RegionTable([MemoryRegion(0, 2**40)])
@@ -41,9 +42,9 @@ def make_sliced(num_slices: int, peer: str = "bob", notify: bytes | None = b"don
     """A transfer of that many slices: each piece's cost is most of a budget."""
     size = FIRST_BUDGET_BYTES // 3
     local = [index * size for index in range(2 * num_slices)]
-    copies = Copies.of(local, local, size)
+    copies = CopyList.of(local, local, size)
     transfer = Transfer(peer, Direction.READ, copies, time.monotonic)
-    return SlicedTransfer(transfer, peer, SliceCursor(copies, SPACE, SPACE, "remote"), notify)
+    return SlicedTransfer(transfer, peer, Cursor(place(copies, Direction.READ, SPACE, SPACE, "remote")), notify)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -1,122 +1,220 @@
-"""Do the slices of a copy list hold exactly its bytes, within the budget, one memory kind each?"""
+"""Do the slices of some copies hold exactly their bytes, within the budget, one memory kind each?"""
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kvreshard.transport.agent import Cursor
-from kvreshard.transport.base import Copies, MemoryRegion, TransportError
-from kvreshard.transport.framed import Frame, FramedCopies
-from kvreshard.transport.frames import FrameCursor, FramePlace, PlacedFrame
+from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Page, PagedCopies
+from kvreshard.transport.base import Direction, MemoryRegion, TransportError
 from kvreshard.transport.regions import RegionTable
 from kvreshard.transport.slices import (
     DESCRIPTOR_COST_BYTES,
     FIRST_BUDGET_BYTES,
     MAX_BUDGET_BYTES,
-    MAX_PIECE_BYTES,
     MIN_BUDGET_BYTES,
     SPLIT_PIECES,
-    PartCursor,
-    PlacedCopies,
+    Cursor,
     Slice,
     SliceBudget,
-    SliceCursor,
+    check_pages,
+    is_indexed,
+    place,
 )
 
 LOCAL = RegionTable([MemoryRegion(0, 2**40), MemoryRegion(2**41, 2**40, "cuda:3")])
 LOCAL_HOST, REMOTE_HOST = RegionTable([MemoryRegion(0, 2**40)]), RegionTable([MemoryRegion(2**50, 2**41)])
 REMOTE = RegionTable([MemoryRegion(2**50, 2**41), MemoryRegion(2**52, 2**41, "cuda:1")])
+BUDGETS = [1, 20_000, 41_000, 123_456, 400_000, 2**40]
 
 
-def take_all(copies: Copies, budget_bytes: int) -> list[Slice]:
-    cursor = SliceCursor(copies, LOCAL, REMOTE, "remote")
-    slices = []
+def take_all(cursor: Cursor, budget_bytes: int) -> list[Slice]:
+    found = []
     while not cursor.exhausted:
-        slices.append(cursor.take(budget_bytes))
-    return slices
+        found.append(cursor.take(budget_bytes))
+        assert found[-1].cost_bytes <= budget_bytes or len(found[-1]) == 1
+    return found
+
+
+def placed(copies: CopyList, budget_bytes: int = 2**62) -> list[Slice]:
+    return take_all(Cursor(place(copies, Direction.READ, LOCAL, REMOTE, "remote")), budget_bytes)
+
+
+def many(count: int = 1000) -> CopyList:
+    index = np.arange(count)
+    return CopyList.of(index * 50 + 2**50, index * 100, index % 40 + 1)
+
+
+def rows(slices: list[Slice], is_local: bool) -> NDArray[np.uint64]:
+    return np.concatenate([piece.side(is_local) for piece in slices])
+
+
+@pytest.mark.parametrize("budget_bytes", BUDGETS)
+@pytest.mark.parametrize("direction", list(Direction))
+def test_slices_of_a_list_have_every_row_once_and_are_full(direction: Direction, budget_bytes: int) -> None:
+    copies = many()
+    is_read = direction is Direction.READ
+    tables = (LOCAL_HOST, REMOTE_HOST) if is_read else (REMOTE_HOST, LOCAL_HOST)
+    slices = take_all(Cursor(place(copies, direction, *tables, "remote")), budget_bytes)
+    for is_local in (True, False):
+        found = rows(slices, is_local)
+        assert np.array_equal(found[:, 0], copies.dst_address if is_local is is_read else copies.src_address)
+        assert np.array_equal(found[:, 1], copies.length)
+        assert not found[:, 2].any()
+    costs, first = copies.length + DESCRIPTOR_COST_BYTES, 0
+    for piece in slices:
+        stop = first + len(piece)
+        assert piece.cost_bytes == int(costs[first:stop].sum())
+        # No fuller slice fits, but for what would not be equal shares of NIXL's threads.
+        spare = 8 if len(piece) >= SPLIT_PIECES else 1
+        assert stop == len(costs) or int(costs[first : stop + spare].sum()) > budget_bytes
+        first = stop
+    assert first == len(costs)
 
 
 def test_a_large_piece_is_cut() -> None:
-    size = 3 * MAX_PIECE_BYTES + 5
-    slices = take_all(Copies.of([7, 2**30], [2**50 + 1, 2**50 + 2**40], [size, 9]), 2**62)
-    assert len(slices) == 1
-    steps = [0, MAX_PIECE_BYTES, 2 * MAX_PIECE_BYTES, 3 * MAX_PIECE_BYTES]
-    lengths = [MAX_PIECE_BYTES] * 3 + [5, 9]
-    assert slices[0].local.tolist() == [
-        [address, length, 0] for address, length in zip([*(7 + step for step in steps), 2**30], lengths, strict=True)
+    size = 3 * MAX_COPY_BYTES + 5
+    (piece,) = placed(CopyList.of([2**50 + 1, 2**50 + 2**40], [7, 2**30], [size, 9]))
+    steps = [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES, 3 * MAX_COPY_BYTES]
+    sizes = [MAX_COPY_BYTES] * 3 + [5, 9]
+    assert piece.side(True).tolist() == [
+        [at, n, 0] for at, n in zip([*(7 + s for s in steps), 2**30], sizes, strict=True)
     ]
-    assert slices[0].remote[:, 0].tolist() == [*(2**50 + 1 + step for step in steps), 2**50 + 2**40]
-    assert slices[0].remote[:, 1].tolist() == lengths
+    assert piece.side(False)[:, 0].tolist() == [*(2**50 + 1 + s for s in steps), 2**50 + 2**40]
 
 
-@pytest.mark.parametrize("budget_bytes", [1, 20_000, 100_000, 2**40])
-def test_slices_hold_each_piece_once_in_order(budget_bytes: int) -> None:
-    index = np.arange(1000, dtype=np.uint64)
-    copies = Copies.of(index * np.uint64(100), index * np.uint64(50) + np.uint64(2**50), (index % np.uint64(40)) + 1)
-    slices = take_all(copies, budget_bytes)
-    local = np.concatenate([piece.local for piece in slices])
-    remote = np.concatenate([piece.remote for piece in slices])
-    assert np.array_equal(local[:, 0], copies.local_address)
-    assert np.array_equal(remote[:, 0], copies.remote_address)
-    assert np.array_equal(local[:, 1], copies.length_bytes)
-    assert np.array_equal(remote[:, 1], copies.length_bytes)
-    for piece in slices:
-        assert piece.cost_bytes == int(piece.local[:, 1].sum()) + DESCRIPTOR_COST_BYTES * len(piece.local)
-        assert piece.cost_bytes <= budget_bytes or len(piece.local) == 1
+def test_a_piece_across_regions_is_refused_also_where_it_is_cut_at_their_border() -> None:
+    touching = RegionTable([MemoryRegion(0, MAX_COPY_BYTES), MemoryRegion(MAX_COPY_BYTES, MAX_COPY_BYTES)])
+    with pytest.raises(TransportError, match=r"piece 0 of 1: local .* is not inside one registered region"):
+        place(CopyList.of([2**50], [0], 2 * MAX_COPY_BYTES), Direction.READ, touching, REMOTE_HOST, "remote")
 
 
 def test_memory_kinds_are_not_mixed() -> None:
-    copies = Copies.of([1, 2**41, 2, 2**41 + 9], [2**50, 2**50 + 5, 2**52, 2**52 + 5], [1, 2, 3, 4])
-    slices = take_all(copies, 2**40)
-    found = {(piece.local_kind, piece.remote_kind): piece for piece in slices}
+    copies = CopyList.of([2**50, 2**50 + 5, 2**52, 2**52 + 5], [1, 2**41, 2, 2**41 + 9], [1, 2, 3, 4])
+    slices = placed(copies, 2**40)
+    found = {piece.placed.kinds: piece for piece in slices}
     assert len(slices) == len(found) == 4
-    assert found["cuda", "cuda"].local.tolist() == [[2**41 + 9, 4, 3]]
-    assert found["cuda", "cuda"].remote.tolist() == [[2**52 + 5, 4, 1]]
-    assert found["cpu", "cuda"].remote.tolist() == [[2**52, 3, 1]]
-    assert found["cuda", "cpu"].remote.tolist() == [[2**50 + 5, 2, 0]]
+    assert found["cuda", "cuda"].side(True).tolist() == [[2**41 + 9, 4, 3]]
+    assert found["cuda", "cuda"].side(False).tolist() == [[2**52 + 5, 4, 1]]
+    assert found["cpu", "cuda"].side(False).tolist() == [[2**52, 3, 1]]
+    assert found["cuda", "cpu"].side(False).tolist() == [[2**50 + 5, 2, 0]]
 
 
-def test_dropping_ends_the_cursor() -> None:
-    cursor = SliceCursor(Copies.of([0, 1], [2**50, 2**50], 1), LOCAL, REMOTE, "remote")
+def test_dropping_ends_the_cursor_and_nothing_is_nothing() -> None:
+    cursor = Cursor(place(many(), Direction.READ, LOCAL, REMOTE, "remote"))
     cursor.take(1)
     cursor.drop()
     assert cursor.exhausted
-    assert SliceCursor(Copies.of([], [], []), LOCAL, REMOTE, "remote").exhausted
+    assert not placed(CopyList.of([], [], []))
+    none = np.zeros(0, dtype=np.int64)
+    assert Cursor(place(page(), Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"), (none, none)).exhausted
 
 
-@pytest.mark.parametrize("budget_bytes", [1, 20_000, 100_000, 2**40])
-def test_parts_are_the_rows_of_their_whole(budget_bytes: int) -> None:
-    index = np.arange(1000, dtype=np.uint64)
-    copies = Copies.of(index * np.uint64(100), index * np.uint64(50) + np.uint64(2**50), (index % np.uint64(40)) + 1)
-    placed = PlacedCopies.of(copies, LOCAL_HOST, REMOTE_HOST, "remote")
-    assert placed is not None
-    for first, stop in ((0, 1), (0, 1000), (17, 500), (999, 1000)):
-        cursor, slices = PartCursor(placed, first, stop), []
-        while not cursor.exhausted:
-            slices.append(cursor.take(budget_bytes))
-        rows = slice(first, stop)
-        for name, address in (("local", copies.local_address), ("remote", copies.remote_address)):
-            found = np.concatenate([getattr(piece, name) for piece in slices])
-            assert np.array_equal(found[:, 0], address[rows])
-            assert np.array_equal(found[:, 1], copies.length_bytes[rows])
-            assert not found[:, 2].any()
-        for piece in slices:
-            assert (piece.local_kind, piece.remote_kind) == ("cpu", "cpu")
-            assert piece.cost_bytes == int(piece.local[:, 1].sum()) + DESCRIPTOR_COST_BYTES * len(piece.local)
-            assert piece.cost_bytes <= budget_bytes or len(piece.local) == 1
-    assert PartCursor(placed, 5, 5).exhausted
-    cursor = PartCursor(placed, 5, 15)
-    cursor.take(1)
-    cursor.drop()
-    assert cursor.exhausted
+@pytest.mark.parametrize(
+    ("src", "dst", "length", "message"),
+    [
+        ([1, 2], [1], [1, 1], r"source int64 \(2,\), destination int64 \(1,\), length int64 \(2,\)"),
+        ([1, 2], [1, 2], [1, 0], "piece 1 of 2: 0 bytes from 2 to 2"),
+        ([1, 2], [1, 2], [1, -1], "piece 1 of 2: -1 bytes"),
+        ([1, 2], [1, 2], [1, 2**62], "piece 1 of 2: 4611686018427387904 bytes"),
+        ([1, -2], [1, 2], [1, 1], "piece 1 of 2: 1 bytes from -2 to 2"),
+        ([1, 2], [-1, 2], [1, 1], "piece 0 of 2: 1 bytes from 1 to -1"),
+        ([[1]], [[1]], [[1]], r"int64 \(1, 1\)"),
+    ],
+)
+def test_what_are_no_copies_is_refused(src: list[int], dst: list[int], length: list[int], message: str) -> None:
+    with pytest.raises(TransportError, match=message):
+        place(CopyList.of(src, dst, length), Direction.READ, LOCAL, REMOTE, "remote")
 
 
-def test_copies_whose_rows_are_not_pieces_have_no_place() -> None:
-    """They are posted as if they were not parts."""
-    two_kinds = Copies.of([1, 2**41], [2**50, 2**50 + 5], 1)
-    assert PlacedCopies.of(two_kinds, LOCAL, REMOTE, "remote") is None
-    assert PlacedCopies.of(Copies.of([1], [2**50], MAX_PIECE_BYTES + 1), LOCAL_HOST, REMOTE_HOST, "remote") is None
-    with pytest.raises(TransportError, match="piece 1 of 2: remote"):
-        PlacedCopies.of(Copies.of([1, 2], [2**50, 2**50 - 1], 1), LOCAL_HOST, REMOTE_HOST, "remote")
+def test_numbers_of_another_type_are_refused() -> None:
+    wrong = np.array([1.0])
+    with pytest.raises(TransportError, match="source float64"):
+        place(CopyList(0, 0, wrong, np.array([1]), np.array([1])), Direction.READ, LOCAL, REMOTE, "remote")
+
+
+@pytest.mark.parametrize(("strides", "counts"), [((-1, 1), (1, 1)), ((1, 1), (1, 0)), ((2**62, 1), (3, 1))])
+def test_pages_that_make_no_sense_are_refused(strides: tuple[int, int], counts: tuple[int, int]) -> None:
+    with pytest.raises(TransportError, match=r"pages every .* do not lie in the address space"):
+        place(Page.of([2**50], [0], 1, strides, counts), Direction.READ, LOCAL, REMOTE, "remote")
+
+
+def page(num_entries: int = 5, counts: tuple[int, int] = (60, 50), length: int = 4096) -> Page:
+    start = np.arange(num_entries) * 1_000_000
+    return Page.of(2**50 + start, 4096 + start, length + 8 * np.arange(num_entries), (16_384, 8192), counts)
+
+
+def paged(one: Page, src: NDArray[np.int64], dst: NDArray[np.int64]) -> Cursor:
+    return Cursor(place(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"), (dst, src))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("budget_copies", [None, 0, 1, 3, 20, 21, 45, 55, 10_000])
+def test_slices_of_pages_have_every_entry_of_every_pair_once(budget_copies: int | None, seed: int) -> None:
+    rng, one = np.random.default_rng(seed), page()
+    dst, src = rng.permutation(50)[:20], rng.permutation(60)[:20]
+    cursor, local, remote = paged(one, src, dst), list[int](), list[int]()
+    while not cursor.exhausted:
+        budget = int(rng.choice([1, 7, 21, 45, 62])) if budget_copies is None else budget_copies
+        piece = cursor.take(budget * (4096 + 32 + DESCRIPTOR_COST_BYTES))
+        local += piece.side(True).tolist()
+        remote += piece.side(False).tolist()
+    assert local == [entry * 50 + here for entry in range(5) for here in dst.tolist()]
+    assert remote == [entry * 60 + there for entry in range(5) for there in src.tolist()]
+
+
+@pytest.mark.parametrize("budget_bytes", BUDGETS)
+def test_slices_of_pages_are_as_full_as_their_budget_allows(budget_bytes: int) -> None:
+    """Also where that ends in the middle of an entry: a post costs as much as a hundred pieces."""
+    pages, first = np.arange(17), 0
+    costs = [1000 + 8 * entry + DESCRIPTOR_COST_BYTES for entry in range(3) for _ in pages]
+    for piece in take_all(paged(page(3, length=1000), pages, pages), budget_bytes):
+        stop = first + len(piece)
+        assert piece.cost_bytes == sum(costs[first:stop])
+        assert stop == len(costs) or piece.cost_bytes + costs[stop] > budget_bytes
+        first = stop
+    assert first == len(costs)
+
+
+def test_rows_of_a_page_and_its_copies_say_the_same() -> None:
+    one, pages = page(), np.array([7, 3])
+    copies = PagedCopies(0, 0, one, pages, pages[::-1])
+    flat = copies.flat()
+    assert (flat.num_copies, flat.num_bytes) == (copies.num_copies, copies.num_bytes)
+    (found,) = place(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")
+    assert flat.src_address.tolist() == [int(row[0] + row[3] * number) for row in found.remote for number in (7, 3)]
+    assert flat.dst_address.tolist() == [int(row[0] + row[3] * number) for row in found.local for number in (3, 7)]
+    assert found.local[:, 4].tolist() == [50] * 5
+    assert found.remote[:, 4].tolist() == [60] * 5
+
+
+def test_a_page_is_placed_with_all_that_it_may_copy() -> None:
+    last = 4096 + 4_000_000 + 49 * 8192 + 4096 + 32
+    for end, is_inside in ((last, True), (last - 1, False)):
+        local = RegionTable([MemoryRegion(4096, end - 4096, "cuda:1")])
+        if is_inside:
+            (found,) = place(page(), Direction.READ, local, REMOTE_HOST, "remote")
+            assert found.kinds == ("cuda", "cpu")
+            assert found.local[:, 2].tolist() == [1] * 5
+            continue
+        with pytest.raises(TransportError, match=r"local .* is not inside one registered region"):
+            place(page(), Direction.READ, local, REMOTE_HOST, "remote")
+
+
+def test_what_cannot_be_told_apart_by_index_is_not_indexed() -> None:
+    first = np.array([0])
+    assert is_indexed(PagedCopies(0, 0, page(), first, first))
+    assert not is_indexed(PagedCopies(0, 0, page(length=MAX_COPY_BYTES + 1), first, first))
+    assert not is_indexed(PagedCopies(0, 0, page(2, (1 << 30, 1)), first, first))
+    assert not is_indexed(PagedCopies(0, 0, page(2, (1, 1 << 30)), first, first))
+    assert not is_indexed(many())
+
+
+@pytest.mark.parametrize(("src", "dst"), [(-1, 0), (60, 0), (0, -1), (0, 50)])
+def test_page_ids_that_there_are_not_are_refused(src: int, dst: int) -> None:
+    with pytest.raises(TransportError, match=r"pages from -?\d+ to -?\d+, but there are \[0, [56]0\)"):
+        check_pages(PagedCopies(0, 0, page(), np.array([1, src]), np.array([1, dst])))
+    with pytest.raises(TransportError, match=r"\(2,\) source pages for \(3,\)"):
+        check_pages(PagedCopies(0, 0, page(), np.arange(2), np.arange(3)))
 
 
 def test_the_budget_finds_the_link_speed() -> None:
@@ -142,25 +240,15 @@ def test_a_small_post_says_nothing_unless_it_was_slow() -> None:
 
 @pytest.mark.parametrize("budget_pieces", [1, 63, 64, 71, 100, 126, 999, 1000, 5000])
 def test_slices_that_others_follow_are_equal_shares(budget_pieces: int) -> None:
-    """For NIXL's threads, whatever hands them out, and no smaller than that takes."""
+    """For NIXL's threads, whatever they are slices of, and no smaller than that takes."""
     index = np.arange(1004, dtype=np.int64)
-    copies = Copies.of(index * 100, index * 50 + 2**50, 7)
-    placed = PlacedCopies.of(copies, LOCAL_HOST, REMOTE_HOST, "remote")
-    assert placed is not None
-    frame = Frame.of([0, 2000, 4000, 6000], [0, 2000, 4000, 6000], 7, 8, 8, 251, 251)
-    place = PlacedFrame.of(frame, FramePlace("cpu", "cpu", 0, 0))
-    cursors: list[Cursor] = [
-        SliceCursor(copies, LOCAL_HOST, REMOTE_HOST, "remote"),
-        PartCursor(placed, 0, 1004),
-        FrameCursor(FramedCopies(frame, index[:251], index[:251]), place),
-    ]
+    copies = CopyList.of(index * 50 + 2**50, index * 100, 7)
+    one = Page.of(2**50 + index[:4] * 2000, index[:4] * 2000, 7, (8, 8), (251, 251))
     each = budget_pieces if budget_pieces < SPLIT_PIECES else budget_pieces // 8 * 8
     wanted = [each] * ((1004 - budget_pieces - 1) // each + 1) if budget_pieces < 1004 else []
     wanted.append(1004 - sum(wanted))
-    for cursor in cursors:
-        sizes = []
-        while not cursor.exhausted:
-            piece = cursor.take(budget_pieces * (7 + DESCRIPTOR_COST_BYTES))
-            assert piece.cost_bytes == len(piece) * (7 + DESCRIPTOR_COST_BYTES)
-            sizes.append(len(piece))
-        assert sizes == wanted
+    for cursor in (
+        Cursor(place(copies, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")),
+        paged(one, index[:251], index[:251]),
+    ):
+        assert [len(piece) for piece in take_all(cursor, budget_pieces * (7 + DESCRIPTOR_COST_BYTES))] == wanted

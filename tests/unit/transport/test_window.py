@@ -3,10 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, MAX_PIECE_BYTES
+from kvreshard.plan.copies import MAX_COPY_BYTES
+from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES
 from kvreshard.transport.window import Windows
 
-LARGEST = MAX_PIECE_BYTES + DESCRIPTOR_COST_BYTES
+LARGEST = MAX_COPY_BYTES + DESCRIPTOR_COST_BYTES
 PEERS = st.sampled_from(["bob", "cat"])
 
 

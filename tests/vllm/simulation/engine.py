@@ -47,6 +47,7 @@ from kvreshard.session.lease import LeaseTable
 from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.peers import Peers
 from kvreshard.session.staging import Staging
+from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
@@ -279,15 +280,16 @@ class Engine:
         for place, rank in enumerate(self.side.layout.ranks):
             transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
             table, buffer = LeaseTable(64), np.zeros(1 << 14, np.uint8)
+            observer = RankObserver(rank.rank, HostMemory(), ObserverOptions(), clock=self.clock)
             endpoint = Endpoint(
-                rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock,
+                rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock, observer=observer,
                 staging=Staging(buffer.ctypes.data, buffer.size), peers=self.make_peers(self, rank.rank),
             )  # fmt: skip
             areas = [MemoryRegion(area.address, area.size_bytes) for area in rank.regions]
             transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
             card = RankCard(
                 rank.rank, transport.metadata(), table.region.address, len(table),
-                endpoint.board.region.address, len(endpoint.board),
+                observer.mailbox.region.address, len(observer.mailbox),
             )  # fmt: skip
             parts[divmod(place, self.shape.tp)] = ReshardHandshake(
                 RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), card, {})

@@ -1,0 +1,260 @@
+"""Transfers that share both block tables, and what each pair of their pages means.
+
+1. A `GroupPair` is all lanes between two groups that cut the sequence alike: a request is checked and cut once for them.
+2. `cut` divides token indices at the pages of both sides. Pieces that overlap alike are strided slices of both tables: `Piece`.
+3. Where a source page and a destination page overlap in one way, all lanes from one source rank are one `Page`: their copies differ
+   between requests by page ids only. Pages are computed at first use and kept (`kept`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+
+from kvreshard.model.address import AxisMap
+from kvreshard.model.layout import Group
+from kvreshard.model.ownership import Ownership
+from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, cut_long
+from kvreshard.plan.cost import Way
+from kvreshard.plan.cover import count_in_windows
+from kvreshard.plan.lane import Lane, Overlap, Span
+from kvreshard.plan.pattern import Bases
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One side of a pair: `name` is "source" or "destination", `owned` what the rank has of the sequence, None for a state."""
+
+    name: str
+    group: Group
+    span: Span
+    owned: Ownership | None
+    indices_per_page: int
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Where a request has one overlap: at the indices `first`, `first + step`, ..., `count` of them.
+
+    `recurs`: whether the overlap ends where pages do on both sides, so that other requests have it too.
+    """
+
+    overlap: Overlap
+    first: int
+    count: int
+    step: int
+    recurs: bool
+    src: PageTable
+    dst: PageTable
+
+    def page_ids(self, table: PageTable, span: Span, page_step: int) -> Int64s:
+        """The ids of page `page_step` of every span in which a piece lies, shape (count,)."""
+        at, every = self.first // span.indices * span.pages + page_step, self.step // span.indices * span.pages
+        if span.ring_pages is not None:
+            return table.pages[(at + every * np.arange(self.count)) % span.ring_pages]
+        at -= table.first_page
+        if at < 0 or at + every * (self.count - 1) >= len(table.pages):
+            raise AssertionError(f"page {at} of a table of {len(table.pages)}")  # a bug: requests are checked before
+        return table.pages[at : at + every * (self.count - 1) + 1 : every]
+
+
+class PageOf(msgspec.Struct, frozen=True, eq=False):
+    """A page of an overlap: whose it is, and in which page of either side's span it lies."""
+
+    src_rank: int
+    dst_rank: int
+    src_step: int
+    dst_step: int
+    page: Page
+
+
+KnownPages = WeakValueDictionary[object, Page]
+"""By their content: groups that overlay one another have equal pages, whose copies are posted together."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPair:
+    """Lanes between two groups that cut the sequence alike."""
+
+    src: Side
+    dst: Side
+    tokens_per_index: int
+    keep_partial: bool
+    lanes: tuple[Lane, ...]
+    known_pages: KnownPages = field(default_factory=WeakValueDictionary)
+
+    @property
+    def is_state(self) -> bool:
+        return self.dst.owned is None
+
+    @cached_property
+    def by_way(self) -> tuple[tuple[Way | None, tuple[Lane, ...]], ...]:
+        """The lanes by how they are read; None where a request decides."""
+        found: dict[Way | None, list[Lane]] = {}
+        for lane in self.lanes:
+            way: Way | None = "direct" if lane.choice is None else lane.choice.way
+            found.setdefault(None if lane.choice is not None and lane.choice.is_open else way, []).append(lane)
+        return tuple((way, tuple(lanes)) for way, lanes in found.items())
+
+    def indices(self, intervals: Iterable[Tokens]) -> Iterator[tuple[int, int]]:
+        """Ranges of indices, without repeats: two intervals may touch one compressed index. A state is index 0."""
+        if self.is_state:
+            yield from [(0, 1)] if list(intervals) else []
+            return
+        end, size = 0, self.tokens_per_index
+        partial = size - 1 if self.keep_partial else 0
+        for start_token, stop_token in intervals:
+            start, stop = max(end, start_token // size), (stop_token + partial) // size
+            if stop > start:
+                yield start, stop
+                end = stop
+
+    def pieces(self, request: Request) -> list[Piece]:
+        """What a checked request moves of the pair."""
+        intervals = request.intervals[self.dst.group.name]
+        if not intervals:
+            return []
+        tables = request.src_tables[self.src.group.name], request.dst_tables[self.dst.group.name]
+        sizes = self.src.span.indices, self.dst.span.indices
+        step = math.lcm(*sizes)
+        return [
+            Piece(overlap, first, count, step, recurs, *tables)
+            for start, stop in self.indices(intervals)
+            for overlap, first, count, recurs in cut(start, stop, *sizes)
+        ]
+
+    @cached_property
+    def _are_shared(self) -> bool:
+        """Whether ranks share the sequence, so that a lane may have nothing of a piece."""
+        alongs = [lane.along for lane in self.lanes]
+        return any(along and not along.chosen.period == along.dst.owned.period == 1 for along in alongs)
+
+    def holders(self, piece: Piece, lanes: tuple[Lane, ...]) -> Sequence[int]:
+        """Which of some lanes have anything of a piece: of many ranks that share the sequence, each has a few. No pattern is made."""
+        if not self._are_shared:
+            return range(len(lanes))
+        key = "holders", piece.overlap, tuple([lane.bases for lane in lanes])
+        found: tuple[int, ...] = lanes[0].kept.get(
+            self,
+            key,
+            lambda: tuple(n for n, lane in enumerate(lanes) if _holds(lane, piece)),
+            lambda held: 8 * len(held),
+        )
+        return found
+
+    def pages(self, piece: Piece, lanes: tuple[Lane, ...]) -> tuple[PageOf, ...]:
+        """What some of the lanes copy where two spans overlap as in this piece; kept for the next request."""
+        key = piece.overlap, tuple([lane.bases for lane in lanes])
+        return lanes[0].kept.get(self, key, lambda: tuple(self._make_pages(piece, lanes)), _kept_bytes)
+
+    def _make_pages(self, piece: Piece, lanes: tuple[Lane, ...]) -> Iterator[PageOf]:
+        together: dict[tuple[int, ...], list[_Runs]] = {}
+        for lane in [lanes[number] for number in self.holders(piece, lanes)]:
+            ranks, strides = (lane.src_rank, lane.dst_rank), (lane.src_page_stride_bytes, lane.dst_page_stride_bytes)
+            for src_step, dst_step, runs in _runs_by_page(lane, piece.overlap):
+                together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
+        for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
+            page = self._page(found, src_stride, dst_stride)
+            columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
+            content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, *columns
+            yield PageOf(src_rank, dst_rank, src_step, dst_step, self.known_pages.setdefault(content, page))
+
+    def _page(self, found: Sequence[_Runs], src_stride: int, dst_stride: int) -> Page:
+        """One entry per field and run."""
+        src = np.concatenate([(runs.bases.src[:, None] + runs.src_offsets).reshape(-1) for runs in found])
+        dst = np.concatenate([(runs.bases.dst[:, None] + runs.dst_offsets).reshape(-1) for runs in found])
+        length = np.concatenate([np.tile(runs.lengths, len(runs.bases.src)) for runs in found])
+        region = np.concatenate([np.repeat(runs.bases.region, len(runs.lengths)) for runs in found])
+        if int(length.max()) > MAX_COPY_BYTES:
+            src, dst, length, row = cut_long(src, dst, length, max_bytes=MAX_COPY_BYTES)
+            region = region[row]
+        return Page(
+            src, dst, length, region, src_stride, dst_stride, self.src.group.num_pages, self.dst.group.num_pages
+        )
+
+
+class _Runs(msgspec.Struct, frozen=True, eq=False):
+    """Runs of a pattern between one page of either side, as `Pattern` has them."""
+
+    bases: Bases
+    src_offsets: Int64s
+    dst_offsets: Int64s
+    lengths: Int64s
+
+    @property
+    def run_bytes(self) -> int:
+        """Of all runs, 0 where they differ."""
+        return int(self.lengths[0]) if (self.lengths == self.lengths[0]).all() else 0
+
+
+def _runs_by_page(lane: Lane, overlap: Overlap) -> Iterator[tuple[int, int, _Runs]]:
+    """The runs of an overlap for each pair of pages of the spans that have some, by the pages' numbers in their spans."""
+    pattern = lane.pattern(overlap)
+    if not len(pattern.lengths):
+        return
+    order = np.lexsort((pattern.dst_pages, pattern.src_pages))
+    src_pages, dst_pages = pattern.src_pages[order], pattern.dst_pages[order]
+    edges = 1 + np.flatnonzero((src_pages[1:] != src_pages[:-1]) | (dst_pages[1:] != dst_pages[:-1]))
+    for rows in np.split(order, edges):
+        columns = pattern.src_offsets[rows], pattern.dst_offsets[rows], pattern.lengths[rows]
+        yield int(pattern.src_pages[rows[0]]), int(pattern.dst_pages[rows[0]]), _Runs(pattern.bases, *columns)
+
+
+def _holds(lane: Lane, piece: Piece) -> bool:
+    """Whether a lane has anything of a piece."""
+    along, low = lane.along, np.array([piece.first])
+    return along is None or bool(count_in_windows(along.chosen, along.dst.owned, low, low + piece.overlap[2])[0] > 0)
+
+
+def _kept_bytes(pages: tuple[PageOf, ...]) -> int:
+    return sum(10 * one.page.length.nbytes for one in pages)
+
+
+def make_pairs(lanes: Iterable[Lane]) -> tuple[GroupPair, ...]:
+    """Every lane in one pair, in the order of the first of each."""
+    together: dict[object, list[Lane]] = {}
+    for lane in lanes:
+        together.setdefault((*_sides(lane), lane.tokens_per_index, lane.keep_partial), []).append(lane)
+    known: KnownPages = WeakValueDictionary()
+    return tuple(
+        GroupPair(*_sides(found[0]), found[0].tokens_per_index, found[0].keep_partial, tuple(found), known)
+        for found in together.values()
+    )
+
+
+def _sides(lane: Lane) -> tuple[Side, Side]:
+    def side(name: str, group: Group, span: Span, mapped: AxisMap | None) -> Side:
+        return Side(name, group, span, mapped.owned if mapped else None, mapped.indices_per_page if mapped else 1)
+
+    along = lane.along
+    return (
+        side("source", lane.src_group, lane.src_span, along.src if along else None),
+        side("destination", lane.dst_group, lane.dst_span, along.dst if along else None),
+    )
+
+
+def cut(start: int, stop: int, src_size: int, dst_size: int) -> Iterator[tuple[Overlap, int, int, bool]]:
+    """Cut indices at the edges of both sides' spans: overlap, first index, count, and whether both ends are edges.
+
+        cut(5, 70, 16, 32): (5, 5, 11) at 5; (0, 16, 16) at 16 and 48; (0, 0, 16) at 32; (0, 0, 6) at 64
+
+    Between its first and its last edge a range repeats every lcm(src_size, dst_size).
+    """
+    low = min(-(-start // size) * size for size in (src_size, dst_size))
+    high = max(stop // size * size for size in (src_size, dst_size))
+    if low > high:
+        low, high = stop, stop
+    if low > start:
+        yield (start % src_size, start % dst_size, low - start), start, 1, False
+    step, first = math.lcm(src_size, dst_size), low
+    while first < min(high, low + step):
+        last = min((first // size + 1) * size for size in (src_size, dst_size))
+        yield (first % src_size, first % dst_size, last - first), first, (high - last) // step + 1, True
+        first = last
+    if stop > high:
+        yield (high % src_size, high % dst_size, stop - high), high, 1, False

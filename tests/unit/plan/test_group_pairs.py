@@ -1,0 +1,148 @@
+"""Are requests cut where pages end, and are transfers put together exactly where one page can say what each of them copies?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.pairs.small import GROUP, engine, request
+
+from kvreshard.kinds import Attention, Latent
+from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
+from kvreshard.model.changed import replace
+from kvreshard.model.tables import PageTable
+from kvreshard.plan import Lane, compile_route, plan_reads
+from kvreshard.plan.copies import MAX_COPY_BYTES, Page, PagedCopies
+from kvreshard.plan.lane import Span
+from kvreshard.plan.pairs import GroupPair, Piece, cut, make_pairs
+
+SIZES = st.integers(1, 40)
+
+
+@given(st.integers(0, 200), st.integers(1, 300), SIZES, SIZES)
+def test_pieces_are_each_index_once_and_none_crosses_a_page(start: int, count: int, src: int, dst: int) -> None:
+    stop, seen = start + count, list[int]()
+    step = np.lcm(src, dst)
+    for (src_low, dst_low, length), first, times, recurs in cut(start, stop, src, dst):
+        assert times > 0
+        for low in range(first, first + times * step, step):
+            assert (low % src, low % dst) == (src_low, dst_low)
+            assert src_low + length <= src
+            assert dst_low + length <= dst
+            begins, ends = 0 in (src_low, dst_low), src_low + length == src or dst_low + length == dst
+            assert recurs == (begins and ends)
+            seen += range(low, low + length)
+    assert sorted(seen) == list(range(start, stop))
+
+
+def test_alike_pieces_are_cut_as_one() -> None:
+    assert list(cut(5, 70, 16, 32)) == [
+        ((5, 5, 11), 5, 1, False),
+        ((0, 16, 16), 16, 2, True),
+        ((0, 0, 16), 32, 1, True),
+        ((0, 0, 6), 64, 1, False),
+    ]
+    assert list(cut(0, 160_000, 16, 16)) == [((0, 0, 16), 0, 10_000, True)]
+    assert list(cut(3, 9, 16, 16)) == [((3, 3, 6), 3, 1, False)]
+
+
+@pytest.mark.parametrize("ring_pages", [None, 3])
+def test_page_ids_of_a_piece(ring_pages: int | None) -> None:
+    table = PageTable([50, 51, 52, 53, 54, 55, 56], 100, 0 if ring_pages else 2)
+    piece = Piece((0, 0, 4), 8, 2, 8, True, table, table)
+    # Spans of 8 indices in 2 pages: the pieces lie in spans 1 and 2, pages 2 to 5.
+    found = [
+        piece.page_ids(table, Span(8, 2, ring_pages, 12 if ring_pages else None), step).tolist() for step in (0, 1)
+    ]
+    assert found == ([[52, 51], [50, 52]] if ring_pages else [[50, 52], [51, 53]])
+
+
+def test_pages_that_a_table_does_not_have_are_a_bug() -> None:
+    """A negative number must not be taken for one from the end."""
+    table = PageTable([50, 51], 100, 2)
+    for first, count in ((0, 1), (4, 1), (8, 3), (12, 2)):
+        with pytest.raises(AssertionError, match="of a table of 2"):
+            Piece((0, 0, 4), first, count, 4, True, table, table).page_ids(table, Span(4, 1, None, None), 0)
+
+
+def lanes_of(tp: int) -> tuple[Lane, ...]:
+    return compile_route(engine("prefill", tp=tp, order="HND"), engine("decode", order="HND"), 0).lanes
+
+
+def pages_of(pair: GroupPair, lanes: tuple[Lane, ...] | None = None) -> list[Page]:
+    """Of a whole page over a whole page."""
+    table = PageTable(range(1, 9), 100)
+    whole = Piece((0, 0, pair.src.span.indices), 0, 1, pair.src.span.indices, True, table, table)
+    return [one.page for one in pair.pages(whole, lanes or pair.lanes)]
+
+
+def test_lanes_of_one_rank_and_one_pair_of_groups_are_one_page_per_run_length() -> None:
+    layers = [Layer(f"layers.{i}", Attention(2, 2 + i, "bfloat16")) for i in range(2)]
+    groups = [PagedGroup("full", ("layers.0", "layers.1"), 4)]
+    src, dst = (assemble(name, layers, groups, Grid(), order="HND", num_pages=9) for name in ("prefill", "decode"))
+    (pair,) = compile_route(src, dst, 0).pairs
+    assert len(pair.lanes) > 1
+    pages = pages_of(pair)
+    assert all(page.run_bytes for page in pages)
+    assert len({page.run_bytes for page in pages}) == len(pages)
+    assert sum(int(page.length.sum()) for page in pages) == sum(
+        lane.pattern((0, 0, 4)).num_bytes for lane in pair.lanes
+    )
+
+
+def test_every_source_rank_and_every_stride_has_its_own_page() -> None:
+    first, second = lanes_of(tp=2)
+    (pair,) = make_pairs([first, second])
+    assert len(pages_of(pair)) == 2
+    for name in ("src_page_stride_bytes", "dst_page_stride_bytes"):
+        wider = replace(first, **{name: 2 * getattr(first, name)})
+        (pair,) = make_pairs([first, wider])
+        strides = {(page.src_stride, page.dst_stride) for page in pages_of(pair)}
+        assert len(strides) == 2
+
+
+def test_some_lanes_of_a_pair_have_pages_of_their_own() -> None:
+    (pair,) = make_pairs(lanes_of(tp=2))
+    assert [len(pages_of(pair, lanes)) for lanes in (pair.lanes, pair.lanes[:1], pair.lanes[1:], pair.lanes)] == [
+        2,
+        1,
+        1,
+        2,
+    ]
+
+
+def test_groups_that_overlay_one_another_share_a_page() -> None:
+    layers = [Layer(name, Latent(4, "bfloat16")) for name in ("a", "b")]
+    groups = [PagedGroup("one", ("a",), 4), PagedGroup("two", ("b",), 4)]
+    src, dst = (assemble(name, layers, groups, Grid(), order="NHD", num_pages=9) for name in ("prefill", "decode"))
+    route = compile_route(src, dst, 0)
+    first, second = (page for pair in route.pairs for page in pages_of(pair))
+    assert first is second
+    assert np.array_equal(first.length, [4 * 4 * 2])
+    # Nothing else keeps it once the route has gone.
+    known = route.pairs[0].known_pages
+    assert len(known) == 1
+    route.drop_kept()
+    del first, second
+    assert len(known) == 0
+
+
+def test_what_is_longer_than_a_copy_may_be_is_cut() -> None:
+    kind = Latent(1 << 20, "bfloat16")  # 2 MiB per token
+    src, dst = (engine(name, kind=kind, page=20, num_pages=3) for name in ("prefill", "decode"))
+    (pair,) = compile_route(src, dst, 0).pairs
+    (page,) = (one.page for piece in pair.pieces(request(src, dst, 20)) for one in pair.pages(piece, pair.lanes))
+    assert page.length.tolist() == [MAX_COPY_BYTES, MAX_COPY_BYTES, (40 << 20) - 2 * MAX_COPY_BYTES]
+    assert (page.src_start - page.src_start[0]).tolist() == [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES]
+
+
+def test_the_end_of_a_request_is_listed_and_whole_pages_are_pages() -> None:
+    """A page that ends where a request happens to end is not prepared for others."""
+    src, dst = engine("prefill", num_pages=60), engine("decode", num_pages=60, order="HND")
+    wanted = request(src, dst, 4 * 20 + 3, src_pages=range(1, 60, 2), dst_pages=range(59, 0, -2))
+    found = plan_reads(compile_route(src, dst, 0), wanted, min_paged=1).direct
+    paged = [one for one in found if isinstance(one, PagedCopies)]
+    assert [len(one.src_page) for one in paged] == [20] * len(paged)
+    assert len(found) == len(paged) + 1
+    assert GROUP in wanted.intervals
