@@ -12,8 +12,8 @@ PAGE = HERE.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- results: written by bench/page.py -->\n", "<!-- end of results -->"
 TITLES = {
     "a": "Handshake: meeting a prefill engine of 8 ranks, up to the first request's posts",
-    "b": "Preparation of a request, ours / in-tree's",
-    "c": "Transfer of a request, ours / in-tree's",
+    "b": "Preparation of a request: ours / in-tree's, ratio",
+    "c": "Transfer of a request: ours / in-tree's, ratio",
     "d": "An idle rank, and a busy one",
     "e": "Growth",
     "f": "First token of two real engines",
@@ -89,7 +89,7 @@ def by_block_table(results: Sequence[Entry]) -> list[str]:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for result in results:
         name, _, kind = result["name"].rpartition(", ")
-        cell = f"{_short(result['ours'])} / {_short(result['theirs'])} {result['unit']}"
+        cell = f"{_short(result['ours'])} / {_short(result['theirs'])} {result['unit']}, {result['ratio']:.2f}"
         is_held = all(bar["holds"] is not False for bar in result["bars"])
         cells.setdefault((name, result["beside"]), {})[kind] = cell if is_held else f"**{cell}**"
     order = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in cells))}

@@ -1,6 +1,6 @@
 """Draws what `bench/results.json` says, for `docs/performance.md`: `python -m bench.plots`. Needs matplotlib (extra `bench`).
 
-- `ratios.png`, `preparation.png`: every comparison with in-tree, with its interval.
+- `ratios.png`: transfers and first tokens beside in-tree's, with their intervals.
 - `growth.png`: cost against tokens, against the size of the pool, and of an event against what waits beside it.
 - `ways.png`: the ways that were taken against the others.
 """
@@ -25,16 +25,12 @@ def main() -> None:
     """All plots that there are results for."""
     results = json.loads((HERE / "results.json").read_text())["results"]
     IMAGES.mkdir(exist_ok=True)
-    for letters, name, title in (
-        ("ac", "ratios.png", "Handshake and transfer"),
-        ("b", "preparation.png", "Preparation of a request"),
-    ):
-        draw_ratios([r for r in results if r["interval"] is not None and r["row"][0] in letters], name, title)
+    draw_ratios([r for r in results if r["interval"] is not None and r["row"][0] in "cf"])
     draw_growth([r["details"] for r in results if r["row"][0] == "e" and r["details"]])
     draw_ways([r for r in results if r["row"][0] == "m" and r["ours"] is not None])
 
 
-def draw_ratios(results: list[dict[str, Any]], name: str, title: str) -> None:
+def draw_ratios(results: list[dict[str, Any]]) -> None:
     """One line per comparison, on a logarithmic axis; 1 is equal speed."""
     if not results:
         return
@@ -50,9 +46,9 @@ def draw_ratios(results: list[dict[str, Any]], name: str, title: str) -> None:
     axes.set_yticks(range(len(results)), names, fontsize=7)
     axes.set_xscale("log")
     axes.set_xlabel("in-tree's time / ours, 95 % interval; green: its bars hold, grey: undecided")
-    axes.set_title(title)
+    axes.set_title("Transfer and first token")
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(IMAGES / name, dpi=110)
+    figure.savefig(IMAGES / "ratios.png", dpi=110)
     plt.close(figure)
 
 
@@ -93,7 +89,11 @@ def draw_ways(results: list[dict[str, Any]]) -> None:
     drawn = []
     for way, other, colour in (("direct", "staged", "#1f5fa8"), ("staged", "direct", "#c07020")):
         for holds in (True, False):
-            chosen = [r for r in results if r["beside"] == other and all(bar["holds"] for bar in r["bars"]) == holds]
+            chosen = [
+                r
+                for r in results
+                if r["beside"] == other and all(bar["holds"] is not False for bar in r["bars"]) == holds
+            ]
             points = [(r["ours"], r["theirs"]) if way == "direct" else (r["theirs"], r["ours"]) for r in chosen]
             drawn += points
             if points:

@@ -144,7 +144,7 @@ def test_the_page_says_where_a_bar_does_not_hold(tmp_path: Path) -> None:
     lines = page.tables(json.loads(path.read_text())["results"]).splitlines()
     assert "| fast | **1 of 2** | Llama, 1k tokens, random (0.32.0) |  |" in lines
     assert "| small | 1 of 2 |  | idle |" in lines
-    assert "| Llama, 1k tokens | NixlConnector 0.32.0 | 1 / 2 ms | **4 / 2 ms** |" in lines
+    assert "| Llama, 1k tokens | NixlConnector 0.32.0 | 1 / 2 ms, 2.00 | **4 / 2 ms, 0.50** |" in lines
     assert "| idle | 0 % |  |  |  | a note |" in lines
     assert "NixlConnector 0.33.0: skipped: not here" in lines
 

@@ -12,6 +12,7 @@ from bench.shapes import Shape
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import usual_cost
 from kvreshard.plan.reads import plan_reads
+from kvreshard.testing.pieces import posted
 from kvreshard.testing.rank_memory import time_plain_copy
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import Direction
@@ -87,12 +88,12 @@ def _posts(bench: Bench) -> None:
                             rng.permutation(size // length)[:count].astype(np.uint64) * np.uint64(length)
                             for _ in range(2)
                         )
-                        copies = CopyList.of(ranks.address(1) + there, ranks.address(0) + here, length)
+                        copies = posted(direction, ranks.address(0) + here, ranks.address(1) + there, length)
                         seconds = [
                             ranks.run(0, 1, direction, copies).seconds or 1.0
                             for _ in range(3 if bench.is_rehearsal else 7)
                         ]
-                        each_s = float(np.median(seconds[1:])) / len(copies)
+                        each_s = float(np.median(seconds[1:])) / copies.num_copies
                         found.figure(
                             us_each=each_s * 1e6,
                             per_second=1 / each_s,

@@ -38,16 +38,17 @@ def _one(bench: Bench, ranks: ProcessRanks, direction: Direction) -> None:
     with bench.check(f"{local} {direction.name} {remote}") as found:
         at = np.arange(0, MEMORY_BYTES // 2, PIECE_BYTES, dtype=np.uint64)
         source, target = (1, 0) if direction is Direction.READ else (0, 1)
+        addresses = ranks.address(source), ranks.address(target)
         content = np.random.default_rng(1).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
         ranks.memory(source)[:] = content
         ranks.give(source)
-        large = CopyList.of(ranks.address(1) + at, ranks.address(0) + at, PIECE_BYTES)
+        large = CopyList.of(*(address + at for address in addresses), PIECE_BYTES)
         seconds = min(ranks.run(0, 1, direction, large).seconds or 1.0 for _ in range(3))
         arrived = ranks.memory(target)[: MEMORY_BYTES // 2]
         if not np.array_equal(arrived, content[: MEMORY_BYTES // 2]):
             found.fail(f"{int(np.count_nonzero(arrived != content[: MEMORY_BYTES // 2]))} bytes are not the source's")
         small = np.arange(2000, dtype=np.uint64) * np.uint64(8192)
-        pieces = CopyList.of(ranks.address(1) + small, ranks.address(0) + small, 4096)
+        pieces = CopyList.of(*(address + small for address in addresses), 4096)
         each = min(ranks.run(0, 1, direction, pieces).seconds or 1.0 for _ in range(3)) / len(small)
         found.figure(gb_per_s=large.num_bytes / seconds / 1e9, us_per_piece_of_4_kib=each * 1e6)
         used = protocols(ranks.words(0), direction)

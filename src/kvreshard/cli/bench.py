@@ -1,4 +1,4 @@
-"""`kvreshard bench`: what does moving bytes cost on this machine, as the planner's cost model counts it?
+"""`kvreshard bench`: what moving bytes costs on this machine, as the planner's cost model counts it.
 
 With `--calibrate` two rank processes are started, the constants are measured and kept in a file under this host's facts; without it,
 those in the file are shown. Commands and connectors use them only when they are told to (`--cost-model`, `cost_model`).

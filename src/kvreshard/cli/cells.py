@@ -1,4 +1,4 @@
-"""Names of bytes for people: which field, tokens and heads of which request lie at a byte, or in a copy, of a destination rank?
+"""Names of bytes for people: the field, tokens and heads of a request that lie at a byte, or in a copy, of a destination rank.
 
 1. Find the pages that the bytes lie in, and the request and group whose block table has each page.
 2. Of the group's shards, find those with cells at the bytes. There is no inverse of an address map: the cells of one page are listed once

@@ -1,4 +1,4 @@
-"""`kvreshard doctor`: is this machine fit to move caches, and can it with that engine? If not, what is to be done?
+"""`kvreshard doctor`: checks that this machine can move caches, and can exchange them with an engine, with a remedy for what is wrong.
 
 1. This machine, NIXL and UCX on it, and a transfer between two processes (`doctor_host`).
 2. With `--peer`: reach its listener, ask for its card as a decode rank would, say what it runs and whether its ranks can be read.

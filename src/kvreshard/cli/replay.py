@@ -1,4 +1,4 @@
-"""`kvreshard replay FILE`: what happened to a load that failed, and does it happen again without the engines?
+"""`kvreshard replay FILE`: what happened to a load that failed, done again without the engines.
 
 1. Read the record (docs/flight-recorder.md). 2. Do the load again (`tools.replay`). 3. Show the record and the outcome.
 

@@ -1,4 +1,4 @@
-"""How large a part of a model fits a verification?
+"""Scales a model down until its verification fits this machine.
 
 Heads, widths and page sizes stay real; layers and pages give way.
 

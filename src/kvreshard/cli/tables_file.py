@@ -1,4 +1,4 @@
-"""How does a person or a program write down one request: block tables, token intervals, new pages?
+"""Reads one request from a JSON file: block tables, token intervals, new pages.
 
 The JSON form that `docs/wire.md` describes:
 

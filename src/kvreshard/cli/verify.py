@@ -1,4 +1,4 @@
-"""`kvreshard verify`: does the cache of a model really get from one engine to another, every byte of it?
+"""`kvreshard verify`: moves the cache of a model from one engine to another and compares every byte of it.
 
 1. Describe both engines, scaled to fit (`scale`), and make requests: fragmented tables, several in flight, some with a prefix
    already there, a partial last page.

@@ -17,9 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.expect import expect
-from kvreshard.model.loops import page_ids
-
-INT64 = np.dtype(np.int64)
 
 
 class PageTable(msgspec.Struct, frozen=True, eq=False):
@@ -39,8 +36,8 @@ class PageTable(msgspec.Struct, frozen=True, eq=False):
         def __init__(self, pages: ArrayLike, num_tokens: int, first_page: int = 0) -> None: ...
 
     def __post_init__(self) -> None:
-        array = page_ids(self.pages)
-        if array.dtype is not INT64 or array.ndim != 1:
+        array = np.array(self.pages)
+        if array.dtype != np.int64 or array.ndim != 1:
             if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
                 raise BindError(
                     f"a block table must be a flat list of page ids, got {array.dtype} of shape {array.shape}"

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
@@ -48,6 +49,7 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
 
     Of the first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,). `joined`: how many of them
     continue the one before on both sides; then all entries do. Where the entries of a page differ in length, nothing is joined.
+    `order`: of the pairs as they were found, None where that is the source's.
     """
 
     found: Sequence[Bound]
@@ -55,6 +57,7 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
     dst: Int64s
     length: Int64s
     joined: int
+    order: NDArray[np.intp] | None = None
 
     @property
     def num_entries(self) -> int:
@@ -72,7 +75,7 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
     def copies(self, min_paged: int) -> Iterator[Copies]:
         """Pages stay pages from `min_paged` copies on, unless most of them join."""
         if self.num_copies >= min_paged and self.joined <= MAX_JOINED * len(self.src):
-            for one in _by_page(self.found):
+            for one in self._by_page():
                 is_worth_it = one.recurs and one.of.page.num_entries * len(one.src_page) >= min_paged
                 paged = PagedCopies(one.of.src_rank, one.of.dst_rank, one.of.page, one.src_page, one.dst_page)
                 yield paged if is_worth_it else paged.flat()
@@ -100,6 +103,18 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
             ((page.dst_start - page.dst_start[0])[:, None] + dst).reshape(-1),
             np.tile(length, page.num_entries),
         )
+
+    def _by_page(self) -> Iterator[Bound]:
+        """The pairs of each page together, in the source's order: NIXL joins neighbours."""
+        members: defaultdict[Page, list[Bound]] = defaultdict(list)
+        for one in self.found:
+            members[one.of.page].append(one)
+        for same in members.values():
+            src, dst = joined([one.src_page for one in same]), joined([one.dst_page for one in same])
+            order = self.order if len(members) == 1 else _source_order(src)
+            if order is not None:
+                src, dst = src[order], dst[order]
+            yield Bound(same[0].of, src, dst, all(one.recurs for one in same))
 
 
 def bind(route: Route, request: Request) -> Iterator[CopyList]:
@@ -146,25 +161,17 @@ def _alike(found: Sequence[Bound]) -> Alike:
     src = joined([one.of.page.src_start[0] + one.src_page * one.of.page.src_stride for one in found])
     dst = joined([one.of.page.dst_start[0] + one.dst_page * one.of.page.dst_stride for one in found])
     if not page.run_bytes:
-        return Alike(found, src, dst, np.repeat(page.length[0], len(src)), 0)
+        return Alike(found, src, dst, np.repeat(page.length[0], len(src)), 0, _source_order(src))
     length = np.repeat([one.of.page.run_bytes for one in found], [len(one.src_page) for one in found])
-    if len(src) > 1 and int((src[1:] - src[:-1]).min()) < 0:
-        order = np.argsort(src, kind="stable")
+    order = _source_order(src)
+    if order is not None:
         src, dst, length = src[order], dst[order], length[order]
-    return Alike(found, src, dst, length, int(np.count_nonzero(continues(src, dst, length))))
+    return Alike(found, src, dst, length, int(np.count_nonzero(continues(src, dst, length))), order)
 
 
-def _by_page(found: Sequence[Bound]) -> Iterator[Bound]:
-    """The pairs of one page together, in the source's order: NIXL joins neighbours."""
-    members: defaultdict[Page, list[Bound]] = defaultdict(list)
-    for one in found:
-        members[one.of.page].append(one)
-    for same in members.values():
-        src, dst = joined([one.src_page for one in same]), joined([one.dst_page for one in same])
-        if len(src) > 1 and int((src[1:] - src[:-1]).min()) < 0:
-            order = np.argsort(src, kind="stable")
-            src, dst = src[order], dst[order]
-        yield Bound(same[0].of, src, dst, all(one.recurs for one in same))
+def _source_order(src: Int64s) -> NDArray[np.intp] | None:
+    """The order that sorts them, None where they are sorted."""
+    return np.argsort(src, kind="stable") if len(src) > 1 and int((src[1:] - src[:-1]).min()) < 0 else None
 
 
 def max_joined_bytes(num_bytes: int) -> int:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
-from kvreshard.model.ownership import Ownership
+from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.lane import Lane, LaneAxis
 from kvreshard.plan.match import SHOWN, differences
@@ -164,7 +164,9 @@ def _cover_faults(field: Field, geometry: Geometry, lanes: Sequence[Lane], rank:
     """Whether the boxes of a field lie in what their sources hold, share no cell, and are together what the rank holds of it."""
     for lane in lanes:
         for axis in lane.axes:
-            if _share(axis.extent, axis.chosen, axis.src.owned) != _share(axis.extent, axis.chosen, axis.chosen):
+            if not _lies_on(axis.extent, axis.chosen):
+                yield f"field '{field.name}', axis '{axis.name}': {axis.chosen} is no part of an axis {_end(axis.extent)}"
+            elif _share(axis.extent, axis.chosen, axis.src.owned) != _share(axis.extent, axis.chosen, axis.chosen):
                 yield (
                     f"field '{field.name}', axis '{axis.name}': {axis.chosen} is read from rank {lane.src_rank}, "
                     f"which holds only {axis.src.owned}"
@@ -181,6 +183,17 @@ def _cover_faults(field: Field, geometry: Geometry, lanes: Sequence[Lane], rank:
             f"field '{field.name}': a hole, {1 - written / wanted} of the cells of rank {rank.rank} have no source; it holds "
             f"{', '.join(f'{axis.name} {owned}' for axis, owned in held)}, and {'; '.join(given) or 'nobody gives anything'}"
         )
+
+
+def _lies_on(extent: int | None, owned: Ownership) -> bool:
+    """Whether an ownership is one of an axis: an interval before its end; of a sequence, turns or all of it."""
+    if extent is None:
+        return isinstance(owned, Cyclic) or owned == Interval(0, None)
+    return isinstance(owned, Interval) and owned.stop is not None and owned.stop <= extent
+
+
+def _end(extent: int | None) -> str:
+    return "without end" if extent is None else f"of {extent}"
 
 
 def _share(extent: int | None, first: Ownership, second: Ownership) -> Fraction:

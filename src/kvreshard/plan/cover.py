@@ -27,7 +27,7 @@ class Turn(NamedTuple):
 
 
 def turn(extent: int | None, owned: Ownership) -> Turn:
-    """An ownership of an axis of `extent` coordinates; None for the sequence, of which an interval is all.
+    """An ownership of an axis of `extent` coordinates, an interval inside it; None for the sequence, of which an interval is all.
 
     >>> from kvreshard.model.ownership import Cyclic, Interval
     >>> turn(8, Interval(2, 4)), turn(None, Cyclic(16, 16, 32))
@@ -37,7 +37,7 @@ def turn(extent: int | None, owned: Ownership) -> Turn:
         return Turn(owned.start, owned.run, owned.step)
     if extent is None:
         return Turn(0, 1, 1)
-    return Turn(owned.start, (extent if owned.stop is None else owned.stop) - owned.start, extent)
+    return Turn(owned.start, (owned.stop or extent) - owned.start, extent)
 
 
 def exact_period(extent: int | None, owners: Iterable[Ownership]) -> int:

@@ -51,19 +51,25 @@ class Placed(msgspec.Struct, frozen=True, eq=False):
 
     `local`, `remote`: rows of (address, bytes, device number), shape (n, 3); of a page (address, bytes, device number, stride, count),
     shape (entries, 5). `kinds`: "cpu" or "cuda", local and remote. `costs`: of all rows before each, and of all, shape (n + 1,).
+    `counts`: how many pages there are, local and remote; 1 for a list.
     """
 
     kinds: tuple[str, str]
     local: Rows
     remote: Rows
     costs: Int64s
+    counts: tuple[int, int]
+
+
+Pages = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Local and remote page ids."""
 
 
 class Slice(msgspec.Struct, frozen=True, eq=False):
-    """Pieces `[first, stop)` of what was placed, for one post. `pages`: local and remote page ids, None where rows are copied as they are."""
+    """Pieces `[first, stop)` of what was placed, for one post. `pages`: None where rows are copied as they are."""
 
     placed: Placed
-    pages: tuple[Int64s, Int64s] | None
+    pages: Pages | None
     first: int
     stop: int
     cost_bytes: int
@@ -73,23 +79,24 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
 
     def side(self, is_local: bool) -> Rows | NDArray[np.int32]:
         """Rows, shape (len(self), 3), or of pages indices of shape (len(self),): number of the entry * pages of the pool + page id."""
-        rows = self.placed.local if is_local else self.placed.remote
         if self.pages is None:
-            return rows[self.first : self.stop]
-        page = self.pages[0 if is_local else 1]
+            return (self.placed.local if is_local else self.placed.remote)[self.first : self.stop]
+        side = 0 if is_local else 1
+        page, count = self.pages[side], self.placed.counts[side]
         low, high = self.first // len(page), -(-self.stop // len(page))
-        index = np.arange(low, high, dtype=np.int32)[:, None] * np.int32(rows[0, 4]) + page.astype(np.int32)
+        index = np.add.outer(np.arange(low * count, high * count, count, dtype=np.int32), page)
         return index.reshape(-1)[self.first - low * len(page) : self.stop - low * len(page)]
 
 
 class Cursor:
-    """What is left to post of some copies. `pages`: as in `Slice`."""
+    """What is left to post of some copies. `pages`: local and remote page ids, where a page is copied for them."""
 
     __slots__ = ("_left", "_next", "_pages")
 
     def __init__(self, placed: Sequence[Placed], pages: tuple[Int64s, Int64s] | None = None) -> None:
         self._left = list(placed) if pages is None or len(pages[0]) else []
-        self._pages, self._next = pages, 0
+        self._pages = None if pages is None else (pages[0].astype(np.int32), pages[1].astype(np.int32))
+        self._next = 0
 
     @property
     def exhausted(self) -> bool:
@@ -153,10 +160,11 @@ def place(
     here, there = (1, 0) if is_read else (0, 1)
     local_rows, local_kind = _rows("local", local, sides[here], length, strided and strided[here])
     remote_rows, remote_kind = _rows(side, remote, sides[there], length, strided and strided[there])
-    kinds = 2 * local_kind + remote_kind
+    kinds, counts = 2 * local_kind + remote_kind, (strided[here][1], strided[there][1]) if strided else (1, 1)
     if isinstance(kinds, int):
-        return [_placed(kinds, local_rows, remote_rows)]
-    return [_placed(int(kind), local_rows[kinds == kind], remote_rows[kinds == kind]) for kind in np.unique(kinds)]
+        return [_placed(kinds, local_rows, remote_rows, counts)]
+    chosen = [(int(kind), kinds == kind) for kind in np.unique(kinds)]
+    return [_placed(kind, local_rows[rows], remote_rows[rows], counts) for kind, rows in chosen]
 
 
 def is_indexed(copies: Copies) -> bool:
@@ -242,10 +250,10 @@ def _device(name: str) -> tuple[int, int]:
     return KINDS.index(kind), int(number or 0)
 
 
-def _placed(kinds: int, local: Rows, remote: Rows) -> Placed:
+def _placed(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int]) -> Placed:
     costs = np.zeros(len(local) + 1, dtype=np.int64)
     np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    return Placed((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs)
+    return Placed((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, counts)
 
 
 class SliceBudget:

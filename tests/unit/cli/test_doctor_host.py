@@ -110,8 +110,3 @@ def test_clock_and_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words(doctor_host.check_python())[0] == ("python", "warning")
     monkeypatch.setattr(doctor_host.sys, "platform", "plan9")
     assert words(doctor_host.check_python())[0] == ("python", "error")
-
-
-@pytest.mark.parametrize(("is_compiled", "said"), [(True, "loops compiled"), (False, "not compiled: a request takes")])
-def test_it_says_whether_the_loops_are_compiled(is_compiled: bool, said: str) -> None:
-    assert said in list(doctor_host.check_python(is_compiled))[-1].text

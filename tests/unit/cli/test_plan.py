@@ -30,14 +30,14 @@ all: 280 MiB in 205,440 operations; predicted 33.4 ms, the slowest decode rank b
 
 group window.{0-4}, the last 1,024 tokens, pages of 16 -> 32 tokens
 layers.{0-4,6-10,12-16,...,24-28}.attn.{k,v}
-decode rank  reads from  what         per token  way
+decode rank  reads from  what         per token  a page alone
 0            0           head 0 of 8     25 KiB  direct
 1            0           head 1 of 8     25 KiB  direct
 2            1           head 2 of 8     25 KiB  direct
 """
 DETAILS = """\
 layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}
-decode rank  reads from  what         per token  runs per page  way
+decode rank  reads from  what         per token  runs per page  a page alone
 0            0           head 0 of 8     25 KiB     80 x 1 KiB  direct
 """
 SOURCES = """\
