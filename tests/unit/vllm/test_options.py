@@ -9,7 +9,7 @@ import pytest
 
 from kvreshard.model import KvReshardError
 from kvreshard.model.text import is_name
-from kvreshard.plan.cost import DEVICE_COST, CostModel
+from kvreshard.plan.cost import DEVICE_COST, MEASURED_SPEEDUP, CostModel
 from kvreshard.session.constants import host_facts, save_constants
 from kvreshard.session.keys import write_keys
 from kvreshard.session.orders import EndpointOptions
@@ -181,7 +181,7 @@ def test_slots_are_given_once_and_again_after_they_were_given_back() -> None:
 def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> None:
     assert read_options({}).cost() == CostModel()
     assert read_options({}).endpoint("cuda:1").cost == DEVICE_COST
-    file, measured = tmp_path / "constants.json", CostModel(copy_s=5.0)
+    file, measured = tmp_path / "constants.json", CostModel(copy_s=5.0, min_speedup=MEASURED_SPEEDUP)
     save_constants(file, host_facts("cuda:0"), measured)
     options = read_options({"cost_model": str(file)})
     assert options.cost("cuda:1") == measured  # a host's devices are alike
