@@ -42,8 +42,10 @@ def run(release: str, full: bool) -> Iterator[Result]:
         arena.fill(wanted)
         facts = {"model": "bench"}
         cards = [RankCard(rank.rank, arena.metadata.get(rank.rank, b""), 0, 0) for rank in arena.src.ranks]
-        card = encode_card(make_card(arena.src, bytes(32), facts, cards))
-        mine = make_card(arena.dst, bytes(32), facts, [RankCard(rank.rank, b"", 0, 0) for rank in arena.dst.ranks])
+        card = encode_card(make_card(arena.src, bytes(32), facts, cards, 30.0))
+        mine = make_card(
+            arena.dst, bytes(32), facts, [RankCard(rank.rank, b"", 0, 0) for rank in arena.dst.ranks], 30.0
+        )
         prepared, listed = Prepared(arena), Listed.of(wanted)
 
         def ours() -> None:

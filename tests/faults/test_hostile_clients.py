@@ -28,7 +28,7 @@ BIG = 4 * 1024 * 1024
 
 def card(metadata: bytes = b"meta") -> EngineCard:
     layout = engine("prefill", tp=2)
-    return make_card(layout, bytes(32), {}, [RankCard(r.rank, metadata, 4096, 512) for r in layout.ranks])
+    return make_card(layout, bytes(32), {}, [RankCard(r.rank, metadata, 4096, 512) for r in layout.ranks], 30.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import msgspec
 from tests.fuzz.targets import PAIRS, TARGETS
 from tests.pairs.small import engine
 
-from kvreshard.model import packed, wire
+from kvreshard.model import wire
 from kvreshard.session import hello as hellos
 from kvreshard.session.card import RankCard, encode_card, make_card
 from kvreshard.session.commands import RemoteEngine, RemoteLease
@@ -57,18 +57,14 @@ def seeds() -> dict[str, dict[str, bytes]]:
     within: tuple[tuple[Owned, ...], ...] = (((0, None, None),), ((0, 1, None), (0, 2, None)), ((0, 2, None),))
     asked = DigestRequest(1, "cmpl-1", 2**63 + 12345, 7, KEY, ("layers.0.k", "layers.0.v"), within, ((0, 5), (8, 12)))
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
-    told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)
+    told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False)
     engine_cards = {
-        name: make_card(layout, KEY, {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks])
+        name: make_card(layout, KEY, {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks], 30.0)
         for name, layout in layouts.items()
     }
     return {
         "card": {name: encode_card(card) for name, card in engine_cards.items()},
         "layout": {name: wire.encode(layout) for name, layout in layouts.items()},
-        "layout_packed": {
-            **{name: packed.encode(layout) for name, layout in layouts.items()},
-            **{f"{name}-v1": packed.encode(layout, 1) for name, layout in layouts.items()},
-        },
         "layout_json": {name: wire.encode(layout, "json") for name, layout in layouts.items()},
         "note": {
             "report": write_note(Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)),

@@ -11,22 +11,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 from tests.pairs.random_pairs import Pair, make_pair
 from tests.pairs.small import GROUP, engine
 from tests.unit.tools.engines import ArrayBytes
 
-from kvreshard.model import (
-    BindError,
-    EngineLayout,
-    KvReshardError,
-    LayoutError,
-    LayoutMismatch,
-    WireError,
-    packed,
-    wire,
-)
+from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutError, LayoutMismatch, WireError, wire
 from kvreshard.model.tables import PageTable
 from kvreshard.plan import bind
 from kvreshard.plan.route import compile_route
@@ -67,19 +57,6 @@ def card(data: bytes) -> Outcome:
 @target
 def layout(data: bytes) -> Outcome:
     return _decoded(data, "msgpack")
-
-
-@target
-def layout_packed(data: bytes) -> Outcome:
-    """The form in which layouts come with cards; the plain form is accepted there too."""
-    try:
-        found = packed.decode(data)
-    except (WireError, LayoutError):
-        return "refused"
-    assert packed.decode(packed.encode(found)) == found
-    plain = wire.decode(wire.encode(found))
-    assert [rank.shards for rank in plain.ranks] == [rank.shards for rank in found.ranks]
-    return "accepted"
 
 
 @target
@@ -187,7 +164,7 @@ def route(data: bytes) -> Outcome:
     for at in range(1, min(len(data) - 3, 33), 4):
         _change(tree, places[int.from_bytes(data[at : at + 2], "little") % len(places)], data[at + 2], data[at + 3])
     try:
-        src = wire.decode(msgspec.msgpack.encode(tree))
+        src = wire.decode(json.dumps(tree).encode(), "json")
     except (WireError, LayoutError):
         return "refused"
     outcomes = [_routed(src, found, rank.rank) for rank in found.dst.ranks]

@@ -40,7 +40,6 @@ from kvreshard.model import (
     Slab,
 )
 from kvreshard.model.changed import replace
-from kvreshard.model.fields import Fields
 
 Rng = np.random.Generator
 MAX_TOKENS_PER_PAGE = 64
@@ -110,7 +109,7 @@ def draw_engine(rng: Rng, name: str, model: Sequence[Bundle], num_tokens: int, f
     ranks = tuple(_draw_rank(rng, number, pagings, digits, first_address, features) for number in numbers)
     fields = [field for bundle in model for field in bundle.fields]
     order = rng.permutation(len(fields)).tolist()
-    return EngineLayout(name, Fields.of(fields[i] for i in order), tuple(p.group for p in pagings), ranks)
+    return EngineLayout(name, tuple(fields[i] for i in order), tuple(p.group for p in pagings), ranks)
 
 
 def _draw_pagings(
@@ -372,7 +371,7 @@ def without(layout: EngineLayout, names: set[str]) -> EngineLayout:
     """The layout without some fields: what an engine looks like that lacks a draft."""
     return replace(
         layout,
-        fields=Fields.of(field for field in layout.fields if field.name not in names),
+        fields=tuple(field for field in layout.fields if field.name not in names),
         ranks=tuple(
             rank.with_shards(tuple(shard for shard in rank.shards if shard.field not in names)) for rank in layout.ranks
         ),

@@ -36,6 +36,7 @@ from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.slices import SPLIT_PIECES
 
 LEASE_SLOTS = 256
+LEASE_S = 30.0
 STAGING_BYTES = 256 << 10
 PIECE_BYTES = 64
 PATIENCE_S = 60.0
@@ -101,7 +102,7 @@ class Engine:
         self._ranks = {rank.rank: self._open(rank.rank, memory[rank.rank], options) for rank in layout.ranks}
         cards = [self._card(number, rank) for number, rank in self._ranks.items()]
         self.key = new_key()
-        card = make_card(self.layout, self.key, {"model": shape.model}, cards)
+        card = make_card(self.layout, self.key, {"model": shape.model}, cards, LEASE_S)
         for rank in self._ranks.values():
             rank.endpoint.introduce(card, self.layout)
             rank.endpoint.start()

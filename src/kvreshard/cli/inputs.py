@@ -23,8 +23,8 @@ from kvreshard.catalog.spec import engine_keys
 from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch, wire
 from kvreshard.model.changed import replace
-from kvreshard.model.parts import MAX_MESSAGE_BYTES
 from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
+from kvreshard.model.wire import MAX_MESSAGE_BYTES
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.plan.coverage import find_unheld
 from kvreshard.session.constants import host_facts, require_constants

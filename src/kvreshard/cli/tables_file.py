@@ -75,8 +75,10 @@ def parse_tables(content: bytes, prefill: EngineLayout, decode: EngineLayout) ->
         tables = msgspec.json.decode(content, type=_Tables)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TablesError(f"not a tables file: {error}{did_you_mean(error, _Tables)}") from None
-    if tables.version > VERSION:
-        raise TablesError(f"is of version {tables.version}; this command reads versions 1 to {VERSION}: upgrade it")
+    if tables.version != VERSION:
+        raise TablesError(
+            f"is of version {tables.version}; this command reads version {VERSION}: write it anew, as docs/wire.md says"
+        )
     _check_side("prefill", tables.prefill, prefill)
     _check_side("decode", tables.decode, decode)
     _check_names("intervals", tables.intervals, decode)

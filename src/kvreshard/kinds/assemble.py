@@ -29,9 +29,6 @@ from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
 from kvreshard.model.changed import replace
-from kvreshard.model.column import Column
-from kvreshard.model.fields import Fields
-from kvreshard.model.layout import share_outlines
 
 ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
 ALIASES: Mapping[str, str] = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -132,14 +129,14 @@ def assemble(
     ranks, address = [], first_address
     for number in range(grid.num_ranks):
         rank = _rank(number, by_name, groups, grid, order, num_pages, style, fields, address)
-        address += -(-sum(rank.outline.region_bytes) // (1 << 30)) * (1 << 30)
+        address += -(-sum(rank.template.region_bytes) // (1 << 30)) * (1 << 30)
         ranks.append(rank)
     places = {layer.name: place for place, layer in enumerate(layers)}
     return EngineLayout(
         engine,
-        Fields.of(fields[name] for name in sorted(fields, key=lambda name: _place_of(name, places))),
+        tuple(fields[name] for name in sorted(fields, key=lambda name: _place_of(name, places))),
         tuple(_group(group, by_name, grid, num_pages, style, null_page) for group in groups),
-        share_outlines(ranks),
+        tuple(ranks),
     )
 
 
@@ -158,8 +155,8 @@ def relocate(layout: EngineLayout, addresses: Mapping[int, Mapping[str, int]], d
         ranks=tuple(
             replace(
                 rank,
-                addresses=Column.of(addresses[rank.rank][name] for name in rank.outline.region_names),
-                devices=(device,) * len(rank.outline.region_names),
+                addresses=tuple(addresses[rank.rank][name] for name in rank.template.regions),
+                devices=(device,) * len(rank.template.regions),
             )
             for rank in layout.ranks
         ),

@@ -3,9 +3,8 @@
 from kvreshard.model.address import AxisMap, Digit, canonical
 from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, UsageError, WireError
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard
+from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, RankTemplate, Region, Shard, Slab
 from kvreshard.model.merge import merge_ranks
-from kvreshard.model.outline import Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership, count_within, split_evenly
 
 __all__ = [
@@ -24,6 +23,7 @@ __all__ = [
     "LayoutMismatch",
     "Ownership",
     "Rank",
+    "RankTemplate",
     "Region",
     "Shard",
     "Slab",

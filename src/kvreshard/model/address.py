@@ -75,7 +75,7 @@ def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
     return tuple(kept) or (Digit(1, 0, 0),)
 
 
-class AxisMap(msgspec.Struct, frozen=True, dict=True):
+class AxisMap(msgspec.Struct, frozen=True, dict=True, cache_hash=True):
     """What a rank holds of one axis, and where: ownership plus digits, innermost first.
 
     Raises LayoutError when the digits have fewer values than the ownership has coordinates, or (on an axis without

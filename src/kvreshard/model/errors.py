@@ -28,4 +28,4 @@ class BindError(KvReshardError):
 
 
 class WireError(KvReshardError):
-    """Bytes or JSON from elsewhere are not a layout: truncated, oversized, of a later version, of a wrong type."""
+    """Bytes or JSON from elsewhere are not a layout: truncated, oversized, of another version, of a wrong type."""

@@ -7,10 +7,7 @@ copied, others not.
 
 from __future__ import annotations
 
-from copy import copy
-
 import msgspec
-from msgspec.structs import force_setattr
 
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.ownership import MAX_SIZE
@@ -67,14 +64,6 @@ class Field(msgspec.Struct, frozen=True):
             raise LayoutError(f"field '{self.name}': axes {names}; needs at least one, each with a name of its own")
         if [axis.extent for axis in self.axes].count(None) > 1:
             raise LayoutError(f"field '{self.name}': has more than one sequence axis among {names}")
-
-    def named(self, name: str) -> Field:
-        """A field of another name that is like this one, which is checked. Raises LayoutError for an empty name."""
-        if not name:
-            raise LayoutError("a field has no name")
-        other = copy(self)
-        force_setattr(other, "name", name)
-        return other
 
     @property
     def sequence(self) -> Axis | None:

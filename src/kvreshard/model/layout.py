@@ -10,45 +10,54 @@ An `EngineLayout` is complete: a peer can compute every address from it and from
   same bytes; a page id belongs to one of them at a time.
 - `Slab`: the bytes that page p of a pool occupies at one place, padding included.
 - `Shard`: one rank's part of one field.
-- `Outline`: how a rank's memory is divided among its shards. Ranks that differ only in addresses, and in what they hold of an axis,
-  share one (`model.outline`), so that what is done for each shard is done once for all of them.
+- `RankTemplate`: what most ranks of an engine have in common.
 
 Everything is checked once, here, by `layout_check`. Raises LayoutError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.column import Column
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.loops import extent_of
-from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
+from kvreshard.model.form import Number, Whole
+from kvreshard.model.text import ShortText, plain
 
 MAX_ADDRESS = 2**63
+# A layout has thousands of regions, slabs and shards. They refer to nothing that refers to them, so the garbage collector need not
+# follow them (`gc=False`).
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Registered memory: `size_bytes` bytes from `address` on `device` ('cpu', 'cuda:0', ...)."""
 
-    name: str
-    address: int
-    size_bytes: int
-    device: str = "cpu"
+    name: ShortText
+    address: Whole
+    size_bytes: Whole
+    device: ShortText = "cpu"
 
     def __post_init__(self) -> None:
         if self.size_bytes <= 0 or self.address < 0 or self.address + self.size_bytes > MAX_ADDRESS:
             raise LayoutError(
-                f"region '{self.name}': {self.size_bytes} bytes at address {self.address}; "
+                f"region '{plain(self.name)}': {self.size_bytes} bytes at address {self.address}; "
                 "needs a positive size below address 2**63"
             )
+
+
+class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Page p of `pool` owns `page_bytes` bytes of `region` from `offset_bytes + p * page_stride_bytes`."""
+
+    pool: ShortText
+    region: ShortText
+    offset_bytes: Whole
+    page_stride_bytes: Whole
+    page_bytes: Whole
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -91,7 +100,7 @@ class Geometry(msgspec.Struct, frozen=True):
         return next(axis for axis in self.axes if axis.axis == name)
 
 
-class Shard(msgspec.Struct, frozen=True):
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """One rank's part of one field: cell (0, ..., 0) of page 0 lies at `offset_bytes` of `region`."""
 
     field: str
@@ -100,17 +109,40 @@ class Shard(msgspec.Struct, frozen=True):
     geometry: Geometry
 
 
+class ShardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A shard as a template has it: `geometry` is a number among the geometries of the rank."""
+
+    field: ShortText
+    region: ShortText
+    offset_bytes: Whole
+    geometry: Number
+
+
+class RankTemplate(msgspec.Struct, frozen=True, cache_hash=True):
+    """What the ranks of one tensor-parallel group have in common: how their memory is divided, apart from where it lies and what of each
+    axis they hold.
+
+    `region_bytes`: the size of each region.
+    """
+
+    regions: tuple[str, ...]
+    region_bytes: tuple[int, ...]
+    slabs: tuple[Slab, ...]
+    shards: tuple[ShardPlace, ...]
+
+
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its number, its place in the engine's grid (for people), and what it adds to its outline.
+    """One rank: its number, its place in the engine's grid (for people), and what it adds to its template.
 
-    `addresses` and `devices`: per region of the outline. `geometries`: those that the outline's shards refer to.
+    `addresses`, `devices`: of each region of the template. `geometries`: those that the template's shards refer to. What is asked for by
+    region, slab or shard is made when somebody asks: an engine meets hundreds of ranks and reads from a few.
     """
 
     rank: int
     place: tuple[tuple[str, int], ...]
-    outline: Outline
-    addresses: Column
+    template: RankTemplate
+    addresses: tuple[int, ...]
     devices: tuple[str, ...]
     geometries: tuple[Geometry, ...]
 
@@ -118,63 +150,37 @@ class Rank:
     def of(
         rank: int,
         place: tuple[tuple[str, int], ...],
-        regions: tuple[Region, ...],
-        slabs: tuple[Slab, ...],
-        shards: tuple[Shard, ...],
+        regions: Sequence[Region],
+        slabs: Sequence[Slab],
+        shards: Sequence[Shard],
     ) -> Rank:
-        """The rank of these regions, slabs and shards. Raises LayoutError for a shard in a region that is not listed."""
+        """The rank of these regions, slabs and shards."""
         numbers: dict[Geometry, int] = {}
-        outline = outline_of(f"rank {rank}", regions, slabs, shards, numbers)
-        return Rank(
-            rank,
-            place,
-            outline,
-            Column.of(region.address for region in regions),
-            tuple(region.device for region in regions),
-            tuple(numbers),
+        template = RankTemplate(
+            tuple(region.name for region in regions),
+            tuple(region.size_bytes for region in regions),
+            tuple(slabs),
+            tuple(
+                ShardPlace(s.field, s.region, s.offset_bytes, numbers.setdefault(s.geometry, len(numbers)))
+                for s in shards
+            ),
         )
-
-    def __post_init__(self) -> None:
-        outline = self.outline
-        if not len(self.addresses) == len(self.devices) == len(outline.region_names):
-            raise LayoutError(
-                f"rank {self.rank}: {len(self.addresses)} addresses on {len(self.devices)} devices for "
-                f"{len(outline.region_names)} regions; each region has one of each"
-            )
-        if outline.num_geometries > len(self.geometries):
-            raise LayoutError(
-                f"rank {self.rank}: {len(self.geometries)} geometries, but a shard has number {outline.num_geometries - 1}"
-            )
-        low, least_bytes, end, _ = self.extent
-        if low < 0 or least_bytes <= 0 or end > MAX_ADDRESS:
-            _ = self.regions  # says of which one
-
-    @cached_property
-    def extent(self) -> tuple[int, int, int, bool]:
-        """Of the regions: the least address, the least size in bytes, where the last one ends, and whether each begins where the one
-        before ends, or after.
-        """
-        if not len(self.addresses):
-            return 0, 1, 0, True
-        return extent_of(self.addresses.array, self.outline.region_bytes.array)
+        addresses, devices = [region.address for region in regions], [region.device for region in regions]
+        return Rank(rank, place, template, tuple(addresses), tuple(devices), tuple(numbers))
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        outline = self.outline
-        return tuple(map(Region, outline.region_names, self.addresses, outline.region_bytes, self.devices))
+        template = self.template
+        return tuple(map(Region, template.regions, self.addresses, template.region_bytes, self.devices))
 
-    @cached_property
+    @property
     def slabs(self) -> tuple[Slab, ...]:
-        return tuple(self.outline.slabs.listed(self.outline.region_names))
+        return self.template.slabs
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        outline = self.outline
         return tuple(
-            Shard(field, outline.region_names[region], offset, self.geometries[geometry])
-            for field, region, offset, geometry in zip(
-                outline.fields, outline.region_of, outline.offsets_bytes, outline.geometry_of, strict=True
-            )
+            [Shard(p.field, p.region, p.offset_bytes, self.geometries[p.geometry]) for p in self.template.shards]
         )
 
     @cached_property
@@ -185,13 +191,8 @@ class Rank:
     def shard_by_field(self) -> Mapping[str, Shard]:
         return {shard.field: shard for shard in self.shards}
 
-    @cached_property
-    def bases(self) -> Int64s:
-        """Address of each shard's first cell in page 0, shape (shards,), in the outline's order."""
-        return self.addresses.array[self.outline.region_of.array] + self.outline.offsets_bytes.array
-
-    def with_shards(self, shards: tuple[Shard, ...]) -> Rank:
-        """The same rank and memory with other shards. Raises LayoutError as `of` does."""
+    def with_shards(self, shards: Sequence[Shard]) -> Rank:
+        """The same rank and memory with other shards."""
         return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
 
     def base_address(self, shard: Shard) -> int:
@@ -199,18 +200,12 @@ class Rank:
         return self.region_by_name[shard.region].address + shard.offset_bytes
 
 
-def share_outlines(ranks: Iterable[Rank]) -> tuple[Rank, ...]:
-    """The same ranks; those with equal outlines share one object, so that what is kept for it is kept once."""
-    known: dict[Outline, Outline] = {}
-    return tuple(replace(rank, outline=known.setdefault(rank.outline, rank.outline)) for rank in ranks)
-
-
 @dataclass(frozen=True)
 class EngineLayout:
     """A whole engine. `engine` names it in messages; ranks are ordered by their number."""
 
     engine: str
-    fields: Fields
+    fields: tuple[Field, ...]
     groups: tuple[Group, ...]
     ranks: tuple[Rank, ...]
 
@@ -220,46 +215,38 @@ class EngineLayout:
         check_layout(self)
 
     @cached_property
-    def geometry_numbers(self) -> Mapping[int, int]:
-        """`id(shard.geometry)` -> a number that equal geometries share, whichever object says them.
-
-        Hashing a geometry costs some 15 us, and a plan asks several times per field and rank.
-        """
-        numbers: dict[Geometry, int] = {}
-        found: dict[int, int] = {}
-        for rank in self.ranks:
-            for geometry in rank.geometries:
-                if id(geometry) not in found:
-                    found[id(geometry)] = numbers.setdefault(geometry, len(numbers))
-        return found
+    def kind_of(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal axes, element size and encoding share."""
+        numbers: dict[object, int] = {}
+        return {
+            field.name: numbers.setdefault((field.axes, field.element_bytes, field.encoding), len(numbers))
+            for field in self.fields
+        }
 
     @cached_property
-    def outlines(self) -> tuple[Outline, ...]:
-        """The distinct outlines of the ranks, as objects."""
-        return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
+    def _holders(self) -> Mapping[str, Mapping[int, Geometry]]:
+        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
+        found: dict[str, dict[int, Geometry]] = {field.name: {} for field in self.fields}
+        for rank in self.ranks:
+            number, geometries = rank.rank, rank.geometries
+            for place in rank.template.shards:
+                found[place.field][number] = geometries[place.geometry]
+        return {field: held for field, held in found.items() if held}
 
     @cached_property
     def holding_of(self) -> Mapping[str, int]:
         """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
         `fields`.
         """
-        places: dict[str, list[tuple[int, int]]] = {name: [] for name in self.fields.names}
-        for rank in self.ranks:
-            for field, geometry in zip(rank.outline.fields, rank.outline.geometry_of, strict=True):
-                places[field].append((rank.rank, geometry))
         numbers: dict[object, int] = {}
-        return {field: numbers.setdefault(tuple(found), len(numbers)) for field, found in places.items() if found}
+        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self._holders.items()}
 
     def holders(self, field: str) -> Mapping[int, Geometry]:
         """Rank -> how it holds its part of a field, for every rank that does."""
-        found = ((rank, rank.outline.fields.number_of.get(field)) for rank in self.ranks)
-        return {
-            rank.rank: rank.geometries[rank.outline.geometry_of[number]] for rank, number in found if number is not None
-        }
+        return self._holders.get(field, {})
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:
-        """All of them, made at once; `fields.called` makes one."""
         return {field.name: field for field in self.fields}
 
     @cached_property

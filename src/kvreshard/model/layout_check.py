@@ -13,29 +13,22 @@ Raises LayoutError with both values and the remedy.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.loops import are_within, row_kinds
-from kvreshard.model.outline import Outline
+from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
-from kvreshard.model.plain_places import PlainSlabs
-
-if TYPE_CHECKING:
-    from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Shard
-    from kvreshard.model.outline import Slab
+from kvreshard.model.slab_check import check_slabs
 
 Int64s = NDArray[np.int64]
 # Over all distinct geometries. 512 ranks of a hundred kinds of layer have some millions; these take seconds.
@@ -43,16 +36,26 @@ MAX_RUNS_PER_LAYOUT = 1 << 24
 # Over all pairs of shards that lie in one another: looking at a pair, sorting its runs. Over all shards in several slabs: their runs.
 MAX_PAIR_WORK = 1 << 28
 LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 16, 1024, 4, 8
-# So many runs of shards are looked at together, which takes some 50 MB.
-RUNS_AT_ONCE = 1 << 20
+
+
+class Page(NamedTuple):
+    """One page of a shard: its byte runs, shape (n, 2), relative to its first cell, and from where to where they reach.
+
+    `number`: equal for equal runs. `form`: equal where group and page stride are equal too.
+    """
+
+    number: int
+    form: int
+    runs: Int64s
+    start: int
+    stop: int
 
 
 def check_layout(layout: EngineLayout) -> None:
     """Raises LayoutError unless the layout holds together."""
-    if not layout.fields.names.are_unique:
-        _unique(f"engine '{layout.engine}': field", layout.fields.names)
-    _unique(f"engine '{layout.engine}': group", (group.name for group in layout.groups))
-    _unique(f"engine '{layout.engine}': rank", (str(rank.rank) for rank in layout.ranks))
+    _unique(f"engine '{layout.engine}': field", [field.name for field in layout.fields])
+    _unique(f"engine '{layout.engine}': group", [group.name for group in layout.groups])
+    _unique(f"engine '{layout.engine}': rank", [str(rank.rank) for rank in layout.ranks])
     if not layout.ranks:
         raise LayoutError(f"engine '{layout.engine}': has no ranks")
     pages_of_pool: dict[str, int] = {}
@@ -62,47 +65,44 @@ def check_layout(layout: EngineLayout) -> None:
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    pages = _Pages(layout)
-    pairs = _Pairs(layout.engine)
-    kinds_of: dict[int, _Kinds] = {}
-    placed: set[tuple[int, ...]] = set()
+    pages, pairs = _Pages(layout), _Pairs(layout.engine)
+    # Most ranks have one template: what it says is looked at once.
+    kinds_of: dict[RankTemplate, _Kinds] = {}
+    checked: set[object] = set()
     for rank in layout.ranks:
-        # Most ranks differ only in what they hold of an axis and where their memory lies: what an outline says is looked at once.
-        outline = rank.outline
-        kinds = kinds_of.get(id(outline))
+        kinds = kinds_of.get(rank.template)
         if kinds is None:
-            _check_rank_names(layout, rank)
-            slabs = PlainSlabs.of(outline, pages_of_pool)
-            if slabs is None:
-                _check_slabs(rank, pages_of_pool)
-            kinds = kinds_of[id(outline)] = _Kinds.of(outline, layout.fields, slabs)
-        _check_regions_apart(rank)
-        geometries = [rank.geometries[number] for number, _ in kinds.fields]
-        runs = [pages.runs(rank, field, one) for (_, field), one in zip(kinds.fields, geometries, strict=True)]
-        form = (id(outline), *map(id, runs), *(pages.form(geometry) for geometry in rank.geometries))
-        if form not in placed:
-            placed.add(form)
-            pools = [layout.group_by_name[geometry.group].pool for geometry in geometries]
-            strides = [geometry.page_stride_bytes for geometry in geometries]
-            if kinds.slabs is None or not kinds.slabs.hold(outline, kinds.which, runs, strides, pools):
-                members = [(shard, runs[kind]) for shard, kind in zip(rank.shards, kinds.which.tolist(), strict=True)]
-                _check_places(layout, rank, members, pairs)
+            _check_references(layout, rank)
+            check_slabs(rank, pages_of_pool)
+            kinds = kinds_of[rank.template] = _Kinds.of(rank.template, layout)
+        _check_regions(rank)
+        _check_numbers(rank, kinds)
+        found = [pages.of(rank, field, rank.geometries[number]) for field, number in kinds.fields]
+        placed = rank.template, *(page.form for page in found)
+        if placed not in checked:
+            _check_places(layout, rank, [found[kind] for kind in kinds.which], pairs)
+            checked.add(placed)
 
 
-class _Kinds(msgspec.Struct, frozen=True, eq=False):
-    """The shards of an outline by geometry and shape: the number of each kind's geometry and one of its fields, the kind of each shard,
-    shape (shards,), and its slabs where they are plain.
+class _Kinds(NamedTuple):
+    """The shards of a template by shape of their field and number of their geometry: a field and the number of each kind, in the order of
+    their first shards, and which kind each shard has.
     """
 
-    fields: list[tuple[int, str]]
-    which: Int64s
-    slabs: PlainSlabs | None
+    fields: list[tuple[str, int]]
+    which: list[int]
 
     @staticmethod
-    def of(outline: Outline, fields: Fields, slabs: PlainSlabs | None) -> _Kinds:
-        """In the order of their first shards."""
-        which, firsts = row_kinds((outline.geometry_of.array, fields.kinds_of(outline.fields.all)))
-        return _Kinds([(outline.geometry_of[first], outline.fields[first]) for first in firsts], which, slabs)
+    def of(template: RankTemplate, layout: EngineLayout) -> _Kinds:
+        numbers: dict[tuple[int, int], int] = {}
+        fields, which = [], []
+        for shard in template.shards:
+            kind = layout.kind_of[shard.field], shard.geometry
+            if kind not in numbers:
+                numbers[kind] = len(numbers)
+                fields.append((shard.field, shard.geometry))
+            which.append(numbers[kind])
+        return _Kinds(fields, which)
 
 
 class _Pages:
@@ -110,29 +110,27 @@ class _Pages:
 
     def __init__(self, layout: EngineLayout) -> None:
         self._layout, self._num_runs = layout, 0
-        self._checked: dict[tuple[int, int], Int64s] = {}
-        self._of_loops: dict[object, Int64s] = {}
-        self._of_bytes: dict[bytes, Int64s] = {}
-        self._spans: dict[tuple[int, int, int], int | None] = {}
-        self._forms: dict[tuple[str, int], int] = {}
+        self._known: dict[tuple[int, Geometry], Page] = {}
+        self._of_loops: dict[object, tuple[int, Int64s]] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._spans: dict[tuple[int, int, AxisMap], int | None] = {}
+        self._forms: dict[object, int] = {}
 
-    def form(self, geometry: Geometry) -> int:
-        """A number that geometries of one group and page stride share."""
-        return self._forms.setdefault((geometry.group, geometry.page_stride_bytes), len(self._forms))
+    def of(self, rank: Rank, name: str, geometry: Geometry) -> Page:
+        """A page of a field. Raises LayoutError."""
+        kind = self._layout.kind_of[name]
+        known = self._known.get((kind, geometry))
+        if known is None:
+            known = self._known[kind, geometry] = self._check(rank, name, geometry, kind)
+        return known
 
-    def runs(self, rank: Rank, name: str, geometry: Geometry) -> Int64s:
-        """`page_runs` of a field; those with equal runs share one array. Raises LayoutError."""
-        layout = self._layout
-        kind = layout.fields.kind_of(name), layout.geometry_numbers[id(geometry)]
-        known = self._checked.get(kind)
-        if known is not None:
-            return known
-        field = layout.fields.like(name)
-        where = f"rank {rank.rank}, field '{name}'"
+    def _check(self, rank: Rank, name: str, geometry: Geometry, kind: int) -> Page:
+        layout, field = self._layout, self._layout.field_by_name[name]
+        where = f"rank {rank.rank}, field '{field.name}'"
         group = layout.group_by_name.get(geometry.group)
         if group is None:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
-        self._check_geometry(where, field, kind[0], geometry, group)
+        self._check_geometry(where, field, kind, geometry, group)
         run_bytes, loops = page_loops(field.element_bytes, geometry)
         self._num_runs += prod([count for _, count in loops])
         if self._num_runs > MAX_RUNS_PER_LAYOUT:
@@ -143,10 +141,10 @@ class _Pages:
         key = run_bytes, loops
         if key not in self._of_loops:
             runs = page_runs(where, geometry, run_bytes, loops)
-            self._of_loops[key] = self._of_bytes.setdefault(runs.tobytes(), runs)
-        runs = self._of_loops[key]
-        self._checked[kind] = runs
-        return runs
+            self._of_loops[key] = self._numbers.setdefault(runs.tobytes(), len(self._numbers)), runs
+        number, runs = self._of_loops[key]
+        form = self._forms.setdefault((number, geometry.group, geometry.page_stride_bytes), len(self._forms))
+        return Page(number, form, runs, int(runs[0, 0]), int(runs[-1, 1]))
 
     def _check_geometry(self, where: str, field: Field, kind: int, geometry: Geometry, group: Group) -> None:
         """Geometries mostly share all of their maps but one, and each map is looked at once per kind of field."""
@@ -155,7 +153,7 @@ class _Pages:
             raise LayoutError(f"{where}: its shard maps axes {got}, the field has {wanted}")
         spanned = None
         for number, mapped in enumerate(geometry.axes):
-            key, axis = (kind, number, id(mapped)), field.axes[number]
+            key, axis = (kind, number, mapped), field.axes[number]
             if key not in self._spans:
                 self._spans[key] = _check_map(where, axis, mapped)
             if axis.extent is None:
@@ -166,126 +164,81 @@ class _Pages:
             )
 
 
-def _check_places(layout: EngineLayout, rank: Rank, shards: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
-    """Step 4 for one rank."""
-    by_group: defaultdict[str, list[tuple[Shard, Int64s]]] = defaultdict(list)
-    for shard, runs in shards:
-        by_group[shard.geometry.group].append((shard, runs))
+def _check_places(layout: EngineLayout, rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
+    """Step 4 for one rank; `pages` of its shards."""
+    by_group: defaultdict[str, list[tuple[ShardPlace, Page]]] = defaultdict(list)
+    for shard, page in zip(rank.template.shards, pages, strict=True):
+        by_group[rank.geometries[shard.geometry].group].append((shard, page))
     for name, members in by_group.items():
         _check_inside_slabs(rank, layout.group_by_name[name].pool, members, pairs)
         _check_disjoint(rank, members, pairs)
 
 
-def _unique(what: str, names: Iterable[str]) -> None:
-    names, seen = list(names), set[str]()
+def _unique(what: str, names: list[str]) -> None:
     if len(set(names)) == len(names):
         return
+    seen = set[str]()
     for name in names:
         if name in seen:
             raise LayoutError(f"{what} '{name}' is given twice; names must be unique")
         seen.add(name)
 
 
-def _check_rank_names(layout: EngineLayout, rank: Rank) -> None:
-    outline, names = rank.outline, layout.fields.names
-    for what, listed in (("region", outline.region_names), ("field", outline.fields)):
-        if not listed.are_unique:
-            _unique(f"rank {rank.rank}: {what}", listed)
+def _check_references(layout: EngineLayout, rank: Rank) -> None:
+    """Step 1 for one template: names, and where shards begin."""
+    template = rank.template
+    if len(template.regions) != len(template.region_bytes):
+        raise LayoutError(f"rank {rank.rank}: {len(template.region_bytes)} sizes for {len(template.regions)} regions")
+    _unique(f"rank {rank.rank}: region", list(template.regions))
+    _unique(f"rank {rank.rank}: field", [shard.field for shard in template.shards])
     pools = {group.pool for group in layout.groups}
-    if not pools.issuperset(outline.slabs.pools):
-        slab = next(slab for slab in rank.slabs if slab.pool not in pools)
-        raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
-    places = outline.offsets_bytes.array, outline.region_of.array, outline.region_bytes.array
-    if are_within(*places) and names.have_all(outline.fields.all):
-        return
-    for field, offset, region in zip(outline.fields, outline.offsets_bytes, outline.region_of, strict=True):
-        if field not in names:
-            raise LayoutError(f"rank {rank.rank}: shard of field '{field}', which the engine does not list")
-        if not 0 <= offset < outline.region_bytes[region]:
+    sizes = dict(zip(template.regions, template.region_bytes, strict=True))
+    for slab in template.slabs:
+        if slab.pool not in pools or slab.region not in sizes:
+            raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
+    for shard in template.shards:
+        if shard.field not in layout.kind_of:
+            raise LayoutError(f"rank {rank.rank}: shard of field '{shard.field}', which the engine does not list")
+        size = sizes.get(shard.region)
+        if size is None:
+            raise LayoutError(f"rank {rank.rank}, field '{shard.field}': region '{shard.region}' is not listed")
+        if not 0 <= shard.offset_bytes < size:
             raise LayoutError(
-                f"rank {rank.rank}, field '{field}': starts at byte {offset} of region '{outline.region_names[region]}', "
-                f"which has {outline.region_bytes[region]}; check its offset"
+                f"rank {rank.rank}, field '{shard.field}': starts at byte {shard.offset_bytes} of region '{shard.region}', "
+                f"which has {size}; check its offset"
             )
 
 
-def _check_regions_apart(rank: Rank) -> None:
-    """As the transport refuses them when they are registered, devices or not: an address says which memory it is.
-
-    Addresses are a rank's own, so every rank is looked at: mostly its regions follow one another.
-    """
-    *_, are_in_order = rank.extent
+def _check_regions(rank: Rank) -> None:
+    """Memory that exists, and no byte of it twice, as the transport refuses it when it is registered."""
+    sizes = rank.template.region_bytes
+    if not len(rank.addresses) == len(rank.devices) == len(sizes):
+        raise LayoutError(
+            f"rank {rank.rank}: {len(rank.addresses)} addresses on {len(rank.devices)} devices for {len(sizes)} regions; "
+            "each region has one of each"
+        )
+    end, are_in_order = 0, True
+    for address, size in zip(rank.addresses, sizes, strict=True):
+        if address < 0 or size <= 0 or address + size > MAX_ADDRESS:
+            _ = rank.regions  # says of which one
+        are_in_order = are_in_order and address >= end
+        end = address + size
     if are_in_order:
         return
-    in_order = sorted(rank.regions, key=lambda region: (region.address, region.name))
-    for before, after in pairwise(in_order):
-        if before.address + before.size_bytes > after.address:
+    in_order = sorted(zip(rank.addresses, rank.template.regions, sizes, strict=True))
+    for (address, name, size), (following, other, _) in pairwise(in_order):
+        if address + size > following:
             raise LayoutError(
-                f"rank {rank.rank}: regions '{before.name}' and '{after.name}' share bytes at address {after.address}; "
+                f"rank {rank.rank}: regions '{name}' and '{other}' share bytes at address {following}; "
                 "describe memory that fields share as one region"
             )
 
 
-def _check_slabs(rank: Rank, pages_of_pool: dict[str, int]) -> None:
-    by_region: defaultdict[str, list[Slab]] = defaultdict(list)
-    for slab in rank.slabs:
-        if slab.offset_bytes < 0 or slab.page_bytes <= 0 or slab.page_stride_bytes < slab.page_bytes:
+def _check_numbers(rank: Rank, kinds: _Kinds) -> None:
+    for field, number in kinds.fields:
+        if not 0 <= number < len(rank.geometries):
             raise LayoutError(
-                f"rank {rank.rank}: slab in region '{slab.region}' has pages of {slab.page_bytes} bytes every "
-                f"{slab.page_stride_bytes} from {slab.offset_bytes}; pages would overlap or lie below the region"
-            )
-        end = slab.offset_bytes + (pages_of_pool[slab.pool] - 1) * slab.page_stride_bytes + slab.page_bytes
-        size = rank.region_by_name[slab.region].size_bytes
-        if end > size:
-            raise LayoutError(
-                f"rank {rank.rank}: region '{slab.region}' has {size} bytes, but {pages_of_pool[slab.pool]} pages of "
-                f"{slab.page_stride_bytes} bytes end at {end}; register a larger region or fewer pages"
-            )
-        by_region[slab.region].append(slab)
-    for region, slabs in by_region.items():
-        _check_slabs_apart(rank, region, slabs, pages_of_pool)
-
-
-def _check_slabs_apart(rank: Rank, region: str, slabs: list[Slab], pages_of_pool: dict[str, int]) -> None:
-    """Slabs of one stride interleave (their phases must not meet); of different strides they must lie one after another."""
-    by_stride: defaultdict[int, list[Slab]] = defaultdict(list)
-    for slab in slabs:
-        by_stride[slab.page_stride_bytes].append(slab)
-    extents = []
-    for stride, members in by_stride.items():
-        members.sort(key=lambda slab: slab.offset_bytes)
-        ends = [s.offset_bytes + (pages_of_pool[s.pool] - 1) * stride + s.page_bytes for s in members]
-        if len(by_stride) == 1 and all(end <= slab.offset_bytes for end, slab in zip(ends, members[1:], strict=False)):
-            return
-        cluster: list[Slab] = []
-        cluster_end = 0
-        for slab, end in zip(members, ends, strict=True):
-            if cluster and slab.offset_bytes < cluster_end:
-                cluster.append(slab)
-                cluster_end = max(cluster_end, end)
-            else:
-                if cluster:
-                    _check_phases(rank, region, stride, cluster)
-                    extents.append((cluster[0].offset_bytes, cluster_end))
-                cluster, cluster_end = [slab], end
-        _check_phases(rank, region, stride, cluster)
-        extents.append((cluster[0].offset_bytes, cluster_end))
-    extents.sort()
-    for (_, end), (start, _) in pairwise(extents):
-        if start < end:
-            raise LayoutError(
-                f"rank {rank.rank}, region '{region}': slabs of different page strides overlap at byte {start}; "
-                "overlaid groups must share one pool and one stride"
-            )
-
-
-def _check_phases(rank: Rank, region: str, stride: int, cluster: list[Slab]) -> None:
-    spans = sorted((slab.offset_bytes % stride, slab.page_bytes) for slab in cluster)
-    wrapped = [*spans, (spans[0][0] + stride, spans[0][1])]
-    for (start, size), (following, _) in pairwise(wrapped):
-        if len(cluster) > 1 and start + size > following:
-            raise LayoutError(
-                f"rank {rank.rank}, region '{region}': two slabs of page stride {stride} share bytes at {following}; "
-                "each byte of a page belongs to one slab"
+                f"rank {rank.rank}, field '{field}': geometry number {number}, but the rank has {len(rank.geometries)}"
             )
 
 
@@ -311,47 +264,39 @@ def _check_map(where: str, axis: Axis, mapped: AxisMap) -> int | None:
     return tokens
 
 
-def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
-    slabs = [slab for slab in rank.slabs if slab.pool == pool]
-    by_place: defaultdict[tuple[str, int], list[Slab]] = defaultdict(list)
-    for slab in slabs:
-        by_place[slab.region, slab.page_stride_bytes].append(slab)
-    sorted_places = {
-        place: np.array(sorted((s.offset_bytes, s.offset_bytes + s.page_bytes) for s in found), dtype=np.int64)
-        for place, found in by_place.items()
-    }
-    alike: defaultdict[tuple[int, str, int], list[tuple[Shard, Int64s]]] = defaultdict(list)
-    for shard, runs in members:
-        alike[id(runs), shard.region, shard.geometry.page_stride_bytes].append((shard, runs))
-    for (_, region, stride), found in alike.items():
-        runs = found[0][1]
-        offsets = np.array([shard.offset_bytes for shard, _ in found], dtype=np.int64)[:, None]
-        places = sorted_places.get((region, stride))
+def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, Page]], pairs: _Pairs) -> None:
+    by_place: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+    for slab in rank.slabs:
+        if slab.pool == pool:
+            stop = slab.offset_bytes + slab.page_bytes
+            by_place[slab.region, slab.page_stride_bytes].append((slab.offset_bytes, stop))
+    for slabs in by_place.values():
+        slabs.sort()
+    for shard, page in members:
+        stride, offset = rank.geometries[shard.geometry].page_stride_bytes, shard.offset_bytes
+        slabs = by_place.get((shard.region, stride), [])
         # A page that lies in one slab from its first byte to its last needs no look at what is between.
-        outside = np.flatnonzero(_outside(places, offsets + runs[0, 0], offsets + runs[-1, 1]))
-        pairs.place(len(outside) * len(runs))
-        each = max(1, RUNS_AT_ONCE // len(runs))
-        parts = [outside[first : first + each] for first in range(0, len(outside), each)]
-        outside = np.concatenate(
-            [p[_outside(places, offsets[p] + runs[:, 0], offsets[p] + runs[:, 1])] for p in parts] or [outside]
-        )
-        if len(outside):
-            shard = found[int(outside[0])][0]
-            low, high = shard.offset_bytes + int(runs[:, 0].min()), shard.offset_bytes + int(runs[:, 1].max())
+        last = bisect_right(slabs, offset + page.start, key=_first_byte) - 1
+        if last >= 0 and offset + page.stop <= slabs[last][1]:
+            continue
+        pairs.place(len(page.runs))
+        is_beyond = not slabs or offset + page.stop > slabs[-1][1]  # so that no sum below wraps around
+        if is_beyond or _is_outside(np.array(slabs, dtype=np.int64), page.runs + offset):
             raise LayoutError(
-                f"rank {rank.rank}, field '{shard.field}': bytes [{low}, {high}) of page 0 in "
-                f"region '{region}' with page stride {stride} lie outside the slabs of "
+                f"rank {rank.rank}, field '{shard.field}': bytes [{offset + page.start}, {offset + page.stop}) of page 0 in "
+                f"region '{shard.region}' with page stride {stride} lie outside the slabs of "
                 f"pool '{pool}'; check its offset, strides and page size"
             )
 
 
-def _outside(slabs: Int64s | None, starts: Int64s, stops: Int64s) -> NDArray[np.bool_]:
-    """Per shard (row of `starts` and `stops`, shape (n, runs)): whether one of its runs lies in no slab, whole."""
-    if slabs is None:
-        return np.ones(len(starts), dtype=bool)
-    place = np.searchsorted(slabs[:, 0], starts.reshape(-1), side="right").reshape(starts.shape) - 1
-    outside: NDArray[np.bool_] = ((place < 0) | (stops > slabs[np.maximum(place, 0), 1])).any(axis=1)
-    return outside
+def _first_byte(slab: tuple[int, int]) -> int:
+    return slab[0]
+
+
+def _is_outside(slabs: Int64s, runs: Int64s) -> bool:
+    """Whether one of the runs lies in no slab, whole; both of shape (n, 2), start and stop."""
+    place = np.searchsorted(slabs[:, 0], runs[:, 0], side="right") - 1
+    return bool(((place < 0) | (runs[:, 1] > slabs[np.maximum(place, 0), 1])).any())
 
 
 class _Pairs:
@@ -369,8 +314,8 @@ class _Pairs:
         return is_new
 
     def place(self, num_runs: int) -> None:
-        """So many runs are to be found in slabs. Raises LayoutError when there are too many."""
-        self._spend(PLACE_COST * num_runs, "pieces in several slabs to find")
+        """So many runs of a shard are to be found in slabs. Raises LayoutError when there are too many."""
+        self._spend(SORT_COST + PLACE_COST * num_runs, "pieces in several slabs to find")
 
     def _spend(self, cost: int, what: str) -> None:
         self._left -= cost
@@ -380,20 +325,20 @@ class _Pairs:
             )
 
 
-def _check_disjoint(rank: Rank, members: list[tuple[Shard, Int64s]], pairs: _Pairs) -> None:
+def _check_disjoint(rank: Rank, members: list[tuple[ShardPlace, Page]], pairs: _Pairs) -> None:
     placed = sorted(members, key=lambda member: (member[0].region, member[0].offset_bytes))
-    for index, (shard, runs) in enumerate(placed):
-        end = shard.offset_bytes + int(runs[-1, 1])
-        for other, other_runs in placed[index + 1 :]:
+    for index, (shard, page) in enumerate(placed):
+        end = shard.offset_bytes + page.stop
+        for place in range(index + 1, len(placed)):
+            other, its = placed[place]
             if other.region != shard.region or other.offset_bytes >= end:
                 break
             delta = other.offset_bytes - shard.offset_bytes
-            if not pairs.is_new((id(runs), id(other_runs), delta), len(runs) + len(other_runs)):
+            if not pairs.is_new((page.number, its.number, delta), len(page.runs) + len(its.runs)):
                 continue
-            starts = np.concatenate([runs[:, 0], other_runs[:, 0] + delta])
-            stops = np.concatenate([runs[:, 1], other_runs[:, 1] + delta])
-            order = np.argsort(starts, kind="stable")
-            if (stops[order][:-1] > starts[order][1:]).any():
+            both = np.concatenate([page.runs, its.runs + delta])
+            both = both[np.argsort(both[:, 0], kind="stable")]
+            if (both[:-1, 1] > both[1:, 0]).any():
                 raise LayoutError(
                     f"rank {rank.rank}: fields '{shard.field}' and '{other.field}' of one group share bytes in region "
                     f"'{shard.region}'; each byte of a page belongs to one field"

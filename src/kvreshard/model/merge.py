@@ -16,8 +16,7 @@ from itertools import pairwise
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.layout import EngineLayout, Group, Rank, share_outlines
+from kvreshard.model.layout import EngineLayout, Group, Rank
 
 
 def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
@@ -45,9 +44,9 @@ def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:
             _merge_group(groups, group, rank, group.name in held)
     return EngineLayout(
         engines[0],
-        Fields.of(field for field, _ in found.values()),
+        tuple(field for field, _ in found.values()),
         tuple(group for group, _, _ in groups.values()),
-        share_outlines(rank for rank, _ in ranked),
+        tuple(rank for rank, _ in ranked),
     )
 
 

@@ -25,7 +25,7 @@ Coordinates = NDArray[np.int64]
 MAX_SIZE = 1 << 48
 
 
-class Interval(msgspec.Struct, frozen=True):
+class Interval(msgspec.Struct, frozen=True, cache_hash=True):
     """The coordinates `start <= c < stop`; `stop=None` has no end (a sequence)."""
 
     start: int
@@ -71,7 +71,7 @@ class Interval(msgspec.Struct, frozen=True):
         return f"[{self.start}, {'...' if self.stop is None else self.stop})"
 
 
-class Cyclic(msgspec.Struct, frozen=True):
+class Cyclic(msgspec.Struct, frozen=True, cache_hash=True):
     """The coordinates with `start <= c mod step < start + run`, without end."""
 
     start: int

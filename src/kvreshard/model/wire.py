@@ -1,91 +1,102 @@
-"""How does an engine's layout travel, and how does a person read it?
+"""The wire form of an engine's layout: msgpack between engines, JSON for people and tools.
 
-One form, two encodings: msgpack on the wire, JSON for people and tools (`docs/wire.md` describes every key, with test
-vectors). The form carries its name and version first:
+`docs/wire.md` describes every key, with test vectors. In JSON each rank says its regions, slabs and shards. In msgpack ranks that differ only in
+their addresses, and in what they hold of each axis, have one template (`layout.RankTemplate`); the rest is the same.
 
-1. `decode` reads only that header; a later version is refused with both numbers, before anything else is looked at, and an
-   earlier one is brought up to this one (`form`).
+1. `decode` reads name and version first (`form`); another version is refused with both numbers.
 2. The body is decoded strictly by type and within the bounds below, then becomes an `EngineLayout`, which checks itself.
 
-Geometries that several shards share are written once, under a key. Between engines a layout travels packed (`packed`). Refused:
-messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the bounds (`parts`), unknown forms, wrong types, keys that do not resolve. Raises WireError, or LayoutError when a
-well-formed layout is wrong.
+Geometries are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the bounds, unknown forms and
+keys, wrong types, references that do not resolve. Raises WireError, or LayoutError when a well-formed layout is wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from sys import intern
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
+from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.expect import did_you_mean, expect
-from kvreshard.model.field import Field
-from kvreshard.model.fields import Fields
-from kvreshard.model.form import Form
-from kvreshard.model.layout import EngineLayout, Geometry, Rank, Region, Shard, share_outlines
-from kvreshard.model.outline import Slab
-from kvreshard.model.parts import (
-    MAX_AXES,
-    MAX_FIELDS,
-    MAX_GEOMETRIES,
-    MAX_GROUPS,
-    MAX_MESSAGE_BYTES,
-    MAX_PER_RANK,
-    MAX_RANKS,
-    AxisForm,
-    AxisMapForm,
-    GroupForm,
-    HeaderForm,
-    Whole,
-    axes_of,
-    axis_form,
-    axis_map_form,
-    axis_map_of,
-    check_sizes,
-    group_form,
-    group_of,
-)
+from kvreshard.model.field import Axis, Field
+from kvreshard.model.form import Head, Number, Whole
+from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, RankTemplate, Region, Shard, ShardPlace, Slab
+from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.text import Name, ShortText, check_names, plain
 
-FORM = "kvreshard.layout"
-LAYOUT = Form(FORM)
-VERSION = LAYOUT.version
+FORM, COMPACT_FORM = "kvreshard.layout", "kvreshard.layout.compact"
+VERSION = 1
+# As JSON, 64 ranks with 160 regions each take 8 MB; this is generous, and bounds what a peer can make us hold.
+MAX_MESSAGE_BYTES = 64 << 20
+# What a peer can make us compute grows with these. The largest engine that is planned for has 512 ranks; a model has some
+# hundred layers of a few fields each.
+MAX_RANKS = 1024
+MAX_FIELDS = MAX_PER_RANK = 1 << 14
+MAX_GROUPS = 256
+MAX_GEOMETRIES = 1 << 16
+MAX_SHARDS = 1 << 18
+MAX_AXES = 16
+
 Encoding = Literal["msgpack", "json"]
-Read = TypeVar("Read", covariant=True)
+Place = Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
+Slabs = Annotated[tuple[Slab, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+
+
+class _Owned(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """An interval (`start`, `stop`; without `stop`: all from `start` on) or a cyclic set (`start`, `run`, `step`)."""
+
+    start: Whole
+    stop: Whole | None = None
+    run: Whole | None = None
+    step: Whole | None = None
+
+
+class _Digit(msgspec.Struct, forbid_unknown_fields=True):
+    extent: Whole | None
+    page_step: Whole
+    byte_step: Whole
+
+
+class _AxisMap(msgspec.Struct, forbid_unknown_fields=True):
+    axis: Name
+    owned: _Owned
+    digits: Annotated[list[_Digit], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Geometry(msgspec.Struct, forbid_unknown_fields=True):
     group: Name
     page_stride_bytes: Whole
-    axes: Annotated[list[AxisMapForm], msgspec.Meta(max_length=MAX_AXES)]
+    axes: Annotated[list[_AxisMap], msgspec.Meta(max_length=MAX_AXES)]
+
+
+class _Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    name: ShortText
+    extent: Whole | None
+    tokens_per_index: Whole = 1
+    keep_partial: bool = False
 
 
 class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: Name
-    axes: Annotated[list[AxisForm], msgspec.Meta(max_length=MAX_AXES)]
+    name: ShortText
+    axes: Annotated[tuple[_Axis, ...], msgspec.Meta(max_length=MAX_AXES)]
     element_bytes: Whole
-    encoding: Name
+    encoding: ShortText
     optional: bool = False
 
 
-class _Region(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class _Group(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     name: Name
-    address: Whole
-    size_bytes: Whole
-    device: Name = "cpu"
+    pool: Name
+    num_pages: Whole
+    tokens_per_page: Whole | None
+    null_page: Whole | None = None
+    window_tokens: Whole | None = None
 
 
-class _Slab(msgspec.Struct, forbid_unknown_fields=True):
-    pool: ShortText
-    region: ShortText
-    offset_bytes: Whole
-    page_stride_bytes: Whole
-    page_bytes: Whole
-
-
-class _Shard(msgspec.Struct, forbid_unknown_fields=True):
+class _Shard(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     field: ShortText
     region: ShortText
     offset_bytes: Whole
@@ -94,53 +105,57 @@ class _Shard(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
-    place: Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
-    regions: Annotated[list[_Region], msgspec.Meta(max_length=MAX_PER_RANK)]
-    slabs: Annotated[list[_Slab], msgspec.Meta(max_length=MAX_PER_RANK)]
+    place: Place
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    slabs: Slabs
     shards: Annotated[list[_Shard], msgspec.Meta(max_length=MAX_PER_RANK)]
 
 
-class _Layout(msgspec.Struct, forbid_unknown_fields=True):
+class _Template(msgspec.Struct, forbid_unknown_fields=True):
+    regions: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    region_bytes: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    slabs: Slabs
+    shards: Annotated[tuple[ShardPlace, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+
+
+class _CompactRank(msgspec.Struct, forbid_unknown_fields=True):
+    rank: Whole
+    place: Place
+    template: Number
+    addresses: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    devices: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    geometries: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    """What both encodings have."""
+
     form: str
     version: int
     engine: Name
     fields: Annotated[list[_Field], msgspec.Meta(max_length=MAX_FIELDS)]
-    groups: Annotated[list[GroupForm], msgspec.Meta(max_length=MAX_GROUPS)]
+    groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)]
     geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
+
+
+class _Json(_Body, forbid_unknown_fields=True):
     ranks: Annotated[list[_Rank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class _Reader(Protocol[Read]):
-    def decode(self, message: bytes, /) -> Read: ...
+class _Compact(_Body, forbid_unknown_fields=True):
+    templates: Annotated[list[_Template], msgspec.Meta(max_length=MAX_RANKS)]
+    ranks: Annotated[list[_CompactRank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 # Made at import: engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the
 # same one end the process (0.22: a segmentation fault in 7 of 10 tries).
-_headers: dict[Encoding, _Reader[HeaderForm]] = {
-    "msgpack": msgspec.msgpack.Decoder(HeaderForm),
-    "json": msgspec.json.Decoder(HeaderForm),
-}
-_bodies: dict[Encoding, _Reader[_Layout]] = {
-    "msgpack": msgspec.msgpack.Decoder(_Layout),
-    "json": msgspec.json.Decoder(_Layout),
-}
-_trees: dict[Encoding, _Reader[dict[str, Any]]] = {
-    "msgpack": msgspec.msgpack.Decoder(dict[str, Any]),
-    "json": msgspec.json.Decoder(dict[str, Any]),
-}
+_heads = msgspec.msgpack.Decoder(Head), msgspec.json.Decoder(Head)
+_compact, _json = msgspec.msgpack.Decoder(_Compact), msgspec.json.Decoder(_Json)
 
 
-def encode(layout: EngineLayout, encoding: Encoding = "msgpack", version: int | None = None) -> bytes:
-    """The layout as bytes, in the newest version unless an earlier one is asked for.
-
-    JSON is indented, for people; both decode to an equal layout. Raises WireError for a version that there is not.
-    """
-    body: Any = _to_wire(layout)
-    if version not in (None, LAYOUT.version):
-        body = LAYOUT.lower(msgspec.to_builtins(body), version)
-    if encoding == "json":
-        return msgspec.json.format(msgspec.json.encode(body), indent=1)
-    return msgspec.msgpack.encode(body)
+def encode(layout: EngineLayout, encoding: Encoding = "msgpack") -> bytes:
+    """The layout as bytes. JSON is indented, for people; both decode to an equal layout."""
+    return _write_compact(layout) if encoding == "msgpack" else _write_json(layout)
 
 
 def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
@@ -148,125 +163,217 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     expect(message, (bytes, bytearray, memoryview), "a layout message", "what `encode` wrote")
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
+    body: _Compact | _Json
     try:
-        header = _headers[encoding].decode(message)
-        LAYOUT.check(header.form, header.version)
-        if header.version == LAYOUT.version:
-            body = _bodies[encoding].decode(message)
+        if encoding == "msgpack":
+            _heads[0].decode(message).check(COMPACT_FORM, VERSION)
+            body = _compact.decode(message)
         else:
-            body = msgspec.convert(LAYOUT.rise(_trees[encoding].decode(message)), _Layout)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(
-            f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{did_you_mean(error, _Layout)}"
-        ) from None
-    check_sizes(
-        body.engine,
-        len(body.ranks),
-        shards=sum(len(rank.shards) for rank in body.ranks),
-        slabs=sum(len(rank.slabs) for rank in body.ranks),
-    )
-    try:
+            _heads[1].decode(message).check(FORM, VERSION)
+            body = _json.decode(message)
         _check_names(body)
-    except ValueError as error:
-        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {error}") from None
-    return _from_wire(body)
-
-
-def _check_names(body: _Layout) -> None:
-    """Raises ValueError for a reference that could break a line of a log; those that are names were looked at as names."""
-    names = {*(field.name for field in body.fields), *(group.pool for group in body.groups), *body.geometries}
-    for rank in body.ranks:
-        here = {
-            *(shard.field for shard in rank.shards),
-            *(shard.region for shard in rank.shards),
-            *(shard.geometry for shard in rank.shards),
-            *(slab.pool for slab in rank.slabs),
-            *(slab.region for slab in rank.slabs),
-        }
-        check_names(here - names - {region.name for region in rank.regions})
-
-
-def _to_wire(layout: EngineLayout) -> _Layout:
-    keys: dict[Geometry, str] = {}
-    ranks = []
-    for rank in layout.ranks:
-        shards = []
-        for shard in rank.shards:
-            key = keys.setdefault(shard.geometry, f"g{len(keys)}")
-            shards.append(_Shard(shard.field, shard.region, shard.offset_bytes, key))
-        # Interned: msgspec leaves out a default only if it is the same object.
-        regions = [_Region(r.name, r.address, r.size_bytes, intern(r.device)) for r in rank.regions]
-        slabs = [_Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs]
-        ranks.append(_Rank(rank.rank, dict(rank.place), regions, slabs, shards))
-    return _Layout(
-        form=FORM,
-        version=LAYOUT.version,
-        engine=layout.engine,
-        fields=[
-            _Field(
-                field.name,
-                [axis_form(axis) for axis in field.axes],
-                field.element_bytes,
-                field.encoding,
-                field.optional,
-            )
-            for field in layout.fields
-        ],
-        groups=[group_form(group) for group in layout.groups],
-        geometries={key: _geometry_to_wire(geometry) for geometry, key in keys.items()},
-        ranks=ranks,
-    )
-
-
-def _geometry_to_wire(geometry: Geometry) -> _Geometry:
-    return _Geometry(geometry.group, geometry.page_stride_bytes, [axis_map_form(mapped) for mapped in geometry.axes])
-
-
-def _from_wire(body: _Layout) -> EngineLayout:
-    geometries = {}
-    for key, wire in body.geometries.items():
-        try:
-            geometries[key] = Geometry(
-                wire.group, wire.page_stride_bytes, tuple(axis_map_of(axis) for axis in wire.axes)
-            )
-        except LayoutError as error:
-            raise LayoutError(f"geometry '{key}' ({_user_of(key, body)}), {error}") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        meant = did_you_mean(error, _Compact if encoding == "msgpack" else _Json)
+        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{meant}") from None
+    geometries = _geometries(body)
     return EngineLayout(
         engine=body.engine,
-        fields=Fields.of(
-            Field(
-                field.name,
-                axes_of(field.axes),
-                field.element_bytes,
-                field.encoding,
-                field.optional,
-            )
-            for field in body.fields
+        fields=_fields(body.fields),
+        groups=tuple(
+            Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
         ),
-        groups=tuple(group_of(group) for group in body.groups),
-        ranks=share_outlines(_rank_from_wire(rank, geometries) for rank in body.ranks),
+        ranks=_ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries),
     )
 
 
-def _user_of(key: str, body: _Layout) -> str:
-    """The first shard that has a geometry, for a person who looks for it."""
-    users = ((rank.rank, shard.field) for rank in body.ranks for shard in rank.shards if shard.geometry == key)
-    return next((f"rank {rank}, field '{field}'" for rank, field in users), "of no shard")
+def _check_names(body: _Compact | _Json) -> None:
+    """Raises ValueError for a text that could break a line of a log: those that come in thousands are looked at together."""
+    texts = {
+        text for field in body.fields for text in (field.name, field.encoding, *(axis.name for axis in field.axes))
+    }
+    parts: list[_Rank] | list[_Template]
+    if isinstance(body, _Json):
+        parts = body.ranks
+        for rank in body.ranks:
+            texts.update(text for region in rank.regions for text in (region.name, region.device))
+            texts.update(shard.geometry for shard in rank.shards)
+    else:
+        parts = body.templates
+        texts.update(name for template in body.templates for name in template.regions)
+        texts.update(text for other in body.ranks for text in (*other.geometries, *other.devices))
+    for part in parts:
+        texts.update(text for slab in part.slabs for text in (slab.pool, slab.region))
+        texts.update(text for shard in part.shards for text in (shard.field, shard.region))
+    check_names(texts)
 
 
-def _rank_from_wire(rank: _Rank, geometries: dict[str, Geometry]) -> Rank:
-    shards = []
-    for shard in rank.shards:
-        geometry = geometries.get(shard.geometry)
-        if geometry is None:
+def _check_sizes(engine: str, num_ranks: int, parts: Sequence[_Rank | _Template]) -> None:
+    """Raises WireError for more shards or slabs over all ranks, or templates, than are accepted."""
+    for what, count in (
+        ("shards", sum(len(part.shards) for part in parts)),
+        ("slabs", sum(len(part.slabs) for part in parts)),
+    ):
+        if count > MAX_SHARDS:
             raise WireError(
-                f"rank {rank.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
+                f"layout of engine '{engine}': {count} {what} on {num_ranks} ranks; more than {MAX_SHARDS} are not accepted"
             )
-        shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
-    return Rank.of(
-        rank.rank,
-        tuple(rank.place.items()),
-        tuple(Region(r.name, r.address, r.size_bytes, r.device) for r in rank.regions),
-        tuple(Slab(s.pool, s.region, s.offset_bytes, s.page_stride_bytes, s.page_bytes) for s in rank.slabs),
-        tuple(shards),
+
+
+def _write_json(layout: EngineLayout) -> bytes:
+    keys = _keys(layout)
+    ranks = []
+    for rank in layout.ranks:
+        shards = [_Shard(s.field, s.region, s.offset_bytes, keys[s.geometry]) for s in rank.shards]
+        # Interned: msgspec leaves out a default only if it is the same object.
+        regions = tuple(Region(r.name, r.address, r.size_bytes, intern(r.device)) for r in rank.regions)
+        ranks.append(_Rank(rank.rank, dict(rank.place), regions, rank.slabs, shards))
+    return msgspec.json.format(msgspec.json.encode(_Json(FORM, VERSION, *_common(layout, keys), ranks)), indent=1)
+
+
+def _write_compact(layout: EngineLayout) -> bytes:
+    keys = _keys(layout)
+    numbers: dict[RankTemplate, int] = {}
+    ranks = [
+        _CompactRank(
+            rank.rank,
+            dict(rank.place),
+            numbers.setdefault(rank.template, len(numbers)),
+            rank.addresses,
+            rank.devices[:1] if len(set(rank.devices)) == 1 else rank.devices,
+            tuple(keys[geometry] for geometry in rank.geometries),
+        )
+        for rank in layout.ranks
+    ]
+    templates = [_Template(t.regions, t.region_bytes, t.slabs, t.shards) for t in numbers]
+    return msgspec.msgpack.encode(_Compact(COMPACT_FORM, VERSION, *_common(layout, keys), templates, ranks))
+
+
+def _keys(layout: EngineLayout) -> dict[Geometry, str]:
+    """A key for every geometry, in the order of the shards that have them."""
+    keys: dict[Geometry, str] = {}
+    for rank in layout.ranks:
+        for geometry in rank.geometries:
+            keys.setdefault(geometry, f"g{len(keys)}")
+    return keys
+
+
+def _common(
+    layout: EngineLayout, keys: Mapping[Geometry, str]
+) -> tuple[str, list[_Field], list[_Group], dict[str, _Geometry]]:
+    return (
+        layout.engine,
+        [_field_form(field) for field in layout.fields],
+        [_Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in layout.groups],
+        {key: _geometry_form(geometry) for geometry, key in keys.items()},
+    )
+
+
+def _field_form(field: Field) -> _Field:
+    axes = tuple(_Axis(axis.name, axis.extent, axis.tokens_per_index, axis.keep_partial) for axis in field.axes)
+    return _Field(field.name, axes, field.element_bytes, field.encoding, field.optional)
+
+
+def _geometry_form(geometry: Geometry) -> _Geometry:
+    axes = []
+    for mapped in geometry.axes:
+        owned = mapped.owned
+        if isinstance(owned, Interval):
+            held = _Owned(owned.start, owned.stop)
+        else:
+            held = _Owned(owned.start, run=owned.run, step=owned.step)
+        digits = [_Digit(digit.extent, digit.page_step, digit.byte_step) for digit in mapped.digits]
+        axes.append(_AxisMap(mapped.axis, held, digits))
+    return _Geometry(geometry.group, geometry.page_stride_bytes, axes)
+
+
+def _geometries(body: _Compact | _Json) -> dict[str, Geometry]:
+    geometries = {}
+    for key, told in body.geometries.items():
+        try:
+            axes = tuple([_axis_map(axis) for axis in told.axes])
+            geometries[key] = Geometry(told.group, told.page_stride_bytes, axes)
+        except LayoutError as error:
+            raise LayoutError(f"geometry '{key}' ({_user_of(key, body)}), {error}") from None
+    return geometries
+
+
+def _fields(told: list[_Field]) -> tuple[Field, ...]:
+    """Most fields have the axes of the one before."""
+    known: dict[tuple[_Axis, ...], tuple[Axis, ...]] = {}
+    fields = []
+    for field in told:
+        axes = known.get(field.axes)
+        if axes is None:
+            axes = tuple(Axis(a.name, a.extent, a.tokens_per_index, a.keep_partial) for a in field.axes)
+            known[field.axes] = axes
+        fields.append(Field(field.name, axes, field.element_bytes, field.encoding, field.optional))
+    return tuple(fields)
+
+
+def _axis_map(told: _AxisMap) -> AxisMap:
+    try:
+        owned = _owned(told.owned)
+        digits = tuple([Digit(digit.extent, digit.page_step, digit.byte_step) for digit in told.digits])
+    except LayoutError as error:
+        raise LayoutError(f"axis '{told.axis}': {error}") from None
+    return AxisMap(told.axis, owned, digits)
+
+
+def _owned(told: _Owned) -> Ownership:
+    if (told.run is None) != (told.step is None) or (told.run is not None and told.stop is not None):
+        raise LayoutError("give either start and stop, or start, run and step")
+    if told.run is not None and told.step is not None:
+        return Cyclic(told.start, told.run, told.step)
+    return Interval(told.start, told.stop)
+
+
+def _user_of(key: str, body: _Compact | _Json) -> str:
+    """The first rank that has a geometry, and a field that has it there, for a person who looks for it."""
+    if isinstance(body, _Json):
+        held = [(rank.rank, shard.field) for rank in body.ranks for shard in rank.shards if shard.geometry == key]
+        return f"rank {held[0][0]}, field '{held[0][1]}'" if held else "of no shard"
+    users = [rank.rank for rank in body.ranks if key in rank.geometries]
+    return f"rank {users[0]}" if users else "of no rank"
+
+
+def _ranks_of_json(body: _Json, geometries: Mapping[str, Geometry]) -> tuple[Rank, ...]:
+    _check_sizes(body.engine, len(body.ranks), body.ranks)
+    ranks = []
+    for told in body.ranks:
+        shards = []
+        for shard in told.shards:
+            geometry = geometries.get(shard.geometry)
+            if geometry is None:
+                raise WireError(
+                    f"rank {told.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
+                )
+            shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
+        ranks.append(Rank.of(told.rank, tuple(told.place.items()), told.regions, told.slabs, shards))
+    return tuple(ranks)
+
+
+def _ranks_of_compact(body: _Compact, geometries: Mapping[str, Geometry]) -> tuple[Rank, ...]:
+    for rank in body.ranks:
+        if rank.template >= len(body.templates):
+            raise WireError(
+                f"rank {rank.rank}: template {rank.template} is not in the message, which has {len(body.templates)}"
+            )
+        for key in rank.geometries:
+            if key not in geometries:
+                raise WireError(f"rank {rank.rank}: geometry '{key}' is not in the message")
+    _check_sizes(body.engine, len(body.ranks), [body.templates[rank.template] for rank in body.ranks])
+    _check_sizes(body.engine, len(body.ranks), body.templates)
+    templates = [RankTemplate(t.regions, t.region_bytes, t.slabs, t.shards) for t in body.templates]
+    return tuple(
+        [
+            Rank(
+                told.rank,
+                tuple(told.place.items()),
+                templates[told.template],
+                told.addresses,
+                told.devices * len(told.addresses) if len(told.devices) == 1 else told.devices,
+                tuple([geometries[key] for key in told.geometries]),
+            )
+            for told in body.ranks
+        ]
     )

@@ -47,7 +47,7 @@ def _unwritten(dst: EngineLayout, dst_rank: int, pages_of: dict[str, Int64s], co
     if written:
         dst_address = np.concatenate([copy.dst_address for copy in written])
         new = subtract(new, merged(dst_address, dst_address + np.concatenate([copy.length for copy in written])))
-    return cut(new, rank.addresses.array)
+    return cut(new, np.array(rank.addresses, dtype=np.int64))
 
 
 def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
@@ -78,7 +78,7 @@ def find_holes(dst: EngineLayout, route: Route, request: Request) -> ByteRanges:
             others = (first + whole[1:] * stride)[:, None]
             starts.append((others + (inside.start - low)).reshape(-1))
             stops.append((others + (inside.stop - low)).reshape(-1))
-    return cut(merged(np.concatenate(starts), np.concatenate(stops)), rank.addresses.array)
+    return cut(merged(np.concatenate(starts), np.concatenate(stops)), np.array(rank.addresses, dtype=np.int64))
 
 
 def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> Int64s:

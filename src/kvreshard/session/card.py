@@ -18,21 +18,19 @@ differs with both values. Geometry is not its business: that is proved by the pl
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from kvreshard.model import EngineLayout, LayoutMismatch, WireError, packed
-from kvreshard.model.form import Form
-from kvreshard.model.parts import MAX_RANKS
+from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
+from kvreshard.model.form import Head
 from kvreshard.model.text import Name, plain
-from kvreshard.session import notes
+from kvreshard.model.wire import MAX_RANKS
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.seal import KEY_BYTES, incarnation_of
 
 FORM = "kvreshard.card"
-CARD = Form(FORM)
-VERSION = CARD.version
+VERSION = 1
 MAX_CARD_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
@@ -55,12 +53,10 @@ class RankCard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """One engine, complete. `layout` is in the form of `model.packed`.
+    """One engine, complete. `layout` is in the form of `model.wire`.
 
-    `key`: its seals are made with it (`seal`); `incarnation` is a digest of it.
-
-    `reads_notes`: the newest version of notes that its ranks read; a card that does not say reads version 1. `lease_s`: how long its
-    leases last after the last heartbeat; who does not say it, as earlier versions, is taken to keep them as long as the reader does.
+    `key`: its seals are made with it (`seal`); `incarnation` is a digest of it. `lease_s`: seconds that its leases last after the last
+    heartbeat.
     """
 
     form: str
@@ -71,8 +67,7 @@ class EngineCard(msgspec.Struct, frozen=True):
     layout: bytes
     ranks: Annotated[tuple[RankCard, ...], msgspec.Meta(max_length=MAX_RANKS)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    reads_notes: Annotated[int, msgspec.Meta(ge=1)] = 1
-    lease_s: Annotated[float, msgspec.Meta(gt=0)] | msgspec.UnsetType = msgspec.UNSET
+    lease_s: Annotated[float, msgspec.Meta(gt=0)]
 
     def __repr__(self) -> str:
         """Without the key, which must not stand in a log."""
@@ -80,7 +75,7 @@ class EngineCard(msgspec.Struct, frozen=True):
 
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this card's ranks and no other. Raises WireError or LayoutError."""
-        layout = packed.decode(self.layout)
+        layout = wire.decode(self.layout)
         if layout.engine != self.engine:
             raise WireError(f"the card of engine '{self.engine}' carries the layout of engine '{layout.engine}'")
         _check_ranks(layout, self.ranks)
@@ -95,34 +90,16 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EngineCard)
 
 
-class _Head(msgspec.Struct):
-    form: str
-    version: int
-
-
-_head_decoder = msgspec.msgpack.Decoder(_Head)
+_head_decoder = msgspec.msgpack.Decoder(Head)
 
 
 def make_card(
-    layout: EngineLayout,
-    key: bytes,
-    facts: Mapping[str, str],
-    ranks: Sequence[RankCard],
-    lease_s: float | msgspec.UnsetType = msgspec.UNSET,
+    layout: EngineLayout, key: bytes, facts: Mapping[str, str], ranks: Sequence[RankCard], lease_s: float
 ) -> EngineCard:
     """The card of a whole engine that seals with `key`. Raises WireError unless there is one rank card per rank of the layout."""
     _check_ranks(layout, ranks)
     return EngineCard(
-        FORM,
-        CARD.version,
-        layout.engine,
-        incarnation_of(key),
-        dict(facts),
-        packed.encode(layout),
-        tuple(ranks),
-        key,
-        notes.VERSION,
-        lease_s,
+        FORM, VERSION, layout.engine, incarnation_of(key), dict(facts), wire.encode(layout), tuple(ranks), key, lease_s
     )
 
 
@@ -139,15 +116,13 @@ def _some(numbers: Iterable[int]) -> str:
     return plain(sorted(numbers), 200)
 
 
-def encode_card(card: EngineCard, version: int | None = None) -> bytes:
-    """The bytes of a card, in the newest version unless an earlier one is asked for. Raises WireError if there is none."""
-    if version in (None, CARD.version):
-        return _encoder.encode(card)
-    return _encoder.encode(CARD.lower(msgspec.to_builtins(card, builtin_types=(bytes,)), version))
+def encode_card(card: EngineCard) -> bytes:
+    """The bytes of a card."""
+    return _encoder.encode(card)
 
 
 def decode_card(message: bytes) -> EngineCard:
-    """A card from a peer, of this version or an earlier one. Raises WireError for anything else."""
+    """A card from a peer. Raises WireError for anything else, another version among it."""
     if len(message) > MAX_CARD_BYTES:
         raise WireError(f"a card of {len(message)} bytes; more than {MAX_CARD_BYTES} are not accepted")
     try:
@@ -156,12 +131,8 @@ def decode_card(message: bytes) -> EngineCard:
             raise WireError(
                 f"this is '{plain(head.form, 80)}', not a '{FORM}'; is the port that of a kvreshard engine?"
             )
-        CARD.check(head.form, head.version)
-        if head.version == CARD.version:
-            card = _decoder.decode(message)
-        else:
-            tree = CARD.rise(msgspec.msgpack.decode(message, type=dict[str, Any]))
-            card = msgspec.convert(tree, EngineCard)
+        head.check(FORM, VERSION)
+        card = _decoder.decode(message)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not a card: {plain(error)}; is the port that of a kvreshard engine?") from error
     if card.incarnation != incarnation_of(card.key):

@@ -1,7 +1,7 @@
 """How does an engine hand out its card, and how does a peer get it?
 
-A `Listener` is one thread with one ZeroMQ ROUTER socket that answers hellos with the engine's card, in the newest version that
-the asker reads. `fetch_card` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
+A `Listener` is one thread with one ZeroMQ ROUTER socket that answers hellos with the engine's card.
+`fetch_card` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
 it went, so that a refusal stands in both logs. Ranks ask many listeners at once and wait for none of them (`handshake_client`).
 
 Whatever arrives, the listener lives and soon serves the next:
@@ -31,7 +31,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.model.errors import KvReshardError, WireError
 from kvreshard.model.logs import get_logger
-from kvreshard.session import card as cards
 from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, decode_card, encode_card
 from kvreshard.session.hello import (
     ANSWER_FORM,
@@ -110,10 +109,8 @@ class Listener:
         keys: Keys | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
-        # One copy of each, outside Python: what waits for a slow peer is a reference.
-        self._cards = {
-            version: zmq.Frame(encode_card(card, version), copy=True) for version in range(1, cards.CARD.version + 1)
-        }
+        # One copy, outside Python: what waits for a slow peer is a reference.
+        self._card = zmq.Frame(encode_card(card), copy=True)
         self.address, self._on_outcome = address, on_outcome
         self._complaints: Counter[str] = Counter()
         self._stopping = threading.Event()
@@ -186,7 +183,7 @@ class Listener:
             return 0
         hello = read_hello(payload)
         if not isinstance(hello, str) and hello.ask == "card":
-            reply = self._cards[min(hello.reads_card, max(self._cards))]
+            reply = self._card
         elif isinstance(hello, str):
             reply = _answer(hello)
         else:
@@ -259,7 +256,7 @@ def _answer(text: str) -> zmq.Frame:
 
 def card_hello(engine: str, rank: int) -> bytes:
     """What asks for a card."""
-    return msgspec.msgpack.encode(Hello(FORM, VERSION, "card", engine, rank, reads_card=cards.CARD.version))
+    return msgspec.msgpack.encode(Hello(FORM, VERSION, "card", engine, rank))
 
 
 def outcome_hello(engine: str, rank: int, text: str, is_good: bool) -> bytes:

@@ -1,8 +1,6 @@
 """What do two engines say before they know one another?
 
-A `Hello` asks for the card, or tells how comparing it went; an `Answer` is one line for everything that gets no card. A hello
-is version 1 for good, so that any two sides can begin: keys are added, with defaults, and never change. `reads_card` is how the
-newer side learns what the older one reads; one that does not say reads cards of version 1.
+A `Hello` asks for the card, or tells how comparing it went; an `Answer` is one line for everything that gets no card.
 
 Nothing is unpickled, texts are short and in one line. `read_hello` never raises.
 """
@@ -17,6 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvreshard.model.errors import KvReshardError
+from kvreshard.model.form import SAME_RELEASE
 from kvreshard.model.text import Name, plain
 
 FORM = "kvreshard.hello"
@@ -31,10 +30,7 @@ class HandshakeError(KvReshardError):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a peer says: `ask` for the card, or the outcome of comparing it (`text`: the route in a sentence, or why not).
-
-    `reads_card`: the newest version of cards that it reads.
-    """
+    """What a peer says: `ask` for the card, or the outcome of comparing it (`text`: the route in a sentence, or why not)."""
 
     form: str
     version: int
@@ -43,7 +39,6 @@ class Hello(msgspec.Struct, frozen=True):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     text: str = ""
     is_good: bool = True
-    reads_card: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -92,7 +87,7 @@ def read_hello(payload: bytes) -> Hello | str:
     if hello.form != FORM:
         return f"not a kvreshard hello, but '{plain(hello.form, 80)}'"
     if hello.version != VERSION:
-        return f"hello of version {hello.version}; this side speaks version {VERSION}: upgrade the older side"
+        return f"hello of version {hello.version}; this side reads version {VERSION}: {SAME_RELEASE}"
     if len(hello.text) > MAX_TEXT:
         return f"texts of more than {MAX_TEXT} characters are not accepted"
     return hello

@@ -28,8 +28,8 @@ from typing import Literal
 import numpy as np
 
 from kvreshard.model.errors import KvReshardError
-from kvreshard.model.parts import MAX_RANKS
 from kvreshard.model.tables import PageTable
+from kvreshard.model.wire import MAX_RANKS
 from kvreshard.session.notes import Heartbeat, Report
 from kvreshard.transport.base import MemoryRegion
 

@@ -3,9 +3,6 @@
 Two kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly) and a `Heartbeat`
 (these requests are still wanted). Both carry the leases' words, which only those know who were told: a rank cannot free another's
 pages by a guess. `read_note` gives None for everything that is not exactly one of them; nothing raises.
-
-Notes of an earlier version are read: a later one may only add values at the end that have defaults. A note is written in the
-newest version that both sides know, which a reader learns from the source's card (`reads_notes`).
 """
 
 from __future__ import annotations
@@ -51,24 +48,24 @@ def write_note(note: Note) -> bytes:
 
 
 def read_note(payload: bytes) -> Note | None:
-    """The note, or None for anything else: a later version, another program, noise."""
+    """The note, or None for anything else: another version, another program, noise."""
     try:
         note = _decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
         return None
-    return note if 1 <= note.version <= VERSION else None
+    return note if note.version == VERSION else None
 
 
-def heartbeats(consumer: str, leases: Iterable[tuple[str, int]], version: int = VERSION) -> Iterator[Heartbeat]:
-    """As many heartbeats as it takes, in `version`."""
+def heartbeats(consumer: str, leases: Iterable[tuple[str, int]]) -> Iterator[Heartbeat]:
+    """As many heartbeats as it takes."""
     together: list[tuple[str, int]] = []
     num_bytes = 0
     for request, word in leases:
         lease_bytes = len(request.encode()) + LEASE_BYTES
         if together and num_bytes + lease_bytes > MAX_HEARTBEAT_BYTES:
-            yield Heartbeat(version, consumer, tuple(together))
+            yield Heartbeat(VERSION, consumer, tuple(together))
             together, num_bytes = [], 0
         together.append((request, word))
         num_bytes += lease_bytes
     if together:
-        yield Heartbeat(version, consumer, tuple(together))
+        yield Heartbeat(VERSION, consumer, tuple(together))

@@ -9,7 +9,6 @@ from kvreshard.model import EngineLayout, LayoutMismatch
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.route import Route
-from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.lease import WORD_BYTES
@@ -44,11 +43,6 @@ class Peer:
                 )
             addresses[rank] = card.lease_address + lease.slot * WORD_BYTES
         return LeaseProof(lease.word, addresses, scratch_address)
-
-    @property
-    def note_version(self) -> int:
-        """The newest version of notes that both sides know."""
-        return min(notes.VERSION, self.card.reads_notes)
 
     @property
     def told_ranks(self) -> tuple[int, ...]:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import RemoteLease
-from kvreshard.session.notes import Report, write_note
+from kvreshard.session.notes import VERSION, Report, write_note
 from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)
@@ -34,9 +33,7 @@ class Refusals:
 
     def give_back(self, consumer: str, rank: int, card: EngineCard, lease: RemoteLease) -> None:
         """Report a lease to all ranks of the engine with this card. `consumer`: this engine and its incarnation."""
-        report = Report(
-            min(notes.VERSION, card.reads_notes), consumer, lease.request, lease.word, rank, (rank,), is_good=False
-        )
+        report = Report(VERSION, consumer, lease.request, lease.word, rank, (rank,), is_good=False)
         try:
             for peer in self._connect(card):
                 self._transport.notify(peer, write_note(report))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
-from kvreshard.session.notes import Report, heartbeats, write_note
+from kvreshard.session.notes import VERSION, Report, heartbeats, write_note
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.refusals import Refusals
@@ -60,7 +60,7 @@ class _Source:
 class RemoteLeases:
     """The leases that one rank has from others. Used from the session's thread only.
 
-    `usual_s`: between two renewals where a source says nothing (`renewals`).
+    `usual_s`: between two renewals of a source that is not known yet (`renewals`).
     """
 
     def __init__(self, transport: Transport, peers: Peers, usual_s: float) -> None:
@@ -174,7 +174,7 @@ class RemoteLeases:
                 self._ask(me, remote, source)
                 continue
             leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.kept))
-            for note in heartbeats(me.card.engine, leases, peer.note_version):
+            for note in heartbeats(me.card.engine, leases):
                 payload = write_note(note)
                 for rank in peer.told_ranks:
                     self._notify(peer, rank, payload)
@@ -232,7 +232,7 @@ class RemoteLeases:
     def _report(self, me: LocalRank, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
         for rank in peer.told_ranks:
-            report = Report(peer.note_version, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)
+            report = Report(VERSION, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)
             self._notify(peer, rank, write_note(report))
 
     def _notify(self, peer: Peer, rank: int, payload: bytes) -> None:

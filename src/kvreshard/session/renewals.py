@@ -6,8 +6,7 @@ source with a shorter one run out while it waits or reads.
 1. A source is told `RENEWALS_PER_LEASE` times in the time of its leases, of all that are wanted there at once.
 2. One that has just been met is told at once, and so is one that was not told anything for so long: its lease may be old when the
    request gets here.
-3. One that does not say how long its leases last is told as often as this side's own option has it, and one that is not known yet is
-   asked for as often.
+3. One that is not known yet is asked for as often as this side's own option has it.
 
 It only keeps time, in a heap: who is told what, and how, is `holder`'s affair.
 """
@@ -18,8 +17,6 @@ import heapq
 import itertools
 import math
 from dataclasses import dataclass
-
-import msgspec
 
 from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import RemoteEngine
@@ -39,7 +36,7 @@ class _Next:
 
 
 class Renewals:
-    """The times of one rank's renewals, in seconds of the caller's clock. `usual_s`: between two, where a source says nothing."""
+    """The times of one rank's renewals, in seconds of the caller's clock. `usual_s`: between two, to a source that is not known yet."""
 
     def __init__(self, usual_s: float) -> None:
         self._usual_s = usual_s
@@ -91,6 +88,6 @@ class Renewals:
         return math.inf
 
     def _interval_s(self, card: EngineCard | None) -> float:
-        if card is None or isinstance(card.lease_s, msgspec.UnsetType):
+        if card is None:
             return self._usual_s
         return max(MIN_INTERVAL_S, card.lease_s / RENEWALS_PER_LEASE)

@@ -7,7 +7,7 @@
 4. Move the request over the memory transport, through staging as then, and compare both sides by digests; what no copy writes in new
    pages must be zero.
 
-Refused with ReplayError: more memory than is available. Bad layouts in a record raise what `model.packed` raises.
+Refused with ReplayError: more memory than is available. Bad layouts in a record raise what `model.wire` raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvreshard import __version__
 from kvreshard.kinds.assemble import relocate
-from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, packed
+from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, wire
 from kvreshard.model.layout import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
@@ -83,11 +83,11 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
 
     Raises KvReshardError for a record whose layouts or request are none, or ReplayError.
     """
-    dst, request = packed.decode(flight.dst.layout), flight.transfer.request()
+    dst, request = wire.decode(flight.dst.layout), flight.transfer.request()
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
         return Replayed("never met", reason, dst, None, request)
-    src = packed.decode(flight.src.layout)
+    src = wire.decode(flight.src.layout)
     found = Replayed("different", "", dst, src, request)
     try:
         card.check_facts(_card(flight.dst), _card(flight.src), flight.allow_mismatch)
@@ -149,7 +149,7 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
 
 
 def _card(side: FlightSide) -> card.EngineCard:
-    return card.EngineCard(card.FORM, card.VERSION, side.engine, side.incarnation, dict(side.facts), b"", (), b"")
+    return card.EngineCard(card.FORM, card.VERSION, side.engine, side.incarnation, dict(side.facts), b"", (), b"", 0.0)
 
 
 class _Memory:

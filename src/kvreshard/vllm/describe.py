@@ -21,7 +21,6 @@ from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place, Ring, Style
 from kvreshard.kinds.assemble import NULL_PAGE, POOL
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
 from kvreshard.model.changed import replace
-from kvreshard.model.fields import Fields
 from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
 from kvreshard.vllm.heads import configured_heads, total_kv_heads
 from kvreshard.vllm.layer_facts import LayerFacts, Scales, read_layer
@@ -62,7 +61,7 @@ def describe_rank(
         specs = getattr(group_spec, "kv_cache_specs", None)
         layers = {name: specs.get(name) if specs is not None else group_spec for name in group.layer_names}
         groups.append(described.add_group(f"g{index}", group_spec, layers, kv_caches))
-    return EngineLayout(engine, Fields.of(described.fields.values()), tuple(groups), (described.rank(),))
+    return EngineLayout(engine, tuple(described.fields.values()), tuple(groups), (described.rank(),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def serve() -> Iterator[Serve]:
             )
             for rank in layout.ranks
         ]  # fmt: skip
-        listeners.append(Listener(Address("127.0.0.1", 0), make_card(layout, bytes(32), facts, ranks)))
+        listeners.append(Listener(Address("127.0.0.1", 0), make_card(layout, bytes(32), facts, ranks, 30.0)))
         return f"127.0.0.1:{listeners[-1].address.port}"
 
     yield start
@@ -234,7 +234,7 @@ def test_a_peer_that_wants_keys_is_asked_with_one(run: Run, tmp_path: Path) -> N
     secret = write_keys(tmp_path, "room")[1]
     layout = engine("prefill")
     card = make_card(
-        layout, bytes(32), {}, [RankCard(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)]
+        layout, bytes(32), {}, [RankCard(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)], 30.0
     )
     listener = Listener(Address("127.0.0.1", 0), card, keys=read_keys(secret))
     try:

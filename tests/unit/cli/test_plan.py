@@ -209,7 +209,7 @@ BAD_TABLES = [
     ),
     (lambda t: t["decode"]["full"].update(new_pages=t["decode"]["state"]["new_pages"]), "a page is new once"),
     (lambda t: t["decode"]["full"].update(new_pages=[9]), "new_pages names page 9"),
-    (lambda t: t.update(version=2), "is of version 2; this command reads versions 1 to 1"),
+    (lambda t: t.update(version=2), "is of version 2; this command reads version 1: write it anew"),
     (lambda t: t.pop("decode"), "missing required field `decode`"),
 ]
 
@@ -252,7 +252,7 @@ def test_files_that_are_no_tables(run, tmp_path: Path, content: bytes, told: str
         (lambda text: text[: len(text) // 2], "truncated"),
         (
             lambda text: text.replace('"version": 1', '"version": 2'),
-            "layout of version 2; this side reads versions 1 to 1",
+            "layout of version 2; this side reads version 1: run the same release",
         ),
         (
             lambda text: text.replace("kvreshard.layout", "kvreshard.route"),

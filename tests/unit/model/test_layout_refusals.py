@@ -23,7 +23,6 @@ from kvreshard.model import (
     split_evenly,
 )
 from kvreshard.model.changed import replace
-from kvreshard.model.fields import Fields
 
 TOKEN, HEAD = Axis("token", None), Axis("head", 4)
 FIELD = Field("k", (TOKEN, HEAD), 2, "bf16")
@@ -40,7 +39,7 @@ def layout(**parts: Any) -> EngineLayout:
     shards = parts.get("shards", (Shard("k", "kv", parts.get("offset", 0), geometry),))
     rank = Rank.of(0, (), parts.get("regions", (REGION,)), parts.get("slabs", (SLAB,)), shards)
     return EngineLayout(
-        "prefill", Fields.of(parts.get("fields", (FIELD,))), parts.get("groups", (GROUP,)), parts.get("ranks", (rank,))
+        "prefill", tuple(parts.get("fields", (FIELD,))), parts.get("groups", (GROUP,)), parts.get("ranks", (rank,))
     )
 
 
@@ -209,3 +208,46 @@ def test_sizes_are_positive_and_maps_make_sense(make: Any, facts: str) -> None:
         make()
     for fact in facts.split("|"):
         assert re.search(re.escape(fact), str(caught.value)), str(caught.value)
+
+
+def two_pools(first_bytes: int, second_bytes: int, stride_bytes: int = 64) -> EngineLayout:
+    """Two states in pools of their own, 10 pages of 64 bytes each, one behind the other; where each begins in their region, and of both
+    the distance of pages.
+    """
+    names = ("first", "second")
+    fields = tuple(Field(name, (Axis("channel", 32),), 2, "bf16") for name in names)
+    groups = tuple(Group(name, name, 10, None) for name in names)
+    slabs = tuple(Slab(name, "memory", at, 64, 64) for name, at in zip(names, (0, 640), strict=True))
+    held = (AxisMap("channel", Interval(0, 32), (Digit(32, 0, 2),)),)
+    shards = tuple(
+        Shard(name, "memory", at, Geometry(name, stride_bytes, held))
+        for name, at in zip(names, (first_bytes, second_bytes), strict=True)
+    )
+    return EngineLayout("e", fields, groups, (Rank.of(0, (), (Region("memory", 0, 1280),), slabs, shards),))
+
+
+def test_a_shard_in_a_slab_of_another_pool_is_refused() -> None:
+    assert len(two_pools(0, 640).ranks) == 1
+    with pytest.raises(LayoutError, match=r"'first': bytes .* outside the slabs of pool 'first'"):
+        two_pools(640, 0)
+
+
+@pytest.mark.parametrize("stride_bytes", [63, 65, 128])
+def test_a_shard_whose_pages_are_apart_otherwise_than_its_slabs_is_refused(stride_bytes: int) -> None:
+    with pytest.raises(LayoutError, match=rf"'first': bytes .* page stride {stride_bytes} lie outside the slabs"):
+        two_pools(0, 640, stride_bytes)
+
+
+def test_a_shard_that_would_end_beyond_all_numbers_is_refused() -> None:
+    """Sums of its offset and its page do not wrap around."""
+    pages = Group("state", "state", 1, None)
+    wide = Geometry("state", 1, (AxisMap("channel", Interval(0, 2), (Digit(2, 0, 1 << 48),)),))
+    region, slab = Region("memory", 0, 2**63 - 1), Slab("state", "memory", 0, 2**62, 2**62)
+    shard = Shard("s", "memory", 2**63 - 2, wide)
+    with pytest.raises(LayoutError, match="outside the slabs of pool 'state'"):
+        EngineLayout(
+            "e",
+            (Field("s", (Axis("channel", 2),), 1, "bytes"),),
+            (pages,),
+            (Rank.of(0, (), (region,), (slab,), (shard,)),),
+        )

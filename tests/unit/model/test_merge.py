@@ -6,7 +6,6 @@ from kvreshard.kinds import Attention, Mamba1, Style
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, Field, Group, LayoutError, Rank, merge_ranks
 from kvreshard.model.changed import replace
-from kvreshard.model.fields import Fields
 from kvreshard.model.wire import decode, encode
 
 
@@ -25,7 +24,7 @@ def part(layout: EngineLayout, *ranks: int) -> EngineLayout:
     """What these ranks alone would say."""
     chosen = tuple(rank for rank in layout.ranks if rank.rank in ranks)
     held = {shard.field for rank in chosen for shard in rank.shards}
-    return replace(layout, ranks=chosen, fields=Fields.of(field for field in layout.fields if field.name in held))
+    return replace(layout, ranks=chosen, fields=tuple(field for field in layout.fields if field.name in held))
 
 
 def parts(layout: EngineLayout) -> list[EngineLayout]:
@@ -95,7 +94,7 @@ def test_a_field_means_the_same_on_all_ranks() -> None:
     def other(field: Field) -> Field:
         return replace(field, encoding="bfloat16/other") if field.name == "layers.0.attn.k" else field
 
-    each[1] = replace(each[1], fields=Fields.of(other(field) for field in each[1].fields))
+    each[1] = replace(each[1], fields=tuple(other(field) for field in each[1].fields))
     refused("field 'layers.0.attn.k'|encoding 'bfloat16' on rank 0|'bfloat16/other' on rank 1|same model", each)
 
 

@@ -16,7 +16,8 @@ from tests.pairs.apply import compile_all
 from tests.pairs.random_pairs import Pair, make_pair
 from tests.pairs.small import engine
 
-from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, wire
+from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, Rank, WireError, wire
+from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
 from kvreshard.plan import bind, find_unwritten
 
@@ -51,8 +52,14 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(inner, (*path, key))
 
 
+def tree_of(layout: EngineLayout, encoding: wire.Encoding) -> Any:
+    """The message of a layout, as plain values."""
+    message = wire.encode(layout, encoding)
+    return json.loads(message) if encoding == "json" else msgspec.msgpack.decode(message)
+
+
 def body() -> Any:
-    return json.loads(wire.encode(engine("prefill", tp=2), "json"))
+    return tree_of(engine("prefill", tp=2), "json")
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -89,7 +96,7 @@ def test_hostile_values_raise_nothing_else(encoding: wire.Encoding, run_seed: in
     rng = np.random.default_rng(run_seed)
     pairs: list[Pair] = [make_pair("raw", 3), make_pair("kinds", 2), make_pair("raw", 52)]
     for pair in pairs:
-        value = json.loads(wire.encode(pair.src, "json"))
+        value = tree_of(pair.src, encoding)
         for path in (list(leaves(value))[i] for i in rng.permutation(len(list(leaves(value))))[:40].tolist()):
             for hostile in HOSTILE if encoding == "msgpack" else HOSTILE_JSON:
                 layout = decode(replaced(value, path, hostile, encoding), encoding)
@@ -131,9 +138,10 @@ def test_bombs_are_refused(encoding: wire.Encoding, message: bytes) -> None:
         wire.decode(message, encoding)
 
 
-def test_a_later_version_is_refused_with_both_numbers() -> None:
-    value = {**body(), "version": wire.VERSION + 6, "what_we_do_not_know": [1]}
-    with pytest.raises(WireError, match=rf"version {wire.VERSION + 6}; this side reads versions 1 to {wire.VERSION}"):
+@pytest.mark.parametrize("version", [0, 2, 7])
+def test_another_version_is_refused_with_both_numbers_and_the_remedy(version: int) -> None:
+    value = {**body(), "version": version, "what_we_do_not_know": [1]}
+    with pytest.raises(WireError, match=rf"version {version}; this side reads version 1: run the same release"):
         wire.decode(json.dumps(value).encode(), "json")
 
 
@@ -169,27 +177,90 @@ def test_an_ownership_is_one_of_the_two_forms() -> None:
         wire.decode(json.dumps(value).encode(), "json")
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize(
-    ("part", "key"),
-    [("shards", "field"), ("shards", "region"), ("shards", "geometry"), ("slabs", "pool"), ("slabs", "region")],
+TEXTS: tuple[tuple[wire.Encoding, tuple[Any, ...]], ...] = (
+    ("json", ("ranks", 0, "shards", 0, "field")),
+    ("json", ("ranks", 0, "shards", 0, "region")),
+    ("json", ("ranks", 0, "shards", 0, "geometry")),
+    ("json", ("ranks", 0, "slabs", 0, "pool")),
+    ("json", ("ranks", 0, "slabs", 0, "region")),
+    ("json", ("ranks", 0, "regions", 0, "name")),
+    ("json", ("ranks", 0, "regions", 0, "device")),
+    ("msgpack", ("templates", 0, "shards", 0, "field")),
+    ("msgpack", ("templates", 0, "shards", 0, "region")),
+    ("msgpack", ("templates", 0, "slabs", 0, "pool")),
+    ("msgpack", ("templates", 0, "slabs", 0, "region")),
+    ("msgpack", ("templates", 0, "regions", 0)),
+    ("msgpack", ("ranks", 0, "devices", 0)),
+    ("msgpack", ("ranks", 0, "geometries", 0)),
+    ("msgpack", ("fields", 0, "encoding")),
+    ("msgpack", ("fields", 0, "axes", 0, "name")),
 )
-def test_a_reference_that_breaks_the_line_is_not_shown(part: str, key: str, encoding: wire.Encoding) -> None:
-    """References are not held to the pattern of names one by one; what is no name is refused before anything is looked up."""
-    tree = json.loads(wire.encode(engine("prefill"), "json"))
-    tree["ranks"][0][part][0][key] = "k\n2026-01-01 ERROR all is lost"
-    message = json.dumps(tree).encode() if encoding == "json" else msgspec.msgpack.encode(tree)
+
+
+@pytest.mark.parametrize(("encoding", "path"), TEXTS)
+def test_a_text_that_breaks_the_line_is_not_shown(encoding: wire.Encoding, path: tuple[Any, ...]) -> None:
+    """Texts that come in thousands are not held to the pattern of names one by one; they are looked at before anything is looked up."""
+    tree = tree_of(replace(engine("prefill"), ranks=(on_a_device(engine("prefill").ranks[0]),)), encoding)
+    message = replaced(tree, path, "k\n2026-01-01 ERROR all is lost", encoding)
     with pytest.raises(WireError, match=r"'k\?2026-01-01 ERROR all is lost' is no name") as caught:
         wire.decode(message, encoding)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("part", "key"), [("shards", "field"), ("shards", "geometry"), ("slabs", "pool")])
-def test_a_reference_to_nothing_is_refused(part: str, key: str) -> None:
-    tree = json.loads(wire.encode(engine("prefill"), "json"))
-    tree["ranks"][0][part][0][key] = "nothing"
+def on_a_device(rank: Rank) -> Rank:
+    """JSON leaves out a device that is the default."""
+    return replace(rank, devices=("cuda:0",) * len(rank.devices))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "path"),
+    [one for one in TEXTS if one[1][-1] in ("field", "geometry", "pool") or one[1][-2] == "geometries"],
+)
+def test_a_reference_to_nothing_is_refused(encoding: wire.Encoding, path: tuple[Any, ...]) -> None:
     with pytest.raises((WireError, LayoutError), match="'nothing'"):
-        wire.decode(json.dumps(tree).encode(), "json")
+        wire.decode(replaced(tree_of(engine("prefill"), encoding), path, "nothing", encoding), encoding)
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "told"),
+    [
+        (("geometries", "g1", "group"), "nobody's", "rank 1, field 'layers.0.k': group 'nobody's' is not listed"),
+        (("geometries", "g1", "page_stride_bytes"), 2048, "rank 1"),
+        (("ranks", 1, "addresses", 0), -8, "region 'kv': .* bytes at address -8"),
+        (("ranks", 1, "addresses", 0), 2**63 - 8, "below address 2"),
+        (("ranks", 1, "addresses"), [], "rank 1: 0 addresses on 0 devices for 1 regions"),
+        (("ranks", 1, "devices"), ["cpu", "cpu"], "rank 1: 1 addresses on 2 devices for 1 regions"),
+        (("ranks", 1, "geometries"), [], "rank 1, field 'layers.0.k': geometry number 0, but the rank has 0"),
+        (("ranks", 1, "template"), 7, "rank 1: template 7 is not in the message, which has 1"),
+        (("templates", 0, "region_bytes"), [], "0 sizes for 1 regions"),
+        (("templates", 0, "region_bytes", 0), 0, "starts at byte 0 of region 'kv', which has 0"),
+        (("templates", 0, "shards", 1, "offset_bytes"), 10**6, "'layers.0.v': starts at byte 1000000 of region 'kv'"),
+        (("templates", 0, "slabs", 0, "page_bytes"), 10**6, "slab in region 'kv'"),
+    ],
+)
+def test_what_does_not_hold_together_is_named(path: tuple[Any, ...], new: object, told: str) -> None:
+    """Also what only one of the ranks of a template has wrong."""
+    tree = tree_of(engine("prefill", tp=2), "msgpack")
+    assert len(tree["templates"]) == 1
+    with pytest.raises((WireError, LayoutError), match=told):
+        wire.decode(replaced(tree, path, new, "msgpack"))
+
+
+def test_ranks_that_differ_in_their_heads_only_have_one_template() -> None:
+    many = engine("prefill", tp=128, stages=(0,) * 61)
+    one, all_of_them = (len(wire.encode(layout)) for layout in (engine("prefill", stages=(0,) * 61), many))
+    assert all_of_them < one + 128 * 150
+    staged = wire.decode(wire.encode(engine("prefill", stages=(0, 1), tp=2)))
+    assert len({rank.template for rank in staged.ranks}) == 2
+
+
+def test_devices_are_said_once_where_they_are_the_same() -> None:
+    pair = next(pair for pair in (make_pair("raw", seed) for seed in range(99)) if len(pair.src.ranks[0].addresses) > 1)
+    rank = pair.src.ranks[0]
+    for devices in (("cuda:3",) * len(rank.devices), tuple(f"cuda:{number}" for number in range(len(rank.devices)))):
+        layout = replace(pair.src, ranks=(replace(rank, devices=devices), *pair.src.ranks[1:]))
+        assert wire.decode(wire.encode(layout)) == layout
+        assert wire.decode(wire.encode(layout, "json"), "json") == layout
 
 
 def broken_maps() -> Iterator[tuple[str, str, Any]]:

@@ -26,7 +26,6 @@ from kvreshard.model import (
     Slab,
 )
 from kvreshard.model.changed import replace
-from kvreshard.model.fields import Fields
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove
@@ -92,7 +91,7 @@ def test_opaque_pages_need_equal_sizes_of_engine_and_page() -> None:
 def test_whether_partial_indices_move_must_agree() -> None:
     field = DST.fields[0]
     other = replace(field, axes=(Axis("token", None, 1, keep_partial=True), *field.axes[1:]))
-    dst = replace(DST, fields=Fields.of((other, *DST.fields[1:])))
+    dst = replace(DST, fields=(other, *DST.fields[1:]))
     mismatch("'layers.0.k'|axis 'token'", lambda: match_fields(SRC, dst))
 
 
@@ -159,7 +158,7 @@ def test_a_draft_that_begins_without_a_cache_is_told() -> None:
 
 def test_of_many_different_findings_the_first_are_told() -> None:
     src = engine("prefill", stages=(0,) * 10, kind=Opaque(8, 4, "x"))
-    dst = replace(src, fields=Fields.of(replace(field, encoding=f"other {i}") for i, field in enumerate(src.fields)))
+    dst = replace(src, fields=tuple(replace(field, encoding=f"other {i}") for i, field in enumerate(src.fields)))
     mismatch("field 'layers.0.page': encoding|'other 7'| (and 2 more)", lambda: match_fields(src, dst))
 
 
@@ -290,7 +289,7 @@ def test_the_proof_compares_every_field_of_a_lane() -> None:
     assert len(ZERO.fields) == 2
     for name in ZERO.fields:
         fields = [replace(field, encoding="float16") if field.name == name else field for field in SRC.fields]
-        other = replace(SRC, fields=Fields.of(fields))
+        other = replace(SRC, fields=tuple(fields))
         mismatch(f"'{name}'|encoding|'float16'|'bfloat16'", lambda other=other: prove(ROUTE, other, DST))
 
 
@@ -332,7 +331,7 @@ def two_fields(name: str, regions: tuple[tuple[str, int], ...]) -> EngineLayout:
         slabs.append(Slab("p", region.name, offset, 16, 8))
     return EngineLayout(
         name,
-        Fields.of(Field(field, (Axis("channel", 8),), 1, "bytes") for field in places),
+        tuple(Field(field, (Axis("channel", 8),), 1, "bytes") for field in places),
         (Group("g", "p", 1, None),),
         (Rank.of(0, (), held, tuple(slabs), tuple(shards)),),
     )

@@ -14,7 +14,7 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
 
 metadata = encode_metadata("nixl", "peer", RegionTable([MemoryRegion(4096, 4096)]))
-card = encode_card(make_card(engine("prefill"), bytes(32), {}, [RankCard(0, metadata, 4096, 512)]))
+card = encode_card(make_card(engine("prefill"), bytes(32), {}, [RankCard(0, metadata, 4096, 512)], 30.0))
 barrier, done = threading.Barrier(8), []
 
 def meet():

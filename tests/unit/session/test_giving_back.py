@@ -159,6 +159,7 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
                 b"",
                 (msgspec.structs.replace(rank, metadata=source.metadata()),),
                 KEY,
+                30.0,
             )
             refusals.give_back("me/life", 3, card, LEASE)
             assert len(mine._peers) <= MAX_ENGINES

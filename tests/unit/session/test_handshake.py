@@ -25,7 +25,7 @@ LOCAL = Address("127.0.0.1", 0)
 
 def card(name: str = "prefill", **facts: str) -> EngineCard:
     layout = engine(name, tp=2)
-    return make_card(layout, bytes(32), facts, [RankCard(r.rank, b"meta", 4096, 512) for r in layout.ranks])
+    return make_card(layout, bytes(32), facts, [RankCard(r.rank, b"meta", 4096, 512) for r in layout.ranks], 30.0)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_an_outcome_arrives(listener: Listener, outcomes: list[Hello]) -> None:
         ([b"a", b"b", b"c", b"d"], "not a kvreshard hello"),
         (
             [b"", msgspec.msgpack.encode(Hello(handshake.FORM, 9, "card", "e", 0))],
-            "hello of version 9; this side speaks version 1",
+            "hello of version 9; this side reads version 1",
         ),
         (
             [b"", msgspec.msgpack.encode(Hello(handshake.FORM, 1, "card", "e" * 3000, 0))],
@@ -187,7 +187,7 @@ def test_a_port_that_is_taken_is_said_with_the_remedy(listener: Listener) -> Non
 
 def test_cards_of_a_later_version_and_other_things_are_refused() -> None:
     good = card()
-    with pytest.raises(WireError, match="card of version 7; this side reads versions 1 to 1"):
+    with pytest.raises(WireError, match="card of version 7; this side reads version 1: run the same release"):
         decode_card(encode_card(msgspec.structs.replace(good, version=7)))
     with pytest.raises(WireError, match=r"'kvreshard\.layout', not a 'kvreshard\.card'"):
         decode_card(encode_card(msgspec.structs.replace(good, form="kvreshard.layout")))
@@ -200,7 +200,7 @@ def test_cards_of_a_later_version_and_other_things_are_refused() -> None:
 def test_a_rank_that_nobody_can_reach_is_refused() -> None:
     layout = engine("prefill", tp=2)
     with pytest.raises(WireError, match=r"ranks \[0, 1\] are described and \[0\] can be reached"):
-        make_card(layout, bytes(32), {}, [RankCard(0, b"", 0, 0)])
+        make_card(layout, bytes(32), {}, [RankCard(0, b"", 0, 0)], 30.0)
 
 
 def test_facts_that_differ_are_named_with_both_values_and_may_be_allowed() -> None:

@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 
 def card() -> EngineCard:
     layout = engine("prefill")
-    return make_card(layout, bytes(32), {}, [RankCard(0, b"a very recognisable text", 4096, 512)])
+    return make_card(layout, bytes(32), {}, [RankCard(0, b"a very recognisable text", 4096, 512)], 30.0)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from kvreshard.model import KvReshardError
-from kvreshard.model.parts import MAX_RANKS
+from kvreshard.model.wire import MAX_RANKS
 from kvreshard.session.lease import FREE, MAX_ENDED, LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 from tests.unit.session.world import (
     LEASE,
@@ -35,14 +34,14 @@ Told = list[tuple[float, int]]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | None, float], tuple[World, Told]]]:
-    """An engine of two ranks that reads from one of one, which says its lease time or not; `usual_s` is the reader's own interval."""
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], tuple[World, Told]]]:
+    """An engine of two ranks that reads from one of one, `usual_s` is the reader's own interval."""
     worlds: list[World] = []
 
-    def make(lease_s: float | None, usual_s: float) -> tuple[World, Told]:
+    def make(lease_s: float, usual_s: float) -> tuple[World, Told]:
         world = make_world(1, 2, replace(OPTIONS, heartbeat_s=usual_s))
         worlds.append(world)
-        world.src.lease_s = msgspec.UNSET if lease_s is None else lease_s
+        world.src.lease_s = lease_s
         told: Told = []
         sending = world.dst.transports[0].notify
 
@@ -76,19 +75,18 @@ def live(world: World, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lease_s", "says_s", "usual_s"),
+    ("lease_s", "usual_s"),
     [
-        (4.0, 4.0, 5.0),
-        (1.0, 1.0, 600.0),
-        (600.0, 600.0, 1 / 6),
-        (30.0, 30.0, 5.0),
-        (30.0, None, 5.0),  # an earlier version
+        (4.0, 5.0),
+        (1.0, 600.0),
+        (600.0, 1 / 6),
+        (30.0, 5.0),
     ],
 )
 def test_a_lease_lasts_as_long_as_its_reader_wants_it(
-    make: Callable[[float | None, float], tuple[World, Told]], lease_s: float, says_s: float | None, usual_s: float
+    make: Callable[[float, float], tuple[World, Told]], lease_s: float, usual_s: float
 ) -> None:
-    world, told = make(says_s, usual_s)
+    world, told = make(lease_s, usual_s)
     world.acquire_and_publish(ttl_s=lease_s)
     watch(world)
     world.turn()
@@ -102,7 +100,7 @@ def test_a_lease_lasts_as_long_as_its_reader_wants_it(
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
-def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float | None, float], tuple[World, Told]]) -> None:
+def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float, float], tuple[World, Told]]) -> None:
     """The lease has been old when the request got here, and the meeting takes a while."""
     world, told = make(4.0, 5.0)
     world.acquire_and_publish(ttl_s=4.0)
@@ -117,7 +115,7 @@ def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float | None, flo
 
 
 def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
-    make: Callable[[float | None, float], tuple[World, Told]],
+    make: Callable[[float, float], tuple[World, Told]],
 ) -> None:
     world, told = make(4.0, 5.0)
     leases = [RemoteLease(f"{number:0100}", SLOT, WORD + number) for number in range(500)]
@@ -143,7 +141,7 @@ def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
 
 
 def test_what_one_rank_has_loaded_is_kept_until_all_have(
-    make: Callable[[float | None, float], tuple[World, Told]],
+    make: Callable[[float, float], tuple[World, Told]],
 ) -> None:
     """The engine gives its source back; until then other ranks, and other choices of the request, may still read."""
     world, _ = make(4.0, 5.0)
@@ -163,7 +161,7 @@ def test_what_one_rank_has_loaded_is_kept_until_all_have(
 
 
 def test_an_engine_that_does_not_step_tells_nobody_and_rests(
-    make: Callable[[float | None, float], tuple[World, Told]],
+    make: Callable[[float, float], tuple[World, Told]],
 ) -> None:
     world, told = make(1.0, 5.0)
     world.acquire_and_publish(ttl_s=1.0)
@@ -178,7 +176,7 @@ def test_an_engine_that_does_not_step_tells_nobody_and_rests(
 
 
 def test_a_source_that_cannot_be_met_is_asked_for_now_and_then(
-    make: Callable[[float | None, float], tuple[World, Told]], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[float, float], tuple[World, Told]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, told = make(4.0, 5.0)
     asked: list[float] = []

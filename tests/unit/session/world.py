@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 from tests.pairs.small import engine, request
 
@@ -75,7 +74,7 @@ class Side:
     endpoints: dict[int, Endpoint]
     observers: dict[int, RankObserver] = field(default_factory=dict)
     staging: list[np.ndarray] = field(default_factory=list)
-    lease_s: float | msgspec.UnsetType = msgspec.UNSET
+    lease_s: float = 30.0
     key: bytes = KEY
 
     def card(self) -> EngineCard:

@@ -13,7 +13,6 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble, relocate
 from kvreshard.model import Axis, EngineLayout, Field
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
-from kvreshard.model.fields import Fields
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.tools import Digest, Memory, compare, digest_lanes
@@ -84,7 +83,7 @@ def test_elements_of_any_size_follow_the_definition(element_bytes: int) -> None:
         digits=(replace(channel.digits[0], extent=5, byte_step=element_bytes),),
     )
     shard = replace(shard, geometry=replace(shard.geometry, axes=(token, wide)))
-    layout = replace(layout, fields=Fields.of((field,)), ranks=(layout.ranks[0].with_shards((shard,)),))
+    layout = replace(layout, fields=(field,), ranks=(layout.ranks[0].with_shards((shard,)),))
     content, reader = memory_of(layout)
     table, intervals = PageTable([5, 2, 7], 11), [(1, 4), (5, 11)]
     found = digest(layout, {"g": table}, {"g": intervals}, reader, KEY)["a.latent"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.pairs.small import request
 from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, WORD, World, make_world, meet, order_load, seal
 
-from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
+from kvreshard.session.card import MAILBOX_ENTRY_BYTES
 from kvreshard.session.commands import Failure, Load, Revoke
 from kvreshard.session.notes import VERSION
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
@@ -214,20 +214,6 @@ def test_a_source_without_a_mailbox_is_skipped() -> None:
     told = digest_check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
     assert "rank 0 of engine 'prefill' answers no digest requests" in told
     world.close()
-
-
-def test_cards_of_both_versions_are_read_by_both() -> None:
-    earlier = msgspec.msgpack.decode(msgspec.msgpack.encode((0, b"meta", 4096, 64)), type=RankCard)
-    assert (earlier.lease_slots, earlier.mailbox_entries) == (64, 0)
-
-    class Earlier(msgspec.Struct, array_like=True):
-        rank: int
-        metadata: bytes
-        lease_address: int
-        lease_slots: int
-
-    later = msgspec.msgpack.encode(RankCard(0, b"meta", 4096, 64, 8192, 16))
-    assert msgspec.msgpack.decode(later, type=Earlier).lease_slots == 64
 
 
 def test_a_load_that_is_late_says_that_it_was_being_compared() -> None:

@@ -34,7 +34,7 @@ from tests.unit.session.world import (
 )
 from tests.work import count_bytecodes
 
-from kvreshard.model import KvReshardError, LayoutMismatch, WireError, packed
+from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
 from kvreshard.session.commands import Cancel, Failure, Load, RemoteEngine
@@ -98,7 +98,7 @@ def test_a_failed_load_leaves_a_record_from_which_its_copies_follow(world: World
     assert (flight.request, flight.source_request, flight.rank, flight.failure.kind) == ("d", "r", 0, "transfer")
     assert {"ordered", "met", "bound", "posted", "transfer failed", "failed"} <= {event.name for event in flight.events}
     assert flight.src is not None
-    route = compile_route(packed.decode(flight.src.layout), packed.decode(flight.dst.layout), flight.rank)
+    route = compile_route(wire.decode(flight.src.layout), wire.decode(flight.dst.layout), flight.rank)
     (endpoint,) = world.dst.endpoints.values()
     assert endpoint._me is not None
     then = compile_route(world.src.layout, world.dst.layout, 0)
@@ -150,8 +150,8 @@ def test_a_source_whose_layout_is_none_is_recorded_as_it_came(world: World, tmp_
     flight = decode_flight(records(tmp_path)[0].read_bytes())
     assert flight.src is not None
     assert (flight.src.engine, flight.src.layout) == (card.engine, b"no layout")
-    assert packed.decode(flight.dst.layout) == world.dst.layout
-    with pytest.raises(WireError, match=r"not a layout \(packed, 9 bytes\)"):
+    assert wire.decode(flight.dst.layout) == world.dst.layout
+    with pytest.raises(WireError, match=r"not a layout \(msgpack, 9 bytes\)"):
         replay(flight)
 
 
@@ -245,12 +245,12 @@ def good(world: World, tmp_path: Path) -> bytes:
     return records(tmp_path)[0].read_bytes()
 
 
-def test_truncations_and_later_versions_are_refused(good: bytes) -> None:
+def test_truncations_and_other_versions_are_refused(good: bytes) -> None:
     flight = decode_flight(good)
     for length in range(0, len(good), 7):
         with pytest.raises(WireError):
             decode_flight(good[:length])
-    with pytest.raises(WireError, match="version 2; this command reads versions 1 to 1"):
+    with pytest.raises(WireError, match="version 2; this command reads version 1: use the release"):
         decode_flight(msgspec.msgpack.encode(msgspec.structs.replace(flight, version=2)))
     with pytest.raises(WireError, match=r"'other', not a 'kvreshard\.flight'"):
         decode_flight(msgspec.msgpack.encode(msgspec.structs.replace(flight, form="other")))

@@ -165,7 +165,7 @@ def judged(
 
 
 def card_of(layout: EngineLayout) -> EngineCard:
-    return make_card(layout, bytes(32), {"model": "m"}, [RankCard(rank.rank, b"", 0, 0) for rank in layout.ranks])
+    return make_card(layout, bytes(32), {"model": "m"}, [RankCard(rank.rank, b"", 0, 0) for rank in layout.ranks], 30.0)
 
 
 class Done:

@@ -32,7 +32,7 @@ def test_nothing_given_is_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(("lease_s", "interval_s"), [(1, 1 / 6), (30, 5.0), (3600, 5.0)])
-def test_sources_that_do_not_say_their_lease_time_may_have_the_default(lease_s: float, interval_s: float) -> None:
+def test_a_source_that_is_not_known_yet_may_have_the_default_lease_time(lease_s: float, interval_s: float) -> None:
     assert read_options({"kv_lease_duration": lease_s}).endpoint().heartbeat_s == interval_s
 
 
