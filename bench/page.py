@@ -34,7 +34,7 @@ def main() -> None:
 def describe(machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"Measured on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Python {machine['python']}; "
+        f"Commit {machine['commit'] or 'unknown'}, on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Python {machine['python']}; "
         f"{versions}. Load when the run began: {machine['load_at_start']} (on a busy machine believe the ratios, not the times).\n\n"
     )
 

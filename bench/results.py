@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -62,7 +63,7 @@ def skipped(row: str, name: str, why: str, beside: str = "") -> Result:
 
 
 def machine() -> dict[str, Any]:
-    """Cores, memory and versions; no names, no places."""
+    """Cores, memory, versions and the commit; no names, no places."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     model = ""
     cpuinfo = Path("/proc/cpuinfo")
@@ -76,8 +77,15 @@ def machine() -> dict[str, Any]:
         found = next(iter(metadata.distributions(name=package, path=sys.path)), None)
         if found is not None:
             versions[package] = found.version
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
     return {
-        "cores": os.cpu_count(), "processor": model, "memory_gib": round(memory / 2**30, 1), "kernel": platform.release(),
+        "commit": commit.stdout.strip(), "cores": os.cpu_count(), "processor": model, "memory_gib": round(memory / 2**30, 1), "kernel": platform.release(),
         "python": platform.python_version(), "versions": versions, "load_at_start": round(os.getloadavg()[0], 1),
     }  # fmt: skip
 
