@@ -22,9 +22,9 @@ demo: ## Gemma-4 26B-A4B's cache, prefill TP 4 -> decode TP 8, one process per r
 	@scripts/venv run
 	@.venv/bin/kvreshard verify --model gemma-4-26b-a4b --prefill tp=4 --decode tp=8 $(ARGS)
 
-demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, beside an ordinary one (installs vLLM: 3 GB)
+demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, beside an ordinary one (installs vLLM: 3 GB); KEEP=1 leaves them up
 	@scripts/venv vllm
-	@.venv-vllm/bin/python examples/vllm/demo.py $(ARGS)
+	@.venv-vllm/bin/python examples/vllm/demo.py $(if $(KEEP),--keep) $(ARGS)
 
 test: ## the test suite; about ten minutes on 2 cores
 	@scripts/venv test
@@ -41,7 +41,7 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 
 test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
 	@scripts/venv vllm
-	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into README.md; exit $$status
+	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into docs/pairs.md; exit $$status
 
 soak: ## eight engines over NIXL, kills, stops, aborts, hostile clients, every byte checked: two minutes; BENCH=full for an hour
 	@scripts/venv test
@@ -72,17 +72,16 @@ format: ## rewrite the sources the way `make check` wants them
 	@$(PY) -m ruff check --fix --exit-zero --quiet .
 	@$(PY) -m ruff format .
 
-bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), raw NIXL and a plain copy; BENCH=full for all of it
+bench: ## how fast, beside vLLM's own connector (where .venv-vllm is), with verdicts; BENCH=full for all of it
 	@scripts/venv bench
 	@OMP_NUM_THREADS=1 $(BENCH_PY) -m bench $(ARGS)
 	@$(PY) -m bench.page
 	@$(PY) -m bench.plots
-	@if [ "$$BENCH" = full ]; then for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done; fi
 
 mutants: ## break what matters most, some two dozen ways; every one must fail a test (a few minutes)
 	@scripts/venv test
 	@$(PY) -m tests.mutants $(ARGS)
 
 clean: ## remove .venv, caches and builds
-	rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv.lock .venv-vllm .venv-vllm.lock .vllm-* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,8 +1,8 @@
-"""Who takes part in a comparison? Source ranks as processes of their own, and one destination rank, here.
+"""The ranks that take part in a comparison: source ranks as processes of their own, and one destination rank, here.
 
 1. Each source is a worker of `testing.ranks` with a memory file, a NIXL agent and its polling thread; both sides read from it.
 2. The destination has two agents over the same memory: ours, behind `NixlTransport`, and a plain one for the in-tree
-   connector and for raw NIXL. Neither has a progress thread (see `intree`).
+   connector. Neither has a progress thread (see `intree`).
 3. `relocated` gives layouts their real addresses; `fill` writes random bytes to the pages of a request at the sources.
 4. `wipe` and `snapshot` check what arrived: both sides must leave the same bytes, and `wanted` says which.
 """
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.nixl_agent import NixlOptions, load_nixl
+from kvreshard.transport.nixl_agent import load_nixl
 from kvreshard.transport.regions import decode_metadata
 
 STAGING_BYTES = 64 << 20
@@ -45,7 +44,7 @@ ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
 class Arena:
     """One destination rank, and the source ranks that it reads from. Use as a context.
 
-    `plain` is an agent as the in-tree connector makes one, but without a progress thread; `raw` one with the threads of ours.
+    `plain` is an agent as the in-tree connector makes one, but without a progress thread.
     """
 
     def __init__(self, src: EngineLayout, dst: EngineLayout, dst_rank: int, src_ranks: Sequence[int]) -> None:
@@ -72,11 +71,7 @@ class Arena:
         api = load_nixl()
         config = api.nixl_agent_config(enable_prog_thread=False, num_threads=INTREE_THREADS)
         self.plain: Any = api.nixl_agent(f"plain-{os.getpid()}-{id(self):x}", config)
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self.raw: Any = api.nixl_agent(f"raw-{os.getpid()}-{id(self):x}", config)
-        self.raw.create_backend("UCX", NixlOptions().params)
-        for agent in (self.plain, self.raw):
-            agent.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
+        self.plain.register_memory(np.array([[self.address, dst_bytes + STAGING_BYTES, 0]], dtype=np.uint64), "DRAM")
         self.metadata = {rank: self.sources.metadata(number) for number, rank in enumerate(src_ranks)}
         self.native = {rank: decode_metadata("nixl", data).native for rank, data in self.metadata.items()}
         self.src = self._relocated(src, {rank: self.sources.address(n) for n, rank in enumerate(src_ranks)})
@@ -87,14 +82,7 @@ class Arena:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._close.close()
-        self.plain = self.raw = None
-
-    def again(self, dst: EngineLayout) -> Arena:
-        """The same ranks and memory, laid out differently here."""
-        assert total_bytes(dst, self.dst_rank) <= self.dst_bytes
-        other = copy.copy(self)
-        other.dst = self._relocated(dst, {self.dst_rank: self.address})
-        return other
+        self.plain = None
 
     def _relocated(self, layout: EngineLayout, real: dict[int, int]) -> EngineLayout:
         """Ranks that do not take part keep made-up addresses."""
@@ -113,19 +101,14 @@ class Arena:
         """Where the staging buffer begins."""
         return self.address + self.dst_bytes
 
-    def mover(self, staging: bool = True) -> Mover:
+    def mover(self) -> Mover:
         """Ours, knowing every source."""
         names = {rank: f"source {rank}" for rank in self.src_ranks}
         for rank, name in names.items():
             if name not in self.transport._peers:
                 self.transport.add_peer(name, self.metadata[rank])
-        buffer = Staging(self.staging_address, STAGING_BYTES) if staging else None
+        buffer = Staging(self.staging_address, STAGING_BYTES)
         return Mover(self.transport, HostMemory(), names, buffer)
-
-    def raw_peer(self, rank: int) -> str:
-        """Make a source known to the raw agent; its name there."""
-        name = self.raw.add_remote_agent(self.native[rank])
-        return name.decode() if isinstance(name, bytes) else str(name)
 
     def fill(self, request: Request, seed: int = 0) -> None:
         """Random bytes in the pages that a request has at the sources."""

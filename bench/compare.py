@@ -1,4 +1,4 @@
-"""Which of two ways is faster, and how sure is that?
+"""Two ways of doing the same thing in turn: which is faster, and how sure that is.
 
 1. Both run once unmeasured, then take turns: a busy machine slows a pair, not one side of it.
 2. Of every pair the ratio theirs / ours is kept, above 1 where ours is faster, and so are wall and processor time.

@@ -1,4 +1,4 @@
-"""How do two pairs of real engines take turns on a small machine, without one disturbing the other?
+"""Two pairs of real engines that take turns on a small machine, without one disturbing the other.
 
 Four engines of one model are up at the same time: prefill and decode with our connector, prefill and decode with the in-tree one.
 All have vLLM's tiny models of `tests/e2e`, processes and settings. The pair whose turn it is not is stopped with SIGSTOP, since

@@ -1,4 +1,4 @@
-"""What does one event of a session cost where `n` others wait? Processor seconds, by the kind of event.
+"""The cost of one event of a session where `n` others wait: processor seconds, by the kind of event.
 
 Each function sets `n` of something up and returns the cost of one event among them. Without NIXL and without sockets: what is measured is
 our own part.
@@ -19,12 +19,12 @@ from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
 
 from bench.compare import median_s
 from kvreshard.plan.copies import CopyList
+from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.handshake import Address
-from kvreshard.session.holder import LeaseHolder
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import Grant, Offer, Release, RemoteEngine, RemoteLease, Watch
 from kvreshard.session.peer import Peer
 from kvreshard.session.peers import Peers
+from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.pace import Pace
@@ -42,8 +42,8 @@ def offered_leases(count: int) -> float:
     endpoint = world.src.endpoints[0]
     endpoint._own.book._table = LeaseTable(count)
     for number in range(count):
-        endpoint.submit(Grant(f"cmpl-{number:032x}", number, number + 1))
-        endpoint.submit(Offer(f"cmpl-{number:032x}", 30.0))
+        endpoint.submit(Acquire(f"cmpl-{number:032x}", number, number + 1))
+        endpoint.submit(Publish(f"cmpl-{number:032x}", 30.0))
     endpoint.turn()
     spent = median_s(endpoint.turn, REPEATS)
     world.close()
@@ -54,13 +54,15 @@ def watched_requests(count: int) -> float:
     """One lease that a reader gives back while so many other requests wait."""
     world = make_world(1, 1)
     endpoint = world.dst.endpoints[0]
-    holder, me = endpoint._holder, endpoint._me
+    remote_leases, me = endpoint._remote_leases, endpoint._me
     endpoint._peers.get(me, REMOTE)  # type: ignore[arg-type]
     meet(world)
     for number in range(count):
-        holder.watch(Watch(f"w{number}", REMOTE, RemoteLease(f"cmpl-{number:032x}", number, number + 1)), me)
+        remote_leases.start_renewing(
+            Renew(f"w{number}", REMOTE, RemoteLease(f"cmpl-{number:032x}", number, number + 1)), me
+        )
     gone = Release(REMOTE, RemoteLease("gone", 1, 1))
-    spent = median_s(lambda: (holder.release(gone), holder.send_releases(me, 0.0)), REPEATS)
+    spent = median_s(lambda: (remote_leases.release(gone), remote_leases.send_releases(me, 0.0)), REPEATS)
     world.close()
     return spent
 
@@ -77,7 +79,7 @@ def known_sources(count: int) -> float:
     base = endpoint._peers.met(REMOTE)
     clock, silent = Clock(), SimpleNamespace(notify=lambda peer, payload: None)
     peers = Peers(OPTIONS, clock, lambda: None)
-    holder = LeaseHolder(silent, peers, 5.0)  # type: ignore[arg-type]
+    remote_leases = RemoteLeases(silent, peers, 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"engine-{number}", f"{number:032x}", Address("10.0.0.1", number))
         known: Future[Peer] = Future()
@@ -85,13 +87,13 @@ def known_sources(count: int) -> float:
         known.set_result(Peer(remote, card, base.layout, base.route, base.mover))  # type: ignore[union-attr]
         peers._known[remote] = known
         peers._note_met(remote)
-        holder.watch(Watch(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)
-    holder.send_releases(me, clock.now_s)
-    holder.renew(me, clock.now_s)
+        remote_leases.start_renewing(Renew(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)
+    remote_leases.send_releases(me, clock.now_s)
+    remote_leases.renew(me, clock.now_s)
     started_s, rounds = time.process_time(), 5
     for _ in range(rounds):
         clock.now_s += 5.0
-        holder.renew(me, clock.now_s)
+        remote_leases.renew(me, clock.now_s)
     spent = (time.process_time() - started_s) / (rounds * count)
     world.close()
     return spent

@@ -1,4 +1,4 @@
-"""What is measured of a preparation: NIXL's agent as it is, with `transfer` kept back.
+"""A NIXL agent whose transfers are made and not started: what is measured of a preparation.
 
 Both sides have one of these around their agent. Its calls are looked up once, so that going through it costs neither side anything.
 """
@@ -12,14 +12,10 @@ CALLS = ("get_xfer_descs", "initialize_xfer", "make_prepped_xfer", "prep_xfer_dl
 
 
 class Held:
-    """An agent whose transfers are not started; `handles` has what would have been."""
+    """An agent that keeps `transfer` back; `handles` has what would have been started."""
 
     def __init__(self, agent: Any) -> None:
         self.handles: list[Any] = []
-        self.use(agent)
-
-    def use(self, agent: Any) -> None:
-        """Go on with another agent."""
         self.agent = agent
         for name in CALLS:
             setattr(self, name, getattr(agent, name))

@@ -1,4 +1,4 @@
-"""What does vLLM 0.32.0's own NIXL connector do for the same pair of engines, outside an engine?
+"""vLLM's own NIXL connector for one pair of engines, outside an engine. For 0.32.0 and 0.33.0, whichever is imported.
 
 Its class `NixlPullConnectorWorker` is imported unmodified and made without `__init__`, which wants a running engine. What
 `__init__` and `register_kv_caches` would have found out is set from the same layout that kvreshard plans with:
@@ -10,19 +10,16 @@ Its class `NixlPullConnectorWorker` is imported unmodified and made without `__i
 
 Its agent has the four threads that vLLM gives it and no progress thread, which favours it: on few cores a thread that spins takes the
 core that is measured.
-Needs vLLM (`.venv-vllm`); `available()` says why not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
-import os
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,19 +35,6 @@ KERNEL_TOKENS = 16
 # Whoever asks without a rest takes a core from NIXL's threads, which do the work.
 POLL_S = 0.0001
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-
-
-def available() -> str | None:
-    """None if the in-tree connector can be imported, else why not."""
-    os.environ.setdefault("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        vllm = importlib.import_module("vllm")
-        importlib.import_module(f"{MODULE}.pull_worker")
-    except ImportError as error:
-        return f"vLLM cannot be imported ({error}); `scripts/venv vllm` installs it, `make bench` then uses it"
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-    return None if vllm.__version__.startswith("0.32.") else f"vLLM is {vllm.__version__}, these rows want 0.32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +105,9 @@ class InTree:
             "_engine_last_active": {}, "_bidirectional_kv_xfer_enabled": False, "_recving_transfers": defaultdict(list),
             "_recv_failures": set(), "_failed_recv_reqs": queue.Queue(), "xfer_stats": stats.NixlKVConnectorStats(),
             "_failed_remote_engines": set(), "_recving_metadata": {}, "_invalid_block_ids": queue.Queue(),
+            # Of 0.33.0 only.
+            "draft_tp_mappings": {}, "_head_sharded_draft_regions": set(), "_head_sharded_draft_kv_heads": None,
+            "_packed_member_layouts": {}, "_layer_specs": {}, "_remote_registration_generations": {},
         }  # fmt: skip
         for name, value in values.items():
             setattr(worker, name, value)
@@ -200,16 +187,6 @@ class InTree:
             for handle in handles:
                 self.agent.transfer(handle)
         return handles
-
-    def clocked(self, clock: Callable[[Any], Any], work: Callable[[], object]) -> float:
-        """Seconds of NIXL's own calls in `work`, by an agent that `clock` puts around ours."""
-        kept, clocked = self.held.agent, clock(self.held.agent)
-        self.held.use(clocked)
-        try:
-            work()
-            return float(clocked.seconds)
-        finally:
-            self.held.use(kept)
 
     def wait(self, handles: Sequence[Any], timeout_s: float = 60.0) -> None:
         """Until all have arrived. Raises RuntimeError if one fails or does not settle."""

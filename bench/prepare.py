@@ -1,4 +1,4 @@
-"""What does our side do for a request before the first byte moves? The steps of `session.pull` up to NIXL's `transfer`.
+"""Our preparation of a request: the steps of `session.pull` before the first byte moves, up to NIXL's `transfer`.
 
 Read the block tables from lists, as an engine hands them out, check, bind, choose direct or staged, check against the regions,
 cut to slices, and make every one of NIXL's transfer requests (of staged lanes the reads). All of it on one thread, so that
@@ -7,10 +7,8 @@ processor time is only its own: the hop to the thread that posts, which in-tree 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.arena import STAGING_BYTES, Arena
 from bench.held import Held
@@ -47,30 +45,6 @@ class Listed:
         return Request(src, dst, self.intervals, {})
 
 
-class Clocked:
-    """An agent, and the seconds that its own calls took which meet a peer or make a transfer request."""
-
-    CALLS = ("add_remote_agent", "get_xfer_descs", "initialize_xfer", "make_prepped_xfer", "prep_xfer_dlist")
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._agent, name)
-        if name not in self.CALLS:
-            return call
-
-        def clocked(*args: Any, **named: Any) -> Any:
-            started_s = time.perf_counter()
-            try:
-                return call(*args, **named)
-            finally:
-                self.seconds += time.perf_counter() - started_s
-
-        return clocked
-
-
 class Prepared:
     """Our side of a preparation, over the arena's own transport; its agent is borrowed from the owner thread, which idles."""
 
@@ -102,18 +76,6 @@ class Prepared:
                     self.num_reads += len(piece)
         finally:
             self._agent._agent = self._held.agent
-
-    def clocked(self, work: Callable[[], object]) -> float:
-        """Seconds of NIXL's own calls in `work`."""
-        kept = self._held.agent
-        clocked = self._agent._agent = Clocked(kept)
-        self._held.use(clocked)
-        try:
-            work()
-            return clocked.seconds
-        finally:
-            self._agent._agent = kept
-            self._held.use(kept)
 
     def release(self) -> None:
         """Free the transfer requests."""

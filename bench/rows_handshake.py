@@ -1,10 +1,9 @@
-"""What does meeting a prefill engine cost, up to the moment when the first request could be posted?
+"""Row a: meeting a prefill engine, up to the moment when the first request could be posted, beside the in-tree connector.
 
 160 regions of 10,000 pages (Llama-3.1-70B with K and V apart), prefill TP 8 -> decode TP 4: each decode rank meets two source
 ranks. Ours: decode the card and its layout, compare facts, elect, compile, prove, add both peers, bind the request, make the
 first transfers. In-tree: its own `add_remote_agent` per source, then its own preparation of the request. In both, `transfer` is
-left out. Then both are let go, and the bytes are compared with their sources. `limit`: in-tree's time over that of NIXL's own calls in
-ours, which meet the same two agents, each with NIXL's threads: nobody who meets them through NIXL is faster by more.
+left out. Then both are let go, and the bytes are compared with their sources.
 """
 
 from __future__ import annotations
@@ -12,38 +11,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
+from bench import bars
 from bench.arena import Arena
+from bench.beside import NEWEST, named
 from bench.compare import compare
-from bench.intree import InTree, Pair, available, tables_of
+from bench.intree import InTree, Pair, tables_of
 from bench.prepare import Listed, Prepared
-from bench.results import Result, compared, skipped
+from bench.results import Result, compared
 from bench.shapes import Shape, request
+from kvreshard.model.tables import Request
 from kvreshard.plan.route import compile_route
 from kvreshard.session.card import RankCard, check_facts, decode_card, encode_card, make_card
 from kvreshard.session.transfer import pull
 
 ROW = "a handshake"
-BAR = "at least 300x less CPU time"
 NUM_TOKENS = 1024
+NUM_PAGES = 10_000
 ENGINE = "order=HND,interior=separate"
+PAIR = Pair(8, 8, 4, 16)
 SHAPE = Shape(
-    "Llama-3.1-70B, 160 regions x 10,000 pages, TP 8 -> 4",
-    "llama-3.1-70b",
-    f"tp=8,{ENGINE}",
-    f"tp=4,{ENGINE}",
-    Pair(8, 8, 4, 16),
+    "Llama-3.1-70B, 160 regions x 10,000 pages, TP 8 -> 4", "llama-3.1-70b", f"tp=8,{ENGINE}", f"tp=4,{ENGINE}", PAIR
 )
 
 
-def run(full: bool) -> Iterator[Result]:
-    """The row, and how many seconds each side takes."""
-    why = available()
-    if why is not None or SHAPE.pair is None:
-        yield skipped(ROW, SHAPE.name, why or "", BAR)
-        return
-    src, dst = SHAPE.layouts(10_000)
+def run(release: str, full: bool) -> Iterator[Result]:
+    """The row, and how many bytes were compared."""
+    src, dst = SHAPE.layouts(NUM_PAGES)
     with Arena(src, dst, 0, (0, 1)) as arena:
         wanted = request(arena.src, arena.dst, NUM_TOKENS, "random")
         arena.fill(wanted)
@@ -61,7 +54,7 @@ def run(full: bool) -> Iterator[Result]:
             arena.transport.add_peers({f"source {rank}": cards[rank].metadata for rank in route.src_ranks})
             prepared.prepare(route, listed)
 
-        intree = InTree(SHAPE.pair, arena.dst, 0, arena.plain, arena.address)
+        intree = InTree(PAIR, arena.dst, 0, arena.plain, arena.address)
         tables = tables_of(arena.src, wanted.src_tables), tables_of(arena.dst, wanted.dst_tables)
         handles: list[Any] = []
 
@@ -78,28 +71,25 @@ def run(full: bool) -> Iterator[Result]:
             for rank in arena.src_ranks:
                 prepared.forget(f"source {rank}")
 
-        found = compare(ours, theirs, pairs=10 if full else 6, budget_s=90, between=reset)
-        calls_s = []
-        for _ in range(5):
-            reset()
-            calls_s.append(prepared.clocked(ours))
+        found = compare(ours, theirs, pairs=41 if full else 21, budget_s=60 if full else 15, between=reset)
         reset()
-        # The bytes, of both.
         arena.wipe(wanted)
         theirs()
         for handle in handles:
             arena.plain.transfer(handle)
         intree.wait(handles)
         handles.clear()
-        route = compile_route(arena.src, arena.dst, 0)
-        num_bytes = arena.check_arrived(route, wanted)
-        theirs_left = arena.snapshot(wanted)
-        arena.wipe(wanted)
-        pull(arena.mover(), route, wanted, arena.dst)
-        assert arena.snapshot(wanted) == theirs_left, "ours and in-tree left different bytes"
-        per_source = len(arena.src_ranks)
-        yield compared(
-            ROW, SHAPE.name, found, BAR, 300, cpu=True, checked_bytes=num_bytes,
-            ours_ms_per_source=found.ours.cpu_s / per_source * 1e3, theirs_ms_per_source=found.theirs.cpu_s / per_source * 1e3,
-            limit=found.theirs.cpu_s / float(np.median(calls_s)), nixl_ms_per_source=float(np.median(calls_s)) / per_source * 1e3,
-        )  # fmt: skip
+        checked = _check_both(arena, wanted)
+        judged = bars.handshake(found, release == NEWEST)
+        yield compared(ROW, SHAPE.name, named(release), found, judged, cpu=True, checked_bytes=checked)
+
+
+def _check_both(arena: Arena, wanted: Request) -> int:
+    """What in-tree has read must be what its sources have, and what ours reads; how many bytes. Raises AssertionError."""
+    route = compile_route(arena.src, arena.dst, 0)
+    num_bytes = arena.check_arrived(route, wanted)
+    theirs_left = arena.snapshot(wanted)
+    arena.wipe(wanted)
+    pull(arena.mover(), route, wanted, arena.dst)
+    assert arena.snapshot(wanted) == theirs_left, "ours and in-tree left different bytes"
+    return num_bytes

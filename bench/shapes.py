@@ -1,4 +1,4 @@
-"""Which engines are compared, and which request moves between them?
+"""The pairs of engines that are compared, and the request that moves between them.
 
 A `Shape` is a model and two engines as `kvreshard plan` writes them, with what the in-tree class must be told beside. Pages:
 16 tokens, and 1056 for the hybrid with states at TP 4, whose kernels see 16.
@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from bench.intree import Pair
 from bench.tables import page_table
 from kvreshard.catalog import describe, load, parse_engine
@@ -20,17 +18,33 @@ from kvreshard.model.tables import PageTable, Request
 
 # Random pages of a pool that is nearly full would be neighbours again.
 SPARE = 4
+# An H100: bf16 operations a second (twice as many in fp8), of which a prefill reaches half, and bytes a second from its memory.
+PEAK_BF16 = 989e12
+USED_SHARE = 0.5
+MEMORY_BANDWIDTH = 3.35e12
+# Two HTTP requests, two schedulers and a tokenizer: assumed.
+ENGINES_S = 0.010
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of a model, all and those that one token uses, and bytes of each."""
+
+    total: float
+    active: float
+    bytes_each: int
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One pair of engines. `pair` None: the in-tree connector refuses it."""
+    """One pair of engines. `pair`: for rows beside the in-tree connector; `weights`: for those that estimate a first token."""
 
     name: str
     model: str
     src: str
     dst: str
-    pair: Pair | None
+    pair: Pair | None = None
+    weights: Weights | None = None
 
     def layouts(self, pool: int) -> tuple[EngineLayout, EngineLayout]:
         """Both layouts, with pools of `pool` pages; addresses are made up."""
@@ -52,20 +66,34 @@ def _mamba() -> Mapping[str, Any]:
 
 def shapes() -> list[Shape]:
     """The models of the comparison. Llama at equal and at halved TP, the others at the TP they are run at."""
-    found = [
-        Shape("Llama-3.1-70B TP 8 -> 8", "llama-3.1-70b", "tp=8,order=HND", "tp=8,order=HND", Pair(8, 8, 8, 16)),
-        Shape("Llama-3.1-70B TP 8 -> 4", "llama-3.1-70b", "tp=8,order=HND", "tp=4,order=HND", Pair(8, 8, 4, 16)),
-        Shape("DeepSeek-V3 TP 8 -> 8", "deepseek-v3", "tp=8", "tp=8", Pair(1, 8, 8, 16, is_mla=True)),
-        Shape("DeepSeek-V3 TP 8 -> 4", "deepseek-v3", "tp=8", "tp=4", Pair(1, 8, 4, 16, is_mla=True)),
-        Shape("Gemma-4-31B TP 4 -> 4", "gemma-4-31b", "tp=4,order=HND", "tp=4,order=HND", Pair(16, 4, 4, 16)),
+    llama, deepseek = Weights(70.6e9, 70.6e9, 2), Weights(671e9, 37e9, 1)
+    gemma, nemotron = Weights(31e9, 31e9, 2), Weights(31.6e9, 3.6e9, 2)
+    tp8, tp4 = "tp=8,order=HND", "tp=4,order=HND"
+    hybrid = "tp=4,conv=dim-first,order=HND,kernel=16"
+    states = Pair(2, 4, 4, 1056, src_kernel_blocks=66, dst_kernel_blocks=66, mamba=_mamba())
+    return [
+        Shape("Llama-3.1-70B TP 8 -> 8", "llama-3.1-70b", tp8, tp8, Pair(8, 8, 8, 16), llama),
+        Shape("Llama-3.1-70B TP 8 -> 4", "llama-3.1-70b", tp8, tp4, Pair(8, 8, 4, 16), llama),
+        Shape("DeepSeek-V3 TP 8 -> 8", "deepseek-v3", "tp=8", "tp=8", Pair(1, 8, 8, 16, is_mla=True), deepseek),
+        Shape("DeepSeek-V3 TP 8 -> 4", "deepseek-v3", "tp=8", "tp=4", Pair(1, 8, 4, 16, is_mla=True), deepseek),
+        Shape("Gemma-4-31B TP 4 -> 4", "gemma-4-31b", tp4, tp4, Pair(16, 4, 4, 16), gemma),
+        Shape("Nemotron-3-Nano-30B TP 4 -> 4", "nemotron-3-nano-30b-a3b", hybrid, hybrid, states, nemotron),
     ]
-    engine = "tp=4,conv=dim-first,order=HND,kernel=16"
-    try:
-        mamba = _mamba()
-    except ImportError:
-        return found
-    pair = Pair(2, 4, 4, 1056, src_kernel_blocks=66, dst_kernel_blocks=66, mamba=mamba)
-    return [*found, Shape("Nemotron-3-Nano-30B TP 4 -> 4", "nemotron-3-nano-30b-a3b", engine, engine, pair)]
+
+
+def first_token_s(shape: Shape, num_tokens: int) -> float:
+    """Seconds until the first token of such a prompt, estimated low: H100s, the cache's transfer and attention for nothing.
+
+    The prompt's operations, or reading all weights once where that takes longer; the decode engine's active weights once; `ENGINES_S`.
+    """
+    assert shape.pair is not None
+    assert shape.weights is not None
+    weights, prefill, decode = shape.weights, shape.pair.src_tp, shape.pair.dst_tp
+    peak = PEAK_BF16 * 2 / weights.bytes_each
+    compute_s = 2 * weights.active * num_tokens / (prefill * peak * USED_SHARE)
+    reading_s = weights.total * weights.bytes_each / (prefill * MEMORY_BANDWIDTH)
+    step_s = weights.active * weights.bytes_each / (decode * MEMORY_BANDWIDTH)
+    return max(compute_s, reading_s) + step_s + ENGINES_S
 
 
 def pages_per_request(layout: EngineLayout, num_tokens: int) -> dict[str, tuple[int, int]]:
@@ -113,8 +141,3 @@ def request(src: EngineLayout, dst: EngineLayout, num_tokens: int, kind: str, se
 def total_bytes(layout: EngineLayout, rank: int) -> int:
     """Memory of one rank."""
     return max((region.size_bytes for region in layout.rank_by_number[rank].regions), default=0)
-
-
-def page_ids(tables: Mapping[str, PageTable]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """All page ids of a request's tables, sorted."""
-    return np.unique(np.concatenate([table.pages for table in tables.values()]))

@@ -1,4 +1,4 @@
-"""Where do a request's pages lie? Five block tables, from the kindest to the unkindest.
+"""Five block tables of a request, from the kindest to the unkindest.
 
 - `fresh`: one ascending run. `half`: half of the pages so, the others scattered. `random`: all scattered.
 - `reversed`: one descending run, as a stack of free pages hands them out.

@@ -5,14 +5,12 @@ Prefill wrote 40 tokens to pages of 16, decode has pages of 24 and the first 8 t
 
 import numpy as np
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import bind, compile_route, find_unwritten
+from kvreshard import PageTable, Request, bind, compile_routes, describe, find_unwritten, load, parse_engine
 
 model = load("llama-3.1-8b")
 prefill = describe(model, parse_engine("tp=2,page=16"), "prefill")
 decode = describe(model, parse_engine("tp=1,page=24"), "decode")
-route = compile_route(prefill, decode, dst_rank=0)
+(route,) = compile_routes(prefill, decode)
 
 request = Request(
     src_tables={"full": PageTable([7, 3, 12], num_tokens=40)},

@@ -3,26 +3,16 @@
 A deployment can refuse to start an engine where a line is an error, and log the remedies.
 """
 
-from functools import partial
+from kvreshard import check_host, check_route, describe, load, parse_engine
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.cli.doctor_host import check_files, check_memlock, check_python, check_shm
-from kvreshard.cli.doctor_line import bounded
-from kvreshard.cli.doctor_peer import check_route
-
-for name, check in (
-    ("python", check_python),
-    ("locked memory", check_memlock),
-    ("shared memory", check_shm),
-    ("file descriptors", check_files),
-):
-    for line in bounded(name, check, 10.0):
-        print(f"{line.check}: {line.status}")
+# No port of its own to look at, and no transfer between two processes.
+for line in check_host(port=None, loopback=False):
+    print(f"{line.check}: {line.status}")
 
 # The check that `--peer` makes with a card it has fetched: two layouts are enough.
 model = load("llama-3.1-8b")
 prefill, decode = (
     describe(model, parse_engine(words), name) for name, words in (("p", "tp=4"), ("d", "tp=2,order=HND"))
 )
-for line in bounded("route", partial(check_route, prefill, decode), 30.0):
+for line in check_route(prefill, decode):
     print(f"{line.check}: {line.status}: {line.text}")

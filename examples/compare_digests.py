@@ -5,11 +5,19 @@ Each side reads its own memory and its own block tables only; page sizes, orders
 
 import numpy as np
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import compile_route
-from kvreshard.testing.oracle import oracle_transfer
-from kvreshard.verify import ArrayBytes, compare, digest_lanes
+from kvreshard import (
+    HostMemory,
+    PageTable,
+    Request,
+    compare,
+    compile_routes,
+    describe,
+    digest_lanes,
+    load,
+    oracle_transfer,
+    parse_engine,
+    relocate,
+)
 
 model = load("deepseek-v2-lite")
 prefill = describe(model, parse_engine("tp=1"), "prefill", num_pages=4)
@@ -23,22 +31,19 @@ request = Request(
 rng = np.random.default_rng(0)
 src_memory = {(0, "kv"): rng.integers(0, 256, prefill.ranks[0].regions[0].size_bytes, dtype=np.uint8)}
 dst_memory = {(0, "kv"): np.zeros(decode.ranks[0].regions[0].size_bytes, dtype=np.uint8)}
-arrived = oracle_transfer(prefill, decode, src_memory, dst_memory, request)[0, "kv"]
+sent, arrived = src_memory[0, "kv"], oracle_transfer(prefill, decode, src_memory, dst_memory, request)[0, "kv"]
 
-lanes = compile_route(prefill, decode, 0).lanes
-key = b"one key per request"
-
-
-def digests(side: str, address: int, content: np.ndarray) -> dict:
-    return digest_lanes(lanes, side, request, ArrayBytes({address: content}), key)
+# Digests are read at addresses: say where these arrays are.
+prefill = relocate(prefill, {0: {"kv": sent.ctypes.data}})
+decode = relocate(decode, {0: {"kv": arrived.ctypes.data}})
+(route,) = compile_routes(prefill, decode)
 
 
-sent = digests("src", prefill.ranks[0].regions[0].address, src_memory[0, "kv"])
-print(
-    "as it arrived:",
-    "equal" if compare(sent, digests("dst", decode.ranks[0].regions[0].address, arrived)).equal else "wrong",
-)
+def verdict():
+    key = b"one key per request"
+    return compare(*(digest_lanes(route.lanes, side, request, HostMemory(), key) for side in ("src", "dst")))
 
+
+print("as it arrived:", "equal" if verdict().equal else "wrong")
 arrived[arrived.nonzero()[0][1000]] ^= 1
-verdict = compare(sent, digests("dst", decode.ranks[0].regions[0].address, arrived))
-print("with one bit flipped:", "equal" if verdict.equal else f"wrong, {verdict.differences[0].part}")
+print("with one bit flipped:", "equal" if verdict().equal else f"wrong, {verdict().differences[0].part}")

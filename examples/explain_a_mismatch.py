@@ -1,8 +1,6 @@
 """What happens when two engines cannot exchange a cache: one error, before anything moves, that says which factor differs."""
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.model import KvReshardError
-from kvreshard.plan import compile_route
+from kvreshard import KvReshardError, compile_routes, describe, load, parse_engine
 
 model = load("llama-3.1-8b")
 prefill = describe(model, parse_engine("tp=2"), "prefill")
@@ -14,7 +12,7 @@ for what, decode_model, engine in (
 ):
     decode = describe(decode_model, parse_engine(engine), "decode")
     try:
-        compile_route(prefill, decode, dst_rank=0)
+        compile_routes(prefill, decode)
         print(f"{what}: fine")
     except KvReshardError as error:
         print(f"{what}: {type(error).__name__}: {str(error).split(';')[0]}")

@@ -5,16 +5,22 @@ With NIXL, `NixlTransport` takes the place of `MemoryTransport`, and metadata tr
 
 import numpy as np
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.kinds.assemble import relocate
-from kvreshard.model import EngineLayout
-from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import compile_route
-from kvreshard.session.mover import Mover
-from kvreshard.session.transfer import pull
-from kvreshard.transport.base import MemoryRegion
-from kvreshard.transport.local import HostMemory
-from kvreshard.transport.memory import Fabric, MemoryTransport
+from kvreshard import (
+    EngineLayout,
+    Fabric,
+    HostMemory,
+    MemoryRegion,
+    MemoryTransport,
+    Mover,
+    PageTable,
+    Request,
+    compile_routes,
+    describe,
+    load,
+    parse_engine,
+    pull,
+    relocate,
+)
 
 
 def allocate(layout: EngineLayout) -> tuple[EngineLayout, dict[int, np.ndarray]]:
@@ -49,9 +55,8 @@ request = Request(
     intervals={"latent": [(0, 20)]},
     dst_new_pages={"latent": np.array([1])},
 )
-moved = pull(
-    Mover(reader, HostMemory(), peers), compile_route(prefill, decode, 0), request, decode, report=b"request 0"
-)
+(route,) = compile_routes(prefill, decode)
+moved = pull(Mover(reader, HostMemory(), peers), route, request, decode, report=b"request 0")
 
 print(f"moved {moved.num_bytes} bytes in {moved.num_copies} copies")
 print(f"arrived: {int((decode_memory[0] == 7).sum())} bytes")

@@ -9,8 +9,8 @@ from kvreshard import __version__
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import wire
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.session.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
-from kvreshard.testing.replay import replay
+from kvreshard.tools.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
+from kvreshard.tools.replay import replay
 
 model = load("deepseek-v2-lite")
 prefill = describe(model, parse_engine("tp=2"), "prefill", num_pages=8)

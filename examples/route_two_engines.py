@@ -3,19 +3,13 @@
 The layouts are made from arguments alone, so either side can do this for both; nothing is started and nothing is moved.
 """
 
-from kvreshard.catalog import describe, load, parse_engine
-from kvreshard.plan import compile_route, elect, match_fields
-from kvreshard.plan.explain import explain, name_fields
+from kvreshard import compile_routes, describe, explain, load, name_fields, parse_engine
 
 model = load("gemma-4-26b-a4b")  # or the path of a config.json
 prefill = describe(model, parse_engine("tp=4"), "prefill")
 decode = describe(model, parse_engine("tp=8,order=HND"), "decode")
 
-# The election is the same for all ranks of a pair; sharing it saves computing it once per rank.
-election = elect(prefill, decode, match_fields(prefill, decode).names)
-routes = [compile_route(prefill, decode, rank.rank, election=election) for rank in decode.ranks]
-
-explanation = explain(routes)
+explanation = explain(compile_routes(prefill, decode))
 for subject in explanation.subjects:
     print(name_fields(subject.fields))
     for reading in subject.readings:

@@ -117,9 +117,9 @@ def _word_stays(end: Any) -> Any:
     """A lease ends and its word still stands."""
 
     def keep_word(book: Any, request: str, *cause: Any) -> None:
-        grant = book._grants[request]
+        lease = book._leases[request]
         end(book, request, *cause)
-        book._table[grant.slot] = grant.word
+        book._table[lease.slot] = lease.word
 
     return keep_word
 
@@ -129,8 +129,8 @@ def _any_word(take: Any) -> Any:
     from kvreshard.model.changed import replace
 
     def taken(book: Any, report: Any) -> None:
-        grant = book._grants.get(report.request)
-        take(book, report if grant is None else replace(report, word=grant.word))
+        lease = book._leases.get(report.request)
+        take(book, report if lease is None else replace(report, word=lease.word))
 
     return taken
 

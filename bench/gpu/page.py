@@ -1,4 +1,6 @@
-"""Writes what was seen on GPUs into README.md and docs/performance.md: `python -m bench.gpu.page`, between `<!-- gpu -->` and `<!-- /gpu -->`.
+"""Writes what was seen on GPUs: a sentence into README.md, a table into docs/performance.md, between `<!-- gpu -->` and `<!-- /gpu -->`.
+
+`python -m bench.gpu.page` does it.
 
 Of every part of the kit, the newest run in `results/` in which it came to its end counts. Without any: "not yet run".
 """
@@ -63,15 +65,33 @@ def table(documents: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def sentence(documents: Sequence[Mapping[str, Any]]) -> str:
+    """All parts together."""
+    found = newest(documents)
+    if not found:
+        return NOT_YET + "\n"
+    verdicts = [check["verdict"] for _, checks in found.values() for check in checks]
+    passed, failed = verdicts.count(PASSED), verdicts.count(FAILED)
+    where = sorted(
+        {f"{doc['machine'].get('gpu', {}).get('name', 'a GPU')}, {doc['when'][:10]}" for doc, _ in found.values()}
+    )
+    left = [part.name for part in PARTS if part.name not in found]
+    rest = f" Not to its end yet: {', '.join(f'`{name}`' for name in left)}." if left else ""
+    return f"{passed} of {passed + failed} checks of the [GPU kit](bench/gpu/README.md) passed ({'; '.join(where)}).{rest}\n"
+
+
+PAGES = {"README.md": sentence, "docs/performance.md": table}
+
+
 def main() -> None:
     """Rewrite both pages."""
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    for name in ("README.md", "docs/performance.md"):
+    for name, write in PAGES.items():
         path = ROOT / name
         text = path.read_text(encoding="utf-8")
         if not PLACE.search(text):
             sys.exit(f"{name} has no place for the results: a line <!-- gpu --> and a line <!-- /gpu -->")
-        path.write_text(PLACE.sub(lambda _: table(documents), text), encoding="utf-8")
+        path.write_text(PLACE.sub(lambda _, write=write: write(documents), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

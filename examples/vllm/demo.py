@@ -1,12 +1,13 @@
 """A prefill engine at TP 1 and a decode engine at TP 2, real vLLM servers on this machine without a GPU.
 
-    make demo-vllm
+    make demo-vllm            # compare, and end
+    make demo-vllm KEEP=1     # leave the servers up, with commands to try
 
 1. A tiny model with random weights and a byte-level tokenizer is made.
 2. Three servers start: a prefill engine and a decode engine with ReshardConnector, and an ordinary engine; and the router of
    this folder.
 3. Prompts go through the router and to the ordinary engine; tokens and log-probabilities stand side by side.
-4. The decode engine's `/metrics` say how many bytes it read.
+4. The decode engine's `/metrics` say how many bytes it read, and in what time.
 
 Exit status 0 if the texts agree and log-probabilities differ by no more than float32 noise.
 """
@@ -40,6 +41,11 @@ MAX_TOKENS = 12
 # Three times what two ordinary engines of different tensor parallel sizes differ by in float32.
 NOISE = 1.5e-5
 START_S = 600.0
+# The tokenizer has no template of its own: one line per message.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 CONNECTOR = {"kv_connector": "ReshardConnector", "kv_connector_module_path": "kvreshard.vllm"}
 
 
@@ -56,7 +62,7 @@ def make_model(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(alphabet),
@@ -145,7 +151,7 @@ def wait_until_up(name: str, url: str, process: subprocess.Popen[bytes], log: Pa
             if httpx.get(f"{url}/health", timeout=5.0).status_code < 500:
                 return
         time.sleep(0.5)
-    raise SystemExit(f"{name} did not start; the end of its log:\n{log.read_text(errors='replace')[-4000:]}")
+    raise SystemExit(f"{name} did not start; the end of its log:\n{log.read_text(errors='replace')[-12000:]}")
 
 
 def complete(url: str, prompt: str) -> tuple[str, list[float]]:
@@ -158,16 +164,17 @@ def complete(url: str, prompt: str) -> tuple[str, list[float]]:
     return choice["text"], choice["logprobs"]["token_logprobs"]
 
 
-def bytes_read(url: str) -> int:
-    """What the decode engine's ranks have read, by its own metrics."""
+def read_metrics(url: str, *names: str) -> list[float]:
+    """The sums of some metrics over all their labels."""
     lines = httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines()
-    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("kvreshard_bytes_total{")))
+    return [sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{")) for name in names]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--prefill-tp", type=int, default=1)
     parser.add_argument("--decode-tp", type=int, default=2)
+    parser.add_argument("--keep", action="store_true", help="leave the servers up until Ctrl-C, with commands to try")
     chosen = parser.parse_args()
     console = Console()
     with contextlib.ExitStack() as stack:
@@ -192,7 +199,10 @@ def main() -> int:
         for name, process in processes.items():
             wait_until_up(name, urls[name], process, home / f"{name}.log")
         try:
-            return compare(console, urls)
+            code = compare(console, urls)
+            if chosen.keep:
+                keep(console, urls, processes)
+            return code
         except RequestFailed as error:
             for name in processes:
                 log = (home / f"{name}.log").read_text(errors="replace")
@@ -206,24 +216,58 @@ def compare(console: Console, urls: dict[str, str]) -> int:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         routed = list(pool.map(lambda prompt: complete(urls["router"], prompt), PROMPTS))
         ordinary = list(pool.map(lambda prompt: complete(urls["ordinary"], prompt), PROMPTS))
-    table = Table(title="prefill engine -> decode engine, beside one ordinary engine")
-    for column in ("prompt", "through the pair", "ordinary", "log-probabilities differ by"):
+    table = Table(title="the same prompts through the pair of engines, and to one ordinary engine")
+    for column in ("prompt", "through the pair", "ordinary", "largest difference of a log-probability"):
         table.add_column(column, overflow="fold")
     worst, equal = 0.0, True
     for prompt, (text, mine), (other, theirs) in zip(PROMPTS, routed, ordinary, strict=True):
         gap = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
         worst, equal = max(worst, gap), equal and text == other
-        table.add_row(f"{prompt[:24]}... ({len(prompt)} tokens)", ascii(text), ascii(other), f"{gap:.1e}")
+        table.add_row(f"{prompt[:24]}... ({len(prompt)} tokens)", ascii(text), ascii(other), f"{gap:.7f}")
     console.print(table)
-    moved = bytes_read(urls["decode"])
+    moved, loads, seconds = read_metrics(
+        urls["decode"], "kvreshard_bytes_total", "kvreshard_load_seconds_count", "kvreshard_load_seconds_sum"
+    )
     agree = equal and worst <= NOISE and moved > 0
-    console.print(f"the decode engine read {moved / 1e6:.2f} MB of cache", highlight=False)
+    mean_ms = 1e3 * seconds / loads if loads else 0.0
     console.print(
-        f"[bold green]they agree[/]: equal texts, log-probabilities within {worst:.1e}"
-        if agree
-        else f"[bold red]they do not agree[/]: texts {'equal' if equal else 'differ'}, log-probabilities within {worst:.1e}"
+        f"the decode engine read the cache of {sum(map(len, PROMPTS)):,} tokens, {moved / 1e6:.2f} MB, from the prefill engine: "
+        f"{loads:.0f} loads of its ranks, {mean_ms:.1f} ms each",
+        highlight=False,
+    )
+    verdict = "[bold green]they agree[/]: texts are equal" if agree else "[bold red]they do not agree[/]: texts "
+    if not agree:
+        verdict += "are equal" if equal else "differ"
+    console.print(
+        f"{verdict}, log-probabilities differ by at most {worst:.7f} (two ordinary engines: up to {NOISE:.7f})",
+        highlight=False,
     )
     return 0 if agree else 1
+
+
+def keep(console: Console, urls: dict[str, str], processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Print what to try, and wait for Ctrl-C or for a server that ends."""
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 8}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    header = "-H 'Content-Type: application/json'"
+    console.print(
+        "\nThe servers stay up; Ctrl-C ends them. The model has random weights, so its texts mean nothing. Try:"
+    )
+    for what, command in (
+        ("a completion", f"curl {urls['router']}/v1/completions {header} -d '{json.dumps(body)}'"),
+        ("a chat", f"curl {urls['router']}/v1/chat/completions {header} -d '{json.dumps(chat)}'"),
+        (
+            "what was moved",
+            f"curl -s {urls['decode']}/metrics | grep -E '^kvreshard_(bytes_total|load_seconds_(sum|count)|failures)'",
+        ),
+        ("what the prefill engine keeps for readers", f"curl -s {urls['prefill']}/metrics | grep ^kvreshard_leases"),
+    ):
+        console.print(f"\n# {what}", style="bold", highlight=False)
+        console.print(command, soft_wrap=True, highlight=False, markup=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        while all(process.poll() is None for process in processes.values()):
+            time.sleep(1.0)
+        console.print(f"a server has ended: {', '.join(n for n, p in processes.items() if p.poll() is not None)}")
 
 
 if __name__ == "__main__":

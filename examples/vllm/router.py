@@ -17,20 +17,22 @@ TIMEOUT_S = 300.0
 
 
 def make_app(prefill_url: str, decode_url: str) -> FastAPI:
-    """The router as an application; streams are not passed on."""
+    """The router as an application, for completions and chats; streams are not passed on."""
     app = FastAPI()
 
     @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        body = await request.json()
+        body, path = await request.json(), request.url.path
+        one_token = {**body, "max_tokens": 1, "kv_transfer_params": PREFILL}
+        if "max_completion_tokens" in body:  # what chats say in place of max_tokens
+            one_token["max_completion_tokens"] = 1
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-            first = await client.post(
-                f"{prefill_url}/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": PREFILL}
-            )
+            first = await client.post(f"{prefill_url}{path}", json=one_token)
             if first.status_code != 200:
                 raise HTTPException(first.status_code, f"the prefill engine says: {first.text[:2000]}")
             params = first.json().get("kv_transfer_params")
-            second = await client.post(f"{decode_url}/v1/completions", json={**body, "kv_transfer_params": params})
+            second = await client.post(f"{decode_url}{path}", json={**body, "kv_transfer_params": params})
         return Response(second.content, second.status_code, media_type="application/json")
 
     return app

@@ -1,6 +1,6 @@
 """The measured table, ours beside vLLM's own connector.
 
-    python -m tests.e2e.table [--results results.jsonl] [--into README.md] [--json table.json]
+    python -m tests.e2e.table [--results results.jsonl] [--into docs/pairs.md] [--json table.json]
 
 Says nothing that was not run: a row without a result is marked as such. `--into` puts the table between two comments of a file,
 `<!-- table of pairs -->` and `<!-- end of the table of pairs -->`.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,8 +40,20 @@ def cell(found: Found, case: Case, connector: str) -> str:
     reason = "; ".join(reasons[:2])
     if result["outcome"] == "refused":  # the innermost exception says why
         reason = [line for line in reasons[0].splitlines() if "Error" in line or line][-1].split("Connector: ", 1)[-1]
+    else:
+        reason = plain(reason)
     reason = reason.replace("|", "/").replace("\n", " ")
     return f"**{result['outcome']}**: {reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + '…'}"
+
+
+def plain(reason: str) -> str:
+    """What was wrong, in few words: texts only where some differ, log-probabilities as people write them, fields left to the log."""
+    reason = re.sub(r"^0 of \d+ texts differ, ", "", reason)
+    reason = reason.replace(", log-probabilities off by inf", "")
+    reason = re.sub(r"off by (\d\S+?)(?=[;,]|$)", lambda found: f"off by {float(found[1]):.2g}", reason)
+    return re.sub(
+        r"loaded pages are not the prefill engine's.*", "loaded pages differ from the prefill engine's", reason
+    )
 
 
 def markdown(found: Found) -> str:

@@ -1,4 +1,4 @@
-"""Does the kind that docs/howto/add-a-kind.md shows work as it stands there, and does each engine of docs/howto/engines.md?"""
+"""Do the kind of docs/howto/add-a-kind.md, the row of docs/howto/add-a-model.md and each engine of docs/howto/engines.md work as they stand there?"""
 
 import importlib
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvreshard.catalog import describe, load, parse_engine, warnings
+from kvreshard.catalog import describe, families, load, parse_engine, read_model, warnings
 from kvreshard.catalog.spec import engine_keys
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model.tables import PageTable, Request
@@ -55,6 +55,31 @@ def test_the_example_is_described_routed_and_moved(tmp_path: Path) -> None:
             ]
     assert np.array_equal(got, expected)
     assert np.count_nonzero(got)
+
+
+def test_the_row_of_the_page_reads_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(
+        r"```python\n(.*?)```", HOWTO.with_name("add-a-model.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    assert code is not None
+    row = eval(f"{{{code.group(1)}}}", vars(families))  # noqa: S307 - a page of this repository
+    assert list(row) == ["example"]
+    monkeypatch.setitem(families.FAMILIES, "example", row["example"])
+    raw = {
+        "model_type": "example",
+        "dtype": "bfloat16",
+        "n_layer": 6,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "sliding_window": 64,
+    }
+    layers = read_model("m", {**raw, "num_nextn_predict_layers": 1, "full_every": 3}).layers
+    shapes = [
+        (layer.kind.window_tokens, layer.kind.num_kv_heads, layer.kind.head_size, layer.predicts) for layer in layers
+    ]
+    assert shapes == [(tokens, 8, 128, False) for tokens in (64, 64, None) * 2] + [(None, 8, 128, True)]
+    listed = read_model("m", {**raw, "layer_types": ["full_attention"] * 5 + ["sliding_attention"]}).layers
+    assert [layer.kind.window_tokens for layer in listed] == [None] * 5 + [64]
 
 
 # Models that have what a key is about.

@@ -1,4 +1,4 @@
-"""Do the links and pictures of README and docs lead somewhere, and are the pictures ones that fetch nothing?"""
+"""Do the links and pictures of README and docs lead somewhere, does every page have a way to it, and do pictures fetch nothing?"""
 
 import re
 from pathlib import Path
@@ -22,3 +22,14 @@ def test_pictures_are_shown_and_stand_alone(picture: Path) -> None:
     text = picture.read_text(encoding="utf-8")
     assert "font-face" not in text
     assert "url(http" not in text
+
+
+@pytest.mark.parametrize("index", [ROOT / "docs", ROOT / "docs/design"], ids=["docs", "design"])
+def test_an_index_lists_every_page(index: Path) -> None:
+    pages = index.rglob("*.md") if index.name == "docs" else index.glob("*.md")
+    listed = {
+        (index / link).resolve()
+        for link in re.findall(r"\]\(([^)#]+)\)", (index / "README.md").read_text(encoding="utf-8"))
+    }
+    notes = set((ROOT / "docs/design").glob("0*.md")) if index.name == "docs" else set()
+    assert [page for page in pages if page.name != "README.md" and page not in listed | notes] == []

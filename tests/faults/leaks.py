@@ -35,8 +35,9 @@ from tests.soak.prefill import Params, Prefills, seal_params
 from tests.soak.shapes import SHAPES
 
 from kvreshard.model.changed import replace
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
+from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.nixl import NixlTransport
 
@@ -46,8 +47,8 @@ OPTIONS = EndpointOptions(
     settle_timeout_s=5.0,
     heartbeat_s=0.05,
     retry_s=0.05,
-    digest_share=0.2,
 )
+WATCHED = ObserverOptions(digest_share=0.2)
 PATIENCE_S = 60.0
 WARM_UP = 100
 RESTART_EVERY = 40
@@ -102,14 +103,14 @@ class Cycles:
         self.ends: Counter[str] = Counter()
         self.wrong = self.restarts = 0
         src, dst = (next(shape for shape in SHAPES if shape.name == name) for name in pair)
-        self.source, self.reader = Engine(src, OPTIONS, self.rng), Engine(dst, OPTIONS, self.rng)
+        self.source, self.reader = (Engine(shape, OPTIONS, self.rng, watched=WATCHED) for shape in (src, dst))
         self.prefills, self.loads = Prefills(self.source), Loads(self.reader)
 
     def restart_source(self) -> None:
         """The prefill engine ends, and starts again at its address as another incarnation."""
         port = self.source.listener.address.port
         self.source.close()
-        self.source = Engine(self.source.shape, OPTIONS, self.rng, port)
+        self.source = Engine(self.source.shape, OPTIONS, self.rng, port, WATCHED)
         self.prefills = Prefills(self.source)
         self.restarts += 1
 

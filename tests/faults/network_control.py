@@ -21,7 +21,7 @@ from tests.pairs.small import engine, request
 from kvreshard.kinds import Attention
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.session.orders import Results
+from kvreshard.session.commands import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 KIND = Attention(4, 32, "bfloat16")

@@ -19,8 +19,8 @@ from tests.pairs.small import GROUP
 from tests.unit.session import world
 
 from kvreshard.session import handshake
+from kvreshard.session.commands import Acquire, EndpointOptions, Load, Publish, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.keys import read_keys
-from kvreshard.session.orders import EndpointOptions, Grant, Load, Offer, RemoteEngine, RemoteLease, Watch
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.nixl import NixlTransport
 
@@ -53,15 +53,15 @@ class EngineProcess:
             self.side.layout, reader.layout(), self.side.memory, wanted.request(self.setup, reader), wanted.seed
         )
         for endpoint in self.side.endpoints.values():
-            endpoint.submit(Grant(wanted.name, wanted.slot, wanted.word))
-            endpoint.submit(Offer(wanted.name, ttl_s, wanted.request(self.setup, reader).src_tables))
+            endpoint.submit(Acquire(wanted.name, wanted.slot, wanted.word))
+            endpoint.submit(Publish(wanted.name, ttl_s, wanted.request(self.setup, reader).src_tables))
 
     def load(self, wanted: Wanted, source: Setup, port: int) -> None:
         remote = RemoteEngine(source.name, world.LIFE, handshake.Address(source.host, port))
         lease = RemoteLease(wanted.name, wanted.slot, wanted.word)
         transfer = wanted.request(source, self.setup)
         for endpoint in self.side.endpoints.values():
-            endpoint.submit(Watch(wanted.name, remote, lease))
+            endpoint.submit(Renew(wanted.name, remote, lease))
             endpoint.submit(
                 Load(wanted.name, remote, lease, transfer, world.seal(transfer, lease, remote), gives_back=True)
             )

@@ -26,7 +26,7 @@ ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERR
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.name)
 def test_everybody_gets_all_that_it_asks_for(case: Case) -> None:
-    """Also beside a greedy one, and whatever the machine does meanwhile. How fairly is a figure of the benchmark (row h)."""
+    """Also beside a greedy one, and whatever the machine does meanwhile. How fairly is a figure of docs/reliability.md."""
     found = read_all(case, NUM_TRANSFERS)
     assert found.num_bytes == (NUM_TRANSFERS * TRANSFER_BYTES,) * NUM_READERS
 

@@ -15,10 +15,11 @@ from tests.pairs.small import engine
 from kvreshard.model import packed, wire
 from kvreshard.session import hello as hellos
 from kvreshard.session.card import RankCard, encode_card, make_card
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
-from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.seal import incarnation_of
+from kvreshard.tools.digest_request import DigestRequest, Owned, write_request
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
 from kvreshard.vllm.items import Item
@@ -53,6 +54,8 @@ def seeds() -> dict[str, dict[str, bytes]]:
         ((4, 9, 3), (3,), (5,)),
         digest_prompt(Prompt(range(40), (Item(3, 20, "a" * 32, "b" * 32),), salt="c" * 32), 40, KEY),
     )
+    within: tuple[tuple[Owned, ...], ...] = (((0, None, None),), ((0, 1, None), (0, 2, None)), ((0, 2, None),))
+    asked = DigestRequest(1, "cmpl-1", 2**63 + 12345, 7, KEY, ("layers.0.k", "layers.0.v"), within, ((0, 5), (8, 12)))
     hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
     told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False, 2)
     engine_cards = {
@@ -71,6 +74,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "report": write_note(Report(1, "d/1", "r", 2**64 - 1, 3, (0, 3), False)),
             "heartbeat": write_note(Heartbeat(1, "d", (("r", 1), ("s", 2)))),
         },
+        "digest_request": {"heads": write_request(asked)},
         "hello": {"card": msgspec.msgpack.encode(hello), "outcome": msgspec.msgpack.encode(told)},
         "answer": {"noted": msgspec.msgpack.encode(hellos.Answer(hellos.ANSWER_FORM, 1, "noted"))},
         "params": {

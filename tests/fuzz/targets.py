@@ -12,14 +12,28 @@ from functools import cache
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from tests.pairs.random_pairs import Pair, make_pair
+from tests.pairs.small import GROUP, engine
+from tests.unit.tools.engines import ArrayBytes
 
-from kvreshard.model import BindError, EngineLayout, LayoutError, LayoutMismatch, WireError, packed, wire
+from kvreshard.model import (
+    BindError,
+    EngineLayout,
+    KvReshardError,
+    LayoutError,
+    LayoutMismatch,
+    WireError,
+    packed,
+    wire,
+)
+from kvreshard.model.tables import PageTable
 from kvreshard.plan import bind
 from kvreshard.plan.route import compile_route
 from kvreshard.session.card import decode_card
 from kvreshard.session.hello import read_answer, read_hello
 from kvreshard.session.notes import read_note
+from kvreshard.tools.digest_request import answer_request, read_request
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
 from kvreshard.vllm.params import ParamsError, read_params
@@ -86,6 +100,27 @@ def _decoded(data: bytes, encoding: wire.Encoding) -> Outcome:
 @target
 def note(data: bytes) -> Outcome:
     return "refused" if read_note(data) is None else "accepted"
+
+
+@target
+def digest_request(data: bytes) -> Outcome:
+    """A reader's notification, answered from the memory of a small engine; whatever it asks for, nothing else is read."""
+    request = read_request(data)
+    if request is None:
+        return "refused"
+    layout, memory = _source()
+    try:
+        answer_request(request, {GROUP: PageTable([1, 2, 3], 12)}, layout, 0, memory)
+    except KvReshardError:
+        return "refused"
+    return "accepted"
+
+
+@cache
+def _source() -> tuple[EngineLayout, ArrayBytes]:
+    layout = engine("prefill")
+    (region,) = layout.ranks[0].regions
+    return layout, ArrayBytes({region.address: np.ones(region.size_bytes, np.uint8)})
 
 
 @target

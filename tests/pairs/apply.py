@@ -1,4 +1,4 @@
-"""Does a planned transfer leave exactly the bytes of the oracle? Plain NumPy, on the oracle's memory.
+"""Carries out a plan on the oracle's memory in plain NumPy, and checks that exactly the bytes of the oracle are left.
 
 `run_transfer` compiles, binds, copies and zeroes for every destination rank, and checks on the way what the final bytes
 cannot show: no copy leaves its region, no destination byte is written twice, nothing is zeroed that a copy wrote. It is

@@ -1,4 +1,4 @@
-"""Does a request leave the oracle's bytes when it is carried out as engines do it, on real memory?
+"""Carries out a request as engines do it, on real memory, to compare what it leaves with the oracle.
 
 `apply` lists what a plan says, one copy after the other. Here the session's own steps move it: a memory transport, staging buffers,
 the permute of host memory.

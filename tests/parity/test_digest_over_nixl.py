@@ -1,21 +1,21 @@
-"""Do questions and answers cross real NIXL, and is a byte that was changed found there too?"""
+"""Do digest requests and answers cross real NIXL, and is a byte that was changed found there too?"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 
 import pytest
 from tests.unit.session import world as worlds
-from tests.unit.session.world import OPTIONS, World, collect, make_world, meet, order_load
+from tests.unit.session.world import World, collect, make_world, meet, order_load
 
-from kvreshard.session import check
+from kvreshard.tools import digest_check
+from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl import NixlTransport
 
 pytestmark = pytest.mark.nixl
-CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0)
+CHECKED = ObserverOptions(digest_share=1.0)
 # Turns are as fast as this machine; only a failing test runs out of them.
 MANY_TURNS = 200_000
 
@@ -33,7 +33,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
             return made
 
         monkeypatch.setattr(worlds, "MemoryTransport", transport)
-        made = make_world(1, 2, CHECKED)
+        made = make_world(1, 2, watched=CHECKED)
         stack.callback(made.close)
         yield made
 
@@ -55,7 +55,7 @@ def run_until_over(world: World) -> tuple[set[str], set[str], set[str]]:
 
 
 def start(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     order_load(world)
     world.turn()
     meet(world)
@@ -68,14 +68,14 @@ def test_an_honest_load_is_equal(world: World) -> None:
 
 
 def test_a_byte_that_changes_after_it_was_read_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = check.make_questions
+    real = digest_check.make_requests
 
     def change(*args: object) -> object:
         for content in world.src.memory.values():
             content[:] += 1
         return real(*args)
 
-    monkeypatch.setattr(check, "make_questions", change)
+    monkeypatch.setattr(digest_check, "make_requests", change)
     start(world)
     received, failed, checks = run_until_over(world)
     assert (received, failed) == (set(), {"digest"})

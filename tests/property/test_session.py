@@ -24,18 +24,18 @@ from tests.unit.session.world import REMOTE, SLOT, Side, World, make_world, meet
 
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.session.orders import (
+from kvreshard.session.commands import (
+    Acquire,
     Cancel,
     EndpointOptions,
     Failure,
-    Grant,
     Load,
-    Offer,
+    Publish,
     Release,
     RemoteLease,
+    Renew,
     Results,
     Revoke,
-    Watch,
 )
 from kvreshard.testing.oracle import oracle_transfer
 from kvreshard.transport.memory import Fault
@@ -124,7 +124,7 @@ class Sessions(RuleBasedStateMachine):
         self._scribble(self.world.src, SRC_PAGES[name])
         life.lease = RemoteLease(life.source_id, SLOT + "ab".index(name), int(self.rng.integers(1, 2**63)))
         life.source, life.freed_ranks = "granted", set()
-        self._tell(self.world.src, Grant(life.lease.request, life.lease.slot, life.lease.word))
+        self._tell(self.world.src, Acquire(life.lease.request, life.lease.slot, life.lease.word))
 
     @precondition(some("granted"))
     @rule(data=st.data())
@@ -134,7 +134,7 @@ class Sessions(RuleBasedStateMachine):
     def _offer(self, name: str) -> None:
         life = self.lives[name]
         life.source = "offered"
-        self._tell(self.world.src, Offer(life.source_id, LEASE_S))
+        self._tell(self.world.src, Publish(life.source_id, LEASE_S))
 
     @precondition(some("granted"))
     @rule(data=st.data())
@@ -176,7 +176,7 @@ class Sessions(RuleBasedStateMachine):
         life.reading, life.ended_ranks, life.load_id = "loading", {}, f"d-{life.source_id}"
         TRIED["loads"] += 1
         if watched:
-            self._tell(dst, Watch(life.load_id, REMOTE, life.lease))
+            self._tell(dst, Renew(life.load_id, REMOTE, life.lease))
         self._tell(dst, Load(life.load_id, REMOTE, life.lease, wanted, seal(wanted, life.lease), gives_back=True))
 
     @precondition(some("offered", "idle"))

@@ -22,7 +22,7 @@ from tests.soak.tables import (
 )
 
 from kvreshard.model.tables import PageTable
-from kvreshard.session.orders import Cancel, Failure, Load, Release, Results, Watch
+from kvreshard.session.commands import Cancel, Failure, Load, Release, Renew, Results
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Loads:
         engine.content.write(engine.memory, tables, here, params.seed, num_tokens)
         self._live[request] = _Loading(params, tables, prefix, time.monotonic())
         if is_watched:
-            engine.submit(Watch(request, params.remote, params.lease))
+            engine.submit(Renew(request, params.remote, params.lease))
         engine.submit(Load(request, params.remote, params.lease, wanted, params.seal, gives_back=True))
         return True
 

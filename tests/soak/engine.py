@@ -23,12 +23,13 @@ from kvreshard.model.changed import replace
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import CostModel
 from kvreshard.session.card import RankCard, make_card
+from kvreshard.session.commands import Command, EndpointOptions, RemoteEngine, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address, Listener
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import EndpointOptions, Order, RemoteEngine, Results
 from kvreshard.session.seal import new_key
 from kvreshard.session.staging import Staging
+from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
@@ -38,6 +39,7 @@ LEASE_SLOTS = 256
 STAGING_BYTES = 256 << 10
 PIECE_BYTES = 64
 PATIENCE_S = 60.0
+WATCHED = ObserverOptions(digest_share=0.1, digest_timeout_s=2.0)
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,21 @@ class _Rank:
     table: LeaseTable
     staging: np.ndarray
     endpoint: Endpoint
+    observer: RankObserver
 
 
 class Engine:
     """One life of an engine. `port` 0: one that nobody has; a restarted engine takes the port of its former life."""
 
-    def __init__(self, shape: Shape, options: EndpointOptions, rng: random.Random, port: int = 0) -> None:
-        self.shape, self.rng = shape, rng
+    def __init__(
+        self,
+        shape: Shape,
+        options: EndpointOptions,
+        rng: random.Random,
+        port: int = 0,
+        watched: ObserverOptions = WATCHED,
+    ) -> None:
+        self.shape, self.rng, self._watched = shape, rng, watched
         if shape.is_staged:
             options = replace(options, cost=CostModel(copy_s=1.0))
         layout = shape.layout()
@@ -102,25 +112,26 @@ class Engine:
         transport = NixlTransport(f"{self.shape.name}-{number}")
         table, staging = LeaseTable(LEASE_SLOTS), np.zeros(STAGING_BYTES, np.uint8)
         buffer = Staging(int(staging.ctypes.data), staging.nbytes)
-        endpoint = Endpoint(number, transport, HostMemory(), options, table=table, staging=buffer)
+        observer = RankObserver(number, HostMemory(), self._watched)
+        endpoint = Endpoint(number, transport, HostMemory(), options, table=table, staging=buffer, observer=observer)
         areas = [MemoryRegion(int(content.ctypes.data), content.nbytes) for content in memory.values()]
         transport.register(
             [*areas, table.region, *endpoint.regions, MemoryRegion(int(staging.ctypes.data), staging.nbytes)]
         )
-        return _Rank(memory, transport, table, staging, endpoint)
+        return _Rank(memory, transport, table, staging, endpoint, observer)
 
     @staticmethod
     def _card(number: int, rank: _Rank) -> RankCard:
-        table, board = rank.table, rank.endpoint.board
+        table, mailbox = rank.table, rank.observer.mailbox
         return RankCard(
-            number, rank.transport.metadata(), table.region.address, len(table), board.region.address, len(board)
+            number, rank.transport.metadata(), table.region.address, len(table), mailbox.region.address, len(mailbox)
         )
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self._ranks)
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: Command) -> None:
         """The same order for every rank."""
         for rank in self._ranks.values():
             rank.endpoint.submit(order)
@@ -157,7 +168,9 @@ class Engine:
             leases=sum(endpoint.num_leases for endpoint in endpoints),
             quarantined=sum(endpoint.num_quarantined for endpoint in endpoints),
             jobs=sum(len(endpoint._jobs) for endpoint in endpoints),
-            scratch_places=sum(endpoint.num_scratch_places for endpoint in endpoints),
+            scratch_places=sum(
+                rank.endpoint.num_scratch_places + len(rank.observer.scratch) for rank in self._ranks.values()
+            ),
             pages_missing=self.pool.num_pages - self.pool.num_free - num_pages_in_use,
             pages_trespassed=self.pool.count_changed(),
             handles=sum(rank.transport._owner._windows.num_in_flight for rank in self._ranks.values()),

@@ -14,7 +14,7 @@ from typing import Any
 from tests.soak.shapes import Shape
 from tests.soak.worker import serve
 
-from kvreshard.session.orders import EndpointOptions
+from kvreshard.session.commands import EndpointOptions
 
 PATIENCE_S = 60.0
 

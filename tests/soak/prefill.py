@@ -13,7 +13,7 @@ from tests.soak.tables import all_pages, allocate, kept_tokens
 
 from kvreshard.model.request_form import TableForm
 from kvreshard.model.tables import PageTable
-from kvreshard.session.orders import Grant, Offer, RemoteEngine, RemoteLease, Results, Revoke
+from kvreshard.session.commands import Acquire, Publish, RemoteEngine, RemoteLease, Results, Revoke
 from kvreshard.session.seal import Seal, make_seal
 
 
@@ -74,14 +74,14 @@ class Prefills:
         if tables is None:
             return None
         lease = RemoteLease(request, self._slots.popleft(), engine.rng.getrandbits(63) | 1)
-        engine.submit(Grant(request, lease.slot, lease.word))
+        engine.submit(Acquire(request, lease.slot, lease.word))
         engine.content.write(engine.memory, tables, kept_tokens(engine.layout, num_tokens), seed, num_tokens)
         if is_revoked:
             engine.submit(Revoke(request))
             engine.pool.give(all_pages(tables))
             self._slots.append(lease.slot)
             return None
-        engine.submit(Offer(request, ttl_s, tables))
+        engine.submit(Publish(request, ttl_s, tables))
         self._live[request] = _Prefill(tables, lease.slot)
         forms = {
             name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in tables.items()

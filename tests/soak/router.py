@@ -18,7 +18,7 @@ from tests.soak.prefill import Params
 from tests.soak.shapes import MAX_TOKENS, sources_of
 from tests.soak.tally import Tally
 
-from kvreshard.session.orders import EndpointOptions
+from kvreshard.session.commands import EndpointOptions
 
 OPTIONS = EndpointOptions(
     handshake_timeout_s=2.0,
@@ -26,8 +26,6 @@ OPTIONS = EndpointOptions(
     settle_timeout_s=1.0,
     heartbeat_s=0.3,
     retry_s=0.2,
-    digest_share=0.1,
-    digest_timeout_s=2.0,
 )
 # A failed request has both bounds behind it; the rest is what a busy machine of two cores may be late.
 SLACK_S = 3.0

@@ -18,7 +18,7 @@ from tests.soak.engine import Engine
 from tests.soak.prefill import Prefills
 from tests.soak.shapes import SHAPES
 
-from kvreshard.session.orders import EndpointOptions
+from kvreshard.session.commands import EndpointOptions
 
 REST_S = 0.003
 

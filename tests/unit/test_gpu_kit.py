@@ -160,15 +160,21 @@ def test_the_page_takes_the_newest_run_in_which_a_part_ended() -> None:
     assert lines["wire"].endswith("| 1 of 1 | B, 2026-02-01 |")
     assert lines["leaks"].endswith("| 1 of 1 | A, 2026-01-01 |")
     assert lines["model"].endswith("| has not come to its end on a GPU | |")
-    assert page.table([rehearsal]) == page.table([]) == "Not yet run on a GPU.\n"
+    assert page.table([rehearsal]) == page.table([]) == page.sentence([]) == "Not yet run on a GPU.\n"
+    said = page.sentence([new, old, rehearsal])
+    assert said.startswith(
+        "2 of 2 checks of the [GPU kit](bench/gpu/README.md) passed (A, 2026-01-01; B, 2026-02-01). Not to its end yet: "
+    )
+    assert "`wire`" not in said
+    assert "`model`" in said
 
 
 def test_the_pages_show_the_results_that_are_there() -> None:
     documents = [json.loads(path.read_text()) for path in sorted(page.RESULTS.glob("*.json"))]
-    for name in ("README.md", "docs/performance.md"):
+    for name, write in page.PAGES.items():
         found = page.PLACE.search((ROOT / name).read_text(encoding="utf-8"))
         assert found is not None, name
-        assert found.group() == page.table(documents), f"{name}: run python -m bench.gpu.page"
+        assert found.group() == write(documents), f"{name}: run python -m bench.gpu.page"
 
 
 def test_a_text_names_what_it_ran_on() -> None:

@@ -30,8 +30,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvreshard.session.commands import Acquire, Command, Failure, Load, Publish
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import Grant, Load, Offer
 from kvreshard.session.seal import incarnation_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
@@ -134,9 +134,9 @@ def prefill(
     side, asked = producer(some, backoff, positions=positions), request("p-1", tokens, **more)
     side.arrive(asked)
     asked.num_computed_tokens = asked.num_prompt_tokens
-    assert [type(order) for order in side.schedule(asked)] == [Grant]
+    assert [type(order) for order in side.schedule(asked)] == [Acquire]
     params, order = side.finish(asked, block_ids)
-    assert isinstance(order, Offer)
+    assert isinstance(order, Publish)
     travelled: dict[str, Any] = json.loads(json.dumps(params))
     return travelled
 
@@ -168,12 +168,15 @@ class Decode:
         self.fallbacks: list[str] = []
         self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
         if has_met:
-            self.side._keys["p", LIFE] = KEY
+            self.side._known.keep_key(KEY)
 
     def arrive(self, params: dict[str, Any], tokens: list[int], **more: Any) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params, **({"block_hashes": []} | more))
         self.watched = list(self.side.arrive(asked, params))
         return asked
+
+    def meet(self, keys: dict[str, bytes], unmet: dict[str, Failure] | None = None) -> list[Command]:
+        return list(self.side.meet(keys, unmet or {}))
 
     def load(self, asked: Any, held: KVCacheBlocks, num_external: int) -> Load:
         (order,) = self.side.allocate(asked, held, num_external)

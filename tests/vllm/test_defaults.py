@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 
 from kvreshard.catalog.config import Config
-from kvreshard.catalog.defaults import DERIVED_HEAD_SIZE, HEAD_SIZES, KV_HEADS, PER_QUERY_HEAD, WINDOW_TOKENS
-from kvreshard.catalog.families import READERS
+from kvreshard.catalog.families import FAMILIES
 from kvreshard.model import LayoutError
 
-HEADS = {*KV_HEADS, *PER_QUERY_HEAD}
-SIZES = {*HEAD_SIZES, *DERIVED_HEAD_SIZE}
+HEADS = {name for name, row in FAMILIES.items() if row.kv_heads is not None}
+SIZES = {name for name, row in FAMILIES.items() if row.head_size is not None}
+WINDOW_TOKENS = {
+    name: known["sliding_window"]
+    for name, row in FAMILIES.items()
+    for known in (row.left_out, row.unsaid)
+    if "sliding_window" in known
+}
 # vLLM has a model for these, and their configuration class comes with the weights.
 FOREIGN = {
     "PanguEmbedded",
@@ -36,6 +41,7 @@ FOREIGN = {
     "minicpmo",
     "minicpmv",
     "molmo",
+    "moondream3_text",
     "nemotron-nas",
     "orion",
     "phi3_v",
@@ -77,7 +83,7 @@ def value(config: Any, name: str) -> int | None:
 def read(model_type: str, config: Any) -> Config:
     """The same file as the catalog sees it."""
     sizes = {name: getattr(config, name) for name in ("num_attention_heads", "hidden_size")}
-    return Config("m", {"model_type": model_type, **sizes})
+    return Config("m", {"model_type": model_type, **sizes}, family=FAMILIES[model_type])
 
 
 @pytest.mark.parametrize("sizes", ASKED, ids=lambda sizes: "x".join(map(str, sizes.values())))
@@ -101,9 +107,10 @@ def test_head_size(model_type: str, sizes: Mapping[str, int]) -> None:
 
 @pytest.mark.parametrize("model_type", sorted(WINDOW_TOKENS))
 def test_window(model_type: str) -> None:
-    assert configuration_class(model_type)().sliding_window == WINDOW_TOKENS[model_type]
+    language_class = type(configuration_class(model_type)().get_text_config())
+    assert language_class().sliding_window == WINDOW_TOKENS[model_type]
     if not model_type.startswith("exaone"):  # their classes fail without one, unless the types of the layers are said
-        assert configuration_class(model_type)(sliding_window=None).sliding_window is None
+        assert language_class(sliding_window=None).sliding_window is None
 
 
 def test_only_foreign_families_have_no_class() -> None:
@@ -111,8 +118,8 @@ def test_only_foreign_families_have_no_class() -> None:
 
 
 def test_every_known_family_has_a_default_or_asks_for_the_field() -> None:
-    for model_type in READERS:
-        config = Config("m", {"model_type": model_type, **ASKED[0]})
+    for model_type, row in FAMILIES.items():
+        config = Config("m", {"model_type": model_type, **ASKED[0]}, family=row)
         for known, ask in ((HEADS, config.num_kv_heads), (SIZES, config.head_size)):
             if model_type not in known:
                 with pytest.raises(LayoutError, match="is missing; it shapes the cache"):

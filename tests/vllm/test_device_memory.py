@@ -23,11 +23,10 @@ from tests.unit.transport.moves import slots_move
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
+from kvreshard.tools import Memory, digest_lanes
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.words import reach
-from kvreshard.verify import Memory, digest_lanes
 
 pytestmark = pytest.mark.vllm
 NUM_PAIRS = 120
@@ -150,37 +149,32 @@ def test_random_pairs_are_staged_as_the_oracle_says(layer: PairLayer, run_seed: 
 
 
 def test_devices_are_told_apart() -> None:
-    memory = TensorMemory([torch.zeros(4)])
-    assert isinstance(memory, Memory)
+    memory: Memory = TensorMemory([torch.zeros(4)])
     assert [memory.reaches(device) for device in ("cpu", "cuda:0")] == [True, False]
 
 
-@pytest.mark.parametrize("word_bytes", [1, 2, 4])
-def test_words_are_those_of_host_memory(word_bytes: int, run_seed: int) -> None:
-    """Steps of either sign, of any size, rows in any order."""
+@pytest.mark.parametrize("unit_bytes", [1, 2])
+def test_weighted_sums_are_those_of_host_memory(unit_bytes: int, run_seed: int) -> None:
+    """Runs at any address, in any order, that may overlap; sums wrap around."""
     rng = np.random.default_rng(run_seed)
     content = rng.integers(0, 256, 1 << 16, dtype=np.uint8)
     host, tensors = HostMemory(), TensorMemory([torch.from_numpy(content)])
-    num_backwards = 0
     for _ in range(200):
-        counts = rng.integers(1, 6, int(rng.integers(2, 5))).tolist()
-        steps = (rng.integers(1, 300, len(counts)) * rng.choice([1, 2, 4])).tolist()
-        steps[1:] = [
-            step * int(sign) for step, sign in zip(steps[1:], rng.choice([-1, 1], len(steps) - 1), strict=True)
+        weights = rng.integers(-(2**63), 2**63, rng.integers(1, 40, 2), dtype=np.int64)
+        rows = int(content.ctypes.data) + rng.integers(0, 1 << 14, int(rng.integers(1, 50)))
+        runs = rng.integers(0, 1 << 14, len(weights))
+        theirs, mine = (memory.weighted_sums(rows, runs, weights, unit_bytes) for memory in (host, tensors))
+        assert np.array_equal(theirs, mine)
+        units = [
+            content[row - content.ctypes.data + run :][: weights.shape[1] * unit_bytes]
+            for row in rows[:1]
+            for run in runs
         ]
-        num_backwards += min(steps) < 0
-        low, _ = reach(counts, steps, word_bytes)
-        address = int(content.ctypes.data) - low + int(rng.integers(0, 64))
-        starts = [int(rng.integers(0, count)) for count in counts[1:]]
-        rest = tuple(slice(low, int(rng.integers(low + 1, c + 1))) for low, c in zip(starts, counts[1:], strict=True))
-        rest = rest[: int(rng.integers(0, len(rest) + 1))]
-        for rows in (slice(0, counts[0], 2), rng.integers(0, counts[0], 7)):
-            theirs, mine = (
-                memory.words(address, word_bytes, counts, steps).take(rows, rest) for memory in (host, tensors)
-            )
-            assert theirs.dtype == mine.dtype
-            assert np.array_equal(theirs, mine)
-    assert num_backwards > 50
+        values = np.concatenate(units).view(f"<i{unit_bytes}").tolist()
+        expected = sum(value * weight for value, weight in zip(values, weights.reshape(-1).tolist(), strict=True))
+        assert int(mine[0]) % 2**64 == expected % 2**64
+    with pytest.raises(TransportError, match="are in none of the registered caches"):
+        tensors.weighted_sums(rows + (1 << 16), runs, weights, unit_bytes)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

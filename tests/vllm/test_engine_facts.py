@@ -20,8 +20,8 @@ from vllm.model_executor.layers import rotary_embedding
 from kvreshard.model import wire
 from kvreshard.session.card import RankCard
 from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.reception import RankPart, Reception
 
 pytestmark = pytest.mark.vllm
 
@@ -78,5 +78,5 @@ def test_facts_are_those_of_a_process_that_has_the_model() -> None:
     """The scheduler's has it with one rank, and has not with two: models write into their configuration."""
     layout = build("p", {models.name(0): models.attention(4, 8)}).layout
     part = RankPart(wire.encode(layout), RankCard(0, b"", 0, 0), {"model_config": "as loaded"})
-    card = Reception(SimpleNamespace(), "p", read_options({})).make_card({(0, 0): part})
+    card = EngineHandshake(SimpleNamespace(), "p", read_options({})).make_card({(0, 0): part})
     assert card.facts == {"model_config": "as loaded"}

@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from tests.vllm.schedulers import TOKENS, Decode, full, groups, picture, prefill
+from tests.vllm import schedulers
+from tests.vllm.schedulers import LIFE, TOKENS, Decode, full, groups, picture, prefill
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -24,18 +25,20 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvreshard.session.orders import Release, Watch
-from kvreshard.vllm.items import Positions, digest_grid, digest_salt, isolate
+from kvreshard.session.commands import Failure, Release, Renew, StopRenewing
+from kvreshard.vllm import params as vllm_params
+from kvreshard.vllm.items import Positions, digest_grid, isolate
 from kvreshard.vllm.missing_items import MissingItems
-from kvreshard.vllm.params import KEY
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 from kvreshard.vllm.requests import read_placeholders, read_positions
+from kvreshard.vllm.source_hosts import SourceHosts
 
 pytestmark = pytest.mark.vllm
 
 PAGE = Path(__file__).parents[2] / "docs/howto/use-with-vllm.md"
 PLACEHOLDER = 700
 REFUSED = "refused"
+GONE = Failure("handshake", "nobody is there")
 
 
 def asked_of(theirs: dict[str, Any], mine: dict[str, Any], positions: Positions = Positions.PLAIN) -> tuple[Any, str]:
@@ -168,21 +171,105 @@ def test_a_grid_is_what_is_small_of_an_item() -> None:
     assert digest_grid({"pixel_values": element(pixels)}) == digest_grid({}) == digest_grid(None) == ""
 
 
-def test_what_is_loaded_under_a_salt_is_found_by_requests_whose_prefill_had_it() -> None:
+def test_what_is_loaded_under_another_salt_is_found_by_no_other_request() -> None:
     init_none_hash(sha256)
     hasher = get_request_block_hasher(16, sha256)
     known = MissingItems(Positions.PLAIN, frozenset())
 
     def blocks_of(theirs: str, mine: str | None) -> tuple[bytes, ...]:
         made = Request("r", list(range(70)), SamplingParams(), None, cache_salt=mine, block_hasher=hasher)
-        known.arrive(made, digest_prompt(Prompt(range(70), salt=digest_salt(theirs)), 70, bytes(32)))
+        known.arrive(made, digest_prompt(Prompt(range(70), salt=theirs), 70, bytes(32)), bytes(32))
         return tuple(made.block_hashes)
 
-    plain = Request("r", list(range(70)), SamplingParams(), None, block_hasher=hasher)
+    plain, salted = (
+        Request("r", list(range(70)), SamplingParams(), None, cache_salt=salt, block_hasher=hasher)
+        for salt in (None, "a")
+    )
     assert blocks_of("", None) == tuple(plain.block_hashes)
-    assert blocks_of("a", None) == blocks_of("a", None)  # of one tenant, whose router drops the salt
-    found = [blocks_of("", None), blocks_of("a", None), blocks_of("b", None), blocks_of("a", "a"), blocks_of("a", "b")]
-    assert len({block for blocks in found for block in blocks}) == 5 * 4
+    assert blocks_of("a", "a") == blocks_of("", "a") == tuple(salted.block_hashes)
+    found = [plain.block_hashes, salted.block_hashes, *(blocks_of("a", mine) for mine in (None, None, "b", "b"))]
+    assert len({block for blocks in found for block in blocks}) == 6 * 4
+
+
+CAT, COW = picture("cat", 20, 64), picture("cow", 20, 64)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "is_isolated"),
+    [
+        (items(CAT), items(CAT), False),
+        (items(CAT), items(COW), True),
+        (items(CAT), items(), True),
+        ({"cache_salt": "a"}, {"cache_salt": "a"}, False),
+        ({"cache_salt": "a"}, {}, True),
+    ],
+)
+def test_items_of_a_source_that_is_new_are_compared_once_it_is_met(
+    theirs: dict[str, Any], mine: dict[str, Any], is_isolated: bool
+) -> None:
+    """Before vLLM looks for prefix hits again: until then the request waits, whatever hits it has."""
+    decode = Decode(full(128), has_met=False)
+    asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], **theirs), TOKENS, **mine)
+    assert [decode.side.count_loadable(asked, hit) for hit in (0, 256, 299)] == [None] * 3
+    assert (asked.cache_salt or "") == mine.get("cache_salt", "")
+    decode.meet({"d-1": schedulers.KEY}, {"d-1": GONE})
+    salt = asked.cache_salt
+    assert ("kvreshard" in (salt or "")) == is_isolated
+    assert decode.side.count_loadable(asked, 0) == 299
+    assert not decode.side.missing_items.why_refused(asked, 0, 299)
+    decode.meet({"d-1": schedulers.KEY}, {"d-1": GONE})
+    assert asked.cache_salt == salt  # blocks are hashed by now
+
+
+def test_what_turns_out_to_be_hopeless_gives_its_source_back() -> None:
+    decode = Decode(full(128), has_met=False, positions=Positions.GRID)
+    grid = picture("cat", 20, 64, (1, 8, 8))
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], positions=Positions.GRID, **items(grid))
+    asked = decode.arrive(params, TOKENS)
+    assert [type(order) for order in decode.meet({"d-1": schedulers.KEY})] == [StopRenewing, Release]
+    assert decode.side.missing_items.why_refused(asked, 0, decode.side.count_loadable(asked, 0))
+
+
+NOBODY: dict[str, Callable[[Decode], object]] = {
+    "unmet": lambda decode: decode.meet({}, {"d-1": GONE}),
+    "reset": lambda decode: list(decode.side.reset()),
+    "deadlock": lambda decode: list(decode.side.give_up_one()),
+    "pool": lambda decode: list(decode.side.give_up("d-1")),
+    "role": lambda _: None,
+    "host": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("how", NOBODY)
+def test_without_the_sources_key_a_request_with_items_is_refused_and_one_without_is_not(how: str) -> None:
+    """The items may be others on purpose: to compute them from what is here would be a wrong text."""
+    options: dict[str, Any] = {"role": {"may_load": False}, "host": {"hosts": SourceHosts(("10.0.0.0/8",))}}.get(
+        how, {}
+    )
+    for theirs, mine, is_refused, is_isolated in (
+        (items(CAT), items(CAT), True, True),
+        (items(CAT), items(), True, True),
+        ({"cache_salt": "a"}, {"cache_salt": "a"}, False, True),
+        ({}, {}, False, False),
+    ):
+        decode = Decode(full(128), has_met=False, **options)
+        asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], **theirs), TOKENS, **mine)
+        NOBODY[how](decode)
+        count = decode.side.count_loadable(asked, 0)
+        assert count == (299 if how == "unmet" else 0)  # ordered, so that it fails by the engine's policy
+        reason = decode.side.missing_items.why_refused(asked, 0, count)
+        assert bool(reason) == is_refused
+        assert ("its source could not be asked" in reason) == is_refused
+        assert ("kvreshard" in (asked.cache_salt or "")) == is_isolated
+
+
+def test_an_engine_that_goes_on_with_its_own_prefill_knows_its_items() -> None:
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]], **items(CAT))
+    for mine, is_refused in ((items(CAT), False), (items(COW), True), (items(), True)):
+        decode = Decode(full(64), me=("p", LIFE), has_met=False, own_key=schedulers.KEY)
+        asked = decode.arrive(params, TOKENS, **mine)
+        assert decode.fallbacks == ["itself"]
+        assert bool(decode.side.missing_items.why_refused(asked, 0, 0)) == is_refused
 
 
 def test_a_source_is_given_back_at_once_where_nothing_helps() -> None:
@@ -198,12 +285,12 @@ def test_a_source_is_given_back_at_once_where_nothing_helps() -> None:
     assert [type(order) for order in decode.watched] == [Release]
     decode = Decode(full(128))
     decode.arrive(params, TOKENS)
-    assert [type(order) for order in decode.watched] == [Watch]
+    assert [type(order) for order in decode.watched] == [Renew]
 
 
 def test_tokens_that_stand_for_a_picture_are_not_computed_without_one_whatever_became_of_the_parameters() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
-    del params[KEY]
+    del params[vllm_params.KEY]
     tokens = [*TOKENS[:20], *[PLACEHOLDER] * 64, *TOKENS[84:]]
     for mine, expected in (
         (items(), "token 20 stands for"),

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import kvreshard.vllm
-from kvreshard.session.orders import Failure, Results
+from kvreshard.session.commands import Failure, Results
 from kvreshard.vllm import consumer, loadable
 from kvreshard.vllm.metrics import COUNTERS, LABEL_VALUES, SECONDS, ReshardPromMetrics, ReshardStats, seconds_buckets
 

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from kvreshard.model.changed import replace
-from kvreshard.session.orders import Load
+from kvreshard.session.commands import Load
 
 pytestmark = pytest.mark.vllm
 PAGE, LONGEST = 8, 50

@@ -94,11 +94,11 @@ def test_what_falls_back() -> None:
     spent.arrive(params, TOKENS)
     given_up, given_up_noted = noting(full(64))
     for give_up in (given_up.side.reset, given_up.side.give_up_one, lambda: given_up.side.give_up("d-1")):
-        given_up.side._spent.clear()
+        given_up.side._known._spent.clear()
         given_up.arrive(params, TOKENS)
         list(give_up())
     assert (itself_noted, role_noted, spent_noted) == ([("itself", 300)], [("role", 300)], [("spent", 300)])
-    assert given_up_noted == [("reset", 300), ("standstill", 300), ("pool", 300)]
+    assert given_up_noted == [("reset", 300), ("deadlock", 300), ("pool", 300)]
 
 
 def test_what_the_source_does_not_have_or_is_beyond() -> None:

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvreshard.session.orders import Failure, Results
+from kvreshard.session.commands import Failure, Results
 from kvreshard.transport.memory import Fault
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.quarantine import Quarantine

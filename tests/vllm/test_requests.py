@@ -25,8 +25,8 @@ from tests.vllm.schedulers import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvreshard.session.commands import Acquire, Cancel, Publish, Release, Renew, Revoke, StopRenewing
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import Cancel, Grant, Offer, Release, Revoke, Unwatch, Watch
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import needs_whole_prompts
 
@@ -56,7 +56,7 @@ def test_a_prefill_is_loaded_where_it_was_put() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
     decode = Decode(full(128))
     asked = decode.arrive(params, TOKENS)
-    assert [type(order) for order in decode.watched] == [Watch]
+    assert [type(order) for order in decode.watched] == [Renew]
     assert decode.side.count_loadable(asked, 0) == 299
     order = decode.load(asked, blocks([7, 8, 9]), 299)
     assert order.transfer.src_tables["g0"].pages.tolist() == [1, 2, 3, 4, 5]
@@ -91,7 +91,10 @@ def test_a_full_hit_releases_the_source() -> None:
     decode = Decode(full(128))
     asked = decode.arrive(prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]]), TOKENS)
     assert decode.side.count_loadable(asked, 384) == 0
-    assert [type(order) for order in decode.side.allocate(asked, blocks([7, 8, 9], cached=3), 0)] == [Unwatch, Release]
+    assert [type(order) for order in decode.side.allocate(asked, blocks([7, 8, 9], cached=3), 0)] == [
+        StopRenewing,
+        Release,
+    ]
     assert list(decode.side.abort("d-1")) == []
 
 
@@ -216,7 +219,7 @@ def test_an_abort_before_blocks_releases_and_after_cancels() -> None:
     params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
     early, late = Decode(full(64)), Decode(full(64))
     early.arrive(params, TOKENS)
-    assert [type(order) for order in early.side.abort("d-1")] == [Unwatch, Release]
+    assert [type(order) for order in early.side.abort("d-1")] == [StopRenewing, Release]
     asked = late.arrive(params, TOKENS)
     late.side.count_loadable(asked, 0)
     late.load(asked, blocks([1, 2, 3, 4, 5]), 299)
@@ -254,20 +257,20 @@ def test_a_reset_takes_back_what_is_offered_and_nothing_else() -> None:
     side.freed("p-1")
     assert list(side.reset()) == [Revoke("p-0")]
     assert list(side.reset()) == []
-    assert side.is_offering  # its slot is free when every rank has ended the lease
+    assert side.is_publishing  # its slot is free when every rank has ended the lease
     side.freed("p-0")
-    assert isinstance(side.finish(running, [[1, 2, 3, 4, 5]])[1], Offer)
+    assert isinstance(side.finish(running, [[1, 2, 3, 4, 5]])[1], Publish)
 
 
 def test_without_a_slot_nothing_is_offered_and_a_preempted_request_keeps_its_own() -> None:
     side = producer(groups(full(64)), slots=1)
     first, second = request("p-1", TOKENS), request("p-2", TOKENS)
-    assert [type(order) for order in side.schedule(first)] == [Grant]
+    assert [type(order) for order in side.schedule(first)] == [Acquire]
     assert list(side.schedule(first)) == []
     assert list(side.schedule(second)) == []
     assert side.finish(second, [[1]]) == (None, None)
     side.freed("p-1")
-    assert [type(order) for order in side.schedule(second)] == [Grant]
+    assert [type(order) for order in side.schedule(second)] == [Acquire]
 
 
 def finished(side: Producer, asked: Any) -> Any:
@@ -289,7 +292,7 @@ def test_only_what_has_been_written_and_said_is_offered(
         "p-1", text, num_prompt_tokens=300, num_computed_tokens=num_computed, num_in_flight_tokens=num_in_flight
     )
     params, order = finished(producer(groups(full(64))), asked)
-    assert (params["remote_num_tokens"], type(order)) == (expected, Offer)
+    assert (params["remote_num_tokens"], type(order)) == (expected, Publish)
     decode = Decode(full(64))
     assert decode.side.count_loadable(decode.arrive(params, [*text, 7]), 0) == expected
 
@@ -312,7 +315,7 @@ def test_a_state_among_its_drafts_is_not_offered(mode: str, num_drafts: int, num
     list(side.schedule(asked))
     params, order = side.finish(asked, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7, 8]])
     assert (params is not None) == is_offered
-    assert isinstance(order, Offer if is_offered else Revoke)
+    assert isinstance(order, Publish if is_offered else Revoke)
 
 
 @pytest.mark.parametrize(("num_in_flight", "is_offered"), [(0, True), (1, False)])
@@ -322,4 +325,4 @@ def test_what_is_written_in_place_and_still_going_on_is_not_offered(
 ) -> None:
     asked = request("p-1", TOKENS, num_computed_tokens=300, num_in_flight_tokens=num_in_flight)
     params, order = finished(producer(groups(full(64), in_place)), asked)
-    assert (params is not None, type(order)) == (is_offered, Offer if is_offered else Revoke)
+    assert (params is not None, type(order)) == (is_offered, Publish if is_offered else Revoke)

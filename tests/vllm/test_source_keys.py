@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.schedulers import KEY, LIFE, TOKENS, Decode, blocks, full, groups, prefill, request
+from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, prefill, request
 
-from kvreshard.session.orders import Failure, Load, Release, Unwatch, Watch
+from kvreshard.session.commands import Failure, Load, Release, Renew, StopRenewing
 from kvreshard.session.seal import incarnation_of
-from kvreshard.vllm import consumer
+from kvreshard.vllm import known_sources
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata, tell_hosts
@@ -31,17 +31,17 @@ def params() -> dict[str, object]:
 def test_a_request_waits_for_the_key_of_a_source_that_is_new() -> None:
     decode, first = Decode(full(64), has_met=False), params()
     asked = decode.arrive(first, TOKENS)
-    assert [(type(order), order.asks_key) for order in decode.watched] == [(Watch, True)]
+    assert [(type(order), order.asks_key) for order in decode.watched] == [(Renew, True)]
     assert [decode.side.count_loadable(asked, 0) for _ in range(3)] == [None] * 3
-    decode.side.meet({"another": bytes(32)}, {"another": GONE})
+    decode.meet({"another": bytes(32)}, {"another": GONE})
     assert decode.side.count_loadable(asked, 0) is None
-    decode.side.meet({"d-1": KEY}, {})
+    decode.meet({"d-1": KEY})
     assert decode.side.count_loadable(asked, 0) == 299
     load = decode.load(asked, blocks(BLOCKS), 299)
     assert (load.refusal, decode.fallbacks) == (None, [])
     list(decode.side.ended("d-1"))
     asked = decode.arrive(params(), TOKENS)
-    assert [(type(order), order.asks_key) for order in decode.watched] == [(Watch, False)]
+    assert [(type(order), order.asks_key) for order in decode.watched] == [(Renew, False)]
     assert decode.side.count_loadable(asked, 0) == 299
 
 
@@ -49,7 +49,7 @@ def test_a_source_that_one_rank_has_met_is_given_back_though_another_could_not_m
     """The rank that has met it has loaded its part, and keeps it until it hears."""
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), TOKENS)
-    decode.side.meet({"d-1": KEY}, {"d-1": GONE})
+    decode.meet({"d-1": KEY}, {"d-1": GONE})
     assert decode.side.count_loadable(asked, 0) == 299
     load = decode.load(asked, blocks(BLOCKS), 299)
     assert load.refusal is None
@@ -59,7 +59,7 @@ def test_a_source_that_one_rank_has_met_is_given_back_though_another_could_not_m
 def test_another_prompt_is_not_loaded_under_the_right_key() -> None:
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), [7, *TOKENS[1:]])
-    decode.side.meet({"d-1": KEY}, {})
+    decode.meet({"d-1": KEY})
     assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == (0, ["prompt"])
 
 
@@ -67,29 +67,29 @@ def test_a_request_that_needs_nothing_does_not_wait() -> None:
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), TOKENS)
     assert [decode.side.count_loadable(asked, hit) for hit in (256, 298, 299, 300)] == [None, None, 0, 0]
-    assert [type(order) for order in decode.side.allocate(asked, blocks(BLOCKS), 0)] == [Unwatch, Release]
+    assert [type(order) for order in decode.side.allocate(asked, blocks(BLOCKS), 0)] == [StopRenewing, Release]
 
 
 def test_a_source_that_cannot_be_met_fails_the_load_and_nothing_is_read() -> None:
     """The load is ordered, so that vLLM's policy decides, and refused, whatever the ranks find by then."""
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), [7, *TOKENS[1:]])
-    decode.side.meet({}, {"d-1": GONE})
+    decode.meet({}, {"d-1": GONE})
     assert decode.side.count_loadable(asked, 0) == 299
-    decode.side.meet({"d-1": KEY}, {})  # another rank has met it after all
+    decode.meet({"d-1": KEY})  # another rank has met it after all
     assert decode.side.count_loadable(asked, 0) == 299
     load = decode.load(asked, blocks(BLOCKS), 299)
     assert (load.refusal, decode.fallbacks) == (GONE, [])
     assert list(decode.side.ended("d-1")) == []  # whoever could not be met is not asked once more to be told so
     decode.arrive(json.loads(json.dumps(asked.kv_transfer_params)), TOKENS)
-    assert [type(order) for order in decode.watched] == [Watch]
+    assert [type(order) for order in decode.watched] == [Renew]
 
 
 def test_a_request_that_has_ended_hears_of_no_key() -> None:
     decode = Decode(full(64), has_met=False)
     decode.arrive(params(), TOKENS)
-    assert [type(order) for order in decode.side.abort("d-1")] == [Unwatch, Release]
-    decode.side.meet({"d-1": KEY}, {"d-1": GONE})
+    assert [type(order) for order in decode.side.abort("d-1")] == [StopRenewing, Release]
+    decode.meet({"d-1": KEY}, {"d-1": GONE})
     assert not decode.side._waiting
 
 
@@ -97,14 +97,15 @@ def test_a_key_of_a_former_request_with_the_same_id_is_not_kept_for_others() -> 
     """It would make the seals of all later requests of that source fail."""
     decode = Decode(full(64), has_met=False)
     asked = decode.arrive(params(), TOKENS)
-    decode.side.meet({"d-1": bytes(32)}, {})
-    assert dict(decode.side._keys) == {}
-    decode.side.meet({"d-1": KEY}, {})
-    assert (decode.side.count_loadable(asked, 0), list(decode.side._keys)) == (299, [("p", LIFE)])
+    decode.meet({"d-1": bytes(32)})
+    decode.meet({"d-1": KEY})
+    assert decode.side.count_loadable(asked, 0) == 299
+    decode.arrive(params(), TOKENS)
+    assert [order.asks_key for order in decode.watched if isinstance(order, Renew)] == [False]
 
 
 def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer, "MAX_KEYS", 2)
+    monkeypatch.setattr(known_sources, "MAX_KEYS", 2)
     decode, asked = Decode(full(64)), []
     for number in range(5):
         key = bytes([number]) * 32
@@ -112,8 +113,8 @@ def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.Monke
         named["kvreshard"] = dict(named["kvreshard"], incarnation=incarnation_of(key))
         asked.append(request(f"d-{number}", TOKENS, kv_transfer_params=named))
         list(decode.side.arrive(asked[-1], named))
-        decode.side.meet({f"d-{number}": key}, {})
-    assert len(decode.side._keys) == 2
+        decode.meet({f"d-{number}": key})
+    assert len(decode.side._known._keys) == 2
     assert all(decode.side.count_loadable(one, 0) is not None for one in asked)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, prefill, request
 from tests.work import count_bytecodes
 
-from kvreshard.session.orders import Release, Unwatch, Watch
+from kvreshard.session.commands import Release, Renew, StopRenewing
 
 pytestmark = pytest.mark.vllm
 
@@ -25,7 +25,7 @@ def test_what_was_prefilled_here_is_given_back_and_goes_on_here() -> None:
     assert list(decode.side.allocate(asked, blocks([1, 2, 3, 4, 5]), 0)) == list(decode.side.abort("d-1")) == []
     another_life = Decode(full(64), me=("p", "another life"))
     another_life.arrive(params, TOKENS)
-    assert [type(order) for order in another_life.watched] == [Watch]
+    assert [type(order) for order in another_life.watched] == [Renew]
 
 
 def test_an_engine_that_only_prefills_loads_nothing() -> None:
@@ -42,7 +42,7 @@ def test_a_reset_lets_go_of_what_waits_and_waits_for_what_is_loaded() -> None:
     asked = {decode: decode.arrive(params, TOKENS) for decode in (waits, loads)}
     loads.side.count_loadable(asked[loads], 0)
     loads.load(asked[loads], blocks([1, 2, 3, 4, 5]), 299)
-    assert [type(order) for order in waits.side.reset()] == [Unwatch, Release]
+    assert [type(order) for order in waits.side.reset()] == [StopRenewing, Release]
     assert (waits.fallbacks, waits.side.is_loading) == (["reset"], False)
     assert waits.side.count_loadable(asked[waits], 0) == 0
     assert list(waits.side.allocate(asked[waits], blocks([1, 2, 3, 4, 5]), 0)) == []
@@ -68,9 +68,9 @@ def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:
     assert not decode.side.is_waiting
     asked = decode.arrive(first, TOKENS)
     assert decode.side.is_waiting
-    assert [type(order) for order in decode.side.give_up_one()] == [Unwatch, Release]
+    assert [type(order) for order in decode.side.give_up_one()] == [StopRenewing, Release]
     assert (decode.side.is_waiting, decode.side.count_loadable(asked, 0)) == (False, 0)
-    assert decode.fallbacks == ["standstill"]
+    assert decode.fallbacks == ["deadlock"]
     asked = decode.arrive(second, TOKENS)
     decode.side.count_loadable(asked, 0)
     decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
@@ -83,12 +83,12 @@ def test_choices_of_one_prompt_share_its_source_and_the_last_one_gives_it_back()
     decode = Decode(full(64))
     asked = [request(name, TOKENS, kv_transfer_params=params) for name in ("d-1", "d-2", "d-3", "d-4")]
     for one in asked[:3]:
-        assert [type(order) for order in decode.side.arrive(one, params)] == [Watch]
+        assert [type(order) for order in decode.side.arrive(one, params)] == [Renew]
         assert decode.side.count_loadable(one, 0) == 299
     for one in asked[:2]:
         assert decode.load(one, blocks([1, 2, 3, 4, 5]), 299).gives_back is False
     assert list(decode.side.ended("d-1")) == []
-    assert [type(order) for order in decode.side.abort("d-3")] == [Unwatch]
+    assert [type(order) for order in decode.side.abort("d-3")] == [StopRenewing]
     assert [type(order) for order in decode.side.ended("d-2")] == [Release]
     assert list(decode.side.arrive(asked[3], params)) == []
     assert (decode.side.count_loadable(asked[3], 256), decode.fallbacks) == (0, ["spent"])

@@ -12,9 +12,8 @@ from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.rank_memory import make_block
+from kvreshard.tools import digest_lanes
 from kvreshard.transport.local import HostMemory
-from kvreshard.transport.words import reach
-from kvreshard.verify import digest_lanes
 
 SIZE = 1 << 20
 NUM_TAILS = 10_000
@@ -25,7 +24,7 @@ def run(bench: Bench) -> None:
     """All of them, over random addresses."""
     _zeroing(bench)
     _many_ranges(bench)
-    _words(bench)
+    _sums(bench)
     _digests(bench)
 
 
@@ -63,29 +62,24 @@ def _many_ranges(bench: Bench) -> None:
             found.fail("other bytes are zero")
 
 
-def _words(bench: Bench) -> None:
-    with bench.check("words of a digest, any steps") as found:
+def _sums(bench: Bench) -> None:
+    with bench.check("weighted sums of a digest, any addresses") as found:
         rng = np.random.default_rng(1)
         seen, block = make_block(SIZE, bench.device)
         seen[:] = rng.integers(0, 256, SIZE, dtype=np.uint8)
         block.upload()
-        content, host, compared = seen.copy(), HostMemory(), 0
+        content, host, summed = seen.copy(), HostMemory(), 0
         for _ in range(100):
-            word = int(rng.choice([1, 2, 4]))
-            counts = rng.integers(1, 6, int(rng.integers(2, 5))).tolist()
-            steps = (rng.integers(1, 300, len(counts)) * 4).tolist()
-            steps[1:] = [
-                step * int(sign) for step, sign in zip(steps[1:], rng.choice([-1, 1], len(steps) - 1), strict=True)
-            ]
-            low, _ = reach(counts, steps, word)
-            rows, rest = rng.integers(0, counts[0], 7), tuple(slice(0, count) for count in counts[1:])
-            theirs = host.words(int(content.ctypes.data) - low, word, counts, steps).take(rows, rest)
-            mine = block.memory.words(block.region.address - low, word, counts, steps).take(rows, rest)
-            compared += mine.nbytes
+            unit_bytes = int(rng.choice([1, 2]))
+            weights = rng.integers(-(2**63), 2**63, rng.integers(1, 40, 2), dtype=np.int64)
+            rows, runs = rng.integers(0, SIZE // 4, 200), rng.integers(0, SIZE // 4, len(weights))
+            theirs = host.weighted_sums(int(content.ctypes.data) + rows, runs, weights, unit_bytes)
+            mine = block.memory.weighted_sums(block.region.address + rows, runs, weights, unit_bytes)
+            summed += len(rows) * weights.size * unit_bytes
             if not np.array_equal(theirs, mine):
-                found.fail(f"words of {word} bytes, counts {counts}, steps {steps} differ")
+                found.fail(f"sums of {weights.shape} units of {unit_bytes} bytes differ")
                 break
-        found.figure(bytes_compared=compared)
+        found.figure(bytes_summed=summed)
 
 
 def _digests(bench: Bench) -> None:

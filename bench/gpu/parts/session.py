@@ -25,16 +25,18 @@ from bench.gpu.findings import Bench
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout
 from kvreshard.plan.cost import CostModel
+from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.staging import Staging
 from kvreshard.testing.oracle import oracle_transfer
 from kvreshard.testing.rank_memory import Block, make_block
+from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.nixl import NixlTransport
 
 STAGING_BYTES = 1 << 16
 MANY_TURNS = 100_000
+WATCHED = ObserverOptions(digest_share=1.0)
 
 
 class DeviceWorld:
@@ -68,6 +70,7 @@ class DeviceWorld:
             transport = NixlTransport(f"{layout.engine}{rank.rank}", enter=block.enter)
             self._stack.callback(transport.close)
             table = LeaseTable(64)
+            observer = RankObserver(rank.rank, block.memory, WATCHED, clock=self.world.clock)
             endpoint = Endpoint(
                 rank.rank,
                 transport,
@@ -77,10 +80,11 @@ class DeviceWorld:
                 staging=Staging(block.region.address + region.size_bytes, STAGING_BYTES),
                 clock=self.world.clock,
                 peers=FakePeers(self.world, rank.rank),
+                observer=observer,
             )
             transport.register([block.region, table.region, *endpoint.regions])
             side.tables[rank.rank], side.transports[rank.rank] = table, transport  # type: ignore[assignment]
-            side.endpoints[rank.rank] = endpoint
+            side.endpoints[rank.rank], side.observers[rank.rank] = endpoint, observer
         side.layout = relocate(layout, addresses, self._device)
         return side
 
@@ -107,14 +111,14 @@ class DeviceWorld:
 def run(bench: Bench) -> None:
     """Each on the processor first where that is not the device."""
     for way, copy_s in (("direct", 1e-9), ("staged", 1.0)):
-        options = dataclasses.replace(OPTIONS, digest_share=1.0, cost=CostModel(copy_s=copy_s))
+        options = dataclasses.replace(OPTIONS, cost=CostModel(copy_s=copy_s))
         with (
             bench.check(f"a {way} load: every byte, new pages zeroed, digests equal") as found,
             contextlib.ExitStack() as stack,
         ):
             made = DeviceWorld(bench.device, options, stack)
             world = made.world
-            world.grant_and_offer()
+            world.acquire_and_publish()
             before = {place: content.copy() for place, content in world.dst.memory.items()}
             wanted = order_load(world)
             expected = oracle_transfer(world.src.layout, world.dst.layout, world.src.memory, before, wanted)
@@ -129,7 +133,7 @@ def run(bench: Bench) -> None:
         with bench.check(f"a {way} load whose lease is gone fails") as found, contextlib.ExitStack() as stack:
             made = DeviceWorld(bench.device, options, stack)
             world = made.world
-            world.grant_and_offer()
+            world.acquire_and_publish()
             world.src.turn()
             for table in world.src.tables.values():
                 table[SLOT] = WORD + 1

@@ -8,8 +8,8 @@
 from kvreshard.catalog.advice import assumed, warnings
 from kvreshard.catalog.engine import describe
 from kvreshard.catalog.entries import MODELS, Entry, load
-from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
+from kvreshard.catalog.read import read_model
 from kvreshard.catalog.shrink import fit_stages, shrink
 from kvreshard.catalog.spec import EngineSpec, parse_engine
 

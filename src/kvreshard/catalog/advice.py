@@ -1,4 +1,4 @@
-"""What would keep vLLM 0.32 itself from running an engine that can be described?
+"""What would keep vLLM 0.32 itself from running an engine that can be described.
 
 Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both
 values and what vLLM asks for; an empty list means that nothing known speaks against the engine. `assumed` has what neither the

@@ -1,18 +1,20 @@
-"""What does one field of a Hugging Face config.json say, and is it what it should be?
+"""The fields of a Hugging Face config.json, read with their types and bounds checked.
 
 A `Config` is the dictionary of the language model with the path at which it lies (`text_config` of a multimodal model), so
 that an error can name the field as a person finds it in the file.
 
-1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`, in Qwen-Omni inside of `thinker_config`.
-2. Older families call the same fields otherwise: `renamed` says how, and errors speak of the file's own names.
+1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`, in Qwen-Omni inside of `thinker_config`, in
+   Moondream under `config.text`.
+2. Older families have other names for the same fields: `renamed` says which, and errors use the file's own names.
 3. transformers 5.19 may save what differs in some layers as `per_layer_config`: `of_layer` gives one layer's fields.
-4. Each getter takes a name, checks type and range, and gives the value; null counts as absent.
+4. Each getter takes a name, checks type and range, and gives the value; null counts as absent. `count` and `has` also take a path into an
+   object inside (`attn_config.kv_n_heads`).
 5. `dtype` is the one that vLLM 0.32 runs the model in where its own `--dtype` says nothing: what the file declares around the language model, else in it,
    else for its encoder (`model_arch_config_convertor.py`); float32, and float16 of `NO_FLOAT16`, become bfloat16 (`config/model.py`).
 
 Refused: a field that is missing, of a wrong type or not positive, KV heads that do not divide the query heads, a list of layer types of another length than
-`num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default is given by the caller, who
-says where it is documented, or by `defaults`, which has those of transformers' classes.
+`num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default comes from the caller, or from the family's row
+(`family.Family`), which has those of transformers' classes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvreshard.catalog.defaults import DERIVED_HEAD_SIZE, HEAD_SIZES, KV_HEADS, PER_QUERY_HEAD
+from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family, Source
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.model import LayoutError
 
@@ -30,6 +32,8 @@ from kvreshard.model import LayoutError
 NESTED = ("text_config", "language_config", "llm_config")
 # Where models that hear and speak keep what has it (`Qwen3OmniMoeConfig.get_text_config`).
 SPEAKING = "thinker_config"
+# Types whose language model is an object inside of another.
+INSIDE: Mapping[str, str] = {"moondream3": "config.text"}
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
 ENCODERS = ("vision_config", "encoder_config")
@@ -48,7 +52,7 @@ _LAYER_NUMBER = re.compile("[0-9]{1,6}")
 class Config:
     """The fields of one language model. `path`: where in the file they lie, `outer`: fields of the file around it.
 
-    `names`: what the file calls the fields that it names otherwise.
+    `names`: what the file calls the fields that it names otherwise. `family`: the row of its type, for what the file leaves out.
     """
 
     model: str
@@ -56,13 +60,19 @@ class Config:
     path: str = ""
     outer: Mapping[str, Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    family: Family = field(default_factory=Family)
 
     @property
     def model_type(self) -> str:
         return self.text("model_type")
 
     def has(self, name: str) -> bool:
-        return self.fields.get(name) is not None
+        return self._value(name) is not None
+
+    def _value(self, name: str) -> Any:
+        """A field, or one of an object inside: `outer.inner`."""
+        outer, _, inner = name.partition(".")
+        return self.part(outer)._value(inner) if inner else self.fields.get(name)
 
     def error(self, name: str, fact: str, remedy: str) -> LayoutError:
         return LayoutError(
@@ -92,7 +102,7 @@ class Config:
 
     def count(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
         """A whole number, by default positive."""
-        value = self.fields.get(name)
+        value = self._value(name)
         if value is None and default is not None:
             return default
         if value is None:
@@ -106,6 +116,18 @@ class Config:
             bound = f"at least {at_least}" if value < at_least else f"at most {at_most}"
             raise self.error(name, f"is {_shown(value)}", f"it must be {bound}")
         return value
+
+    def number(self, source: Source) -> int:
+        """What a row of the table says where a number is."""
+        match source:
+            case str():
+                return self.count(source)
+            case tuple():
+                return self.count(next((name for name in source if self.has(name)), source[-1]))
+            case int():
+                return source
+            case _:
+                return source(self)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(name)
@@ -123,11 +145,10 @@ class Config:
 
     def entries(self, name: str, length: int, allowed: Mapping[str, str]) -> tuple[str, ...]:
         """A list with one text per decoder layer, each translated by `allowed`."""
-        value = self.fields.get(name)
-        if not isinstance(value, Sequence) or not value:
-            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "give one entry per layer")
-        if len(value) != length:
-            raise self.error(name, f"has {len(value)} entries for {length} decoder layers", "give one entry per layer")
+        value = self._list(name, "give one entry per layer")
+        if not value:
+            raise self.error(name, f"is {_shown(value)}", "give one entry per layer")
+        self._check_length(name, value, length)
         for index, entry in enumerate(value):
             if not isinstance(entry, str) or entry not in allowed:
                 raise self.error(
@@ -137,13 +158,8 @@ class Config:
 
     def numbers(self, name: str, length: int, *, spare: int = 0) -> tuple[int, ...]:
         """A list with one whole number per decoder layer, none negative; up to `spare` more are left out."""
-        value = self.fields.get(name)
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.error(
-                name, "is missing" if value is None else f"is {_shown(value)}", "give one number per layer"
-            )
-        if not length <= len(value) <= length + spare:
-            raise self.error(name, f"has {len(value)} entries for {length} decoder layers", "give one entry per layer")
+        value = self._list(name, "give one number per layer")
+        self._check_length(name, value, length, spare)
         for index, entry in enumerate(value):
             if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
                 raise self.error(f"{name}[{index}]", f"is {_shown(entry)}", "give a whole number that is not negative")
@@ -151,13 +167,10 @@ class Config:
 
     def positions(self, name: str, length: int, *, first: int = 1, needed: bool = True) -> frozenset[int]:
         """A list of numbers of decoder layers, the first of which is `first`; each at most once. Absent is empty unless `needed`."""
-        value = self.fields.get(name)
-        if value is None and not needed:
+        if not needed and not self.has(name):
             return frozenset()
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", "list the layers")
         found: set[int] = set()
-        for index, entry in enumerate(value):
+        for index, entry in enumerate(self._list(name, "list the layers")):
             if isinstance(entry, bool) or not isinstance(entry, int) or not first <= entry < first + length:
                 raise self.error(
                     f"{name}[{index}]", f"is {_shown(entry)}", f"give numbers from {first} to {first + length - 1}"
@@ -166,6 +179,21 @@ class Config:
                 raise self.error(f"{name}[{index}]", f"is {entry} again", "list every layer once")
             found.add(entry)
         return frozenset(found)
+
+    def _list(self, name: str, remedy: str) -> Sequence[Any]:
+        value = self.fields.get(name)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self.error(name, "is missing" if value is None else f"is {_shown(value)}", remedy)
+        return value
+
+    def _check_length(self, name: str, value: Sequence[Any], length: int, spare: int = 0) -> None:
+        if not length <= len(value) <= length + spare:
+            raise self.error(name, f"has {len(value)} entries for {length} decoder layers", "give one entry per layer")
+
+    def element(self, name: str, index: int) -> Config:
+        """The fields of an object in a list; of anything else none."""
+        value = self.fields[name][index]
+        return Config(self.model, value if isinstance(value, Mapping) else {}, f"{self.path}{name}[{index}].")
 
     def part(self, name: str) -> Config:
         """The fields of an object inside; an absent one has none."""
@@ -185,25 +213,23 @@ class Config:
         """Whether the file has a dtype, good or bad."""
         return self._said_dtype() is not None
 
-    def _said_dtype(self) -> tuple[str, Any] | None:
-        """A dtype and the field that says it: the first of the places in which vLLM looks."""
-        around = self.outer or {}
-        encoders = [fields for name in ENCODERS if isinstance(fields := around.get(name), Mapping)]
-        for fields in (around, self.fields, *encoders):
-            for name in DTYPE_NAMES:
-                if fields.get(name) is not None:
-                    return name, fields[name]
-        return None
+    def _said_dtype(self) -> tuple[Config, str] | None:
+        """The first of the places in which vLLM looks that says a dtype, and the name of its field."""
+        around = Config(self.model, self.outer or {})
+        encoders = [around.part(name) for name in ENCODERS if isinstance(around.fields.get(name), Mapping)]
+        said = ((place, name) for place in (around, self, *encoders) for name in DTYPE_NAMES if place.has(name))
+        return next(said, None)
 
     def declared_dtype(self) -> str:
         """The dtype that the file declares: `dtype`, or `torch_dtype` in older ones."""
         said = self._said_dtype()
         if said is None:
             raise self.missing_dtype("add it to a copy of the file, as the model was made")
-        name, value = said
+        place, name = said
+        value = place.fields[name]
         short = value.removeprefix("torch.") if isinstance(value, str) else value
         if not isinstance(short, str) or short not in DTYPE_BYTES:
-            raise self.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
+            raise place.error(name, f"is {_shown(value)}", f"use one of {', '.join(DTYPE_BYTES)}")
         return short
 
     def dtype(self) -> str:
@@ -227,9 +253,9 @@ class Config:
         return value
 
     def head_size(self) -> int:
-        """`head_dim`, else what the family has without it (`defaults`)."""
-        known = self._default("head_dim", HEAD_SIZES)
-        if known is not None or self.model_type not in DERIVED_HEAD_SIZE:
+        """`head_dim`, else what the family has without it."""
+        known = self._default("head_dim", self.family.head_size)
+        if known is not None or self.family.head_size != DERIVED:
             return self.count("head_dim", known)
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:
@@ -239,12 +265,10 @@ class Config:
         return hidden // heads
 
     def num_kv_heads(self) -> int:
-        """`num_key_value_heads`, else what the family has without it (`defaults`)."""
+        """`num_key_value_heads`, else what the family has without it."""
         name = "num_key_value_heads"
-        known, num_heads = self._default(name, KV_HEADS), self.count("num_attention_heads")
-        if known is None and self.model_type in PER_QUERY_HEAD:
-            known = num_heads
-        num_kv_heads = self.count(name, known)
+        known, num_heads = self._default(name, self.family.kv_heads), self.count("num_attention_heads")
+        num_kv_heads = self.count(name, num_heads if self.family.kv_heads == PER_QUERY_HEAD else known)
         if num_heads % num_kv_heads:
             raise self.error(
                 name,
@@ -253,12 +277,15 @@ class Config:
             )
         return num_kv_heads
 
-    def _default(self, name: str, numbers: Mapping[str, int]) -> int | None:
-        """What the field says, or is known to be where it is absent. A null is not known where a number is."""
+    def _default(self, name: str, known: int | str | None) -> int | None:
+        """What the field says, or is known to be where it is absent. A null is not known where a number is: most classes then compute
+        what they otherwise know.
+        """
         if self.has(name):
             return self.count(name)
-        known = numbers.get(self.model_type)
-        if known is not None and name in self.fields:
+        if not isinstance(known, int):
+            return None
+        if name in self.fields:
             raise self.error(
                 name,
                 f"is null, which is not the {known} of a '{self.model_type}' file without it",
@@ -282,8 +309,18 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
         inner = around.get(name)
         if isinstance(inner, Mapping):
             fields = inner if inner.get("model_type") else {**inner, "model_type": around.get("model_type")}
-            return Config(model, fields, f"{path}{name}.", around)
-    return Config(model, raw)
+            return _inside(Config(model, fields, f"{path}{name}.", around))
+    return _inside(Config(model, raw))
+
+
+def _inside(config: Config) -> Config:
+    kind = config.fields.get("model_type")
+    if not isinstance(kind, str) or kind not in INSIDE:
+        return config
+    part = config
+    for name in INSIDE[kind].split("."):
+        part = part.part(name)
+    return replace(part, fields={**part.fields, "model_type": kind}, outer={**config.fields, **(config.outer or {})})
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Which dtype has a cache that the engine leaves to the model (`dtype=auto`)?
+"""The dtype of caches that the engine leaves to the model (`dtype=auto`).
 
 As vLLM 0.32 resolves it, from `quantization_config` (or a file that stands for it, see `entries`):
 
@@ -37,7 +37,8 @@ def read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
     dtype, for_latents = _declared(outer) or (_of_compressed_tensors(config, outer), False)
     if dtype == NATIVE:
         return model
-    layers = tuple(_in_dtype(config, layer, dtype, for_latents=for_latents) for layer in model.layers)
+    declaring = config if config.has("quantization_config") else outer
+    layers = tuple(_in_dtype(declaring, layer, dtype, for_latents=for_latents) for layer in model.layers)
     return replace(model, layers=layers, declared=dtype)
 
 

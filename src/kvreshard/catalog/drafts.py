@@ -1,4 +1,4 @@
-"""Which caches does the file of a draft model have, beside a given target?
+"""The caches of a draft model, read from its file beside a given target.
 
 1. The fields are taken out of the form that the file has:
 
@@ -24,10 +24,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvreshard.catalog.config import Config, language_part
-from kvreshard.catalog.families import read_config
+from kvreshard.catalog.families import FAMILIES
+from kvreshard.catalog.family import Family
+from kvreshard.catalog.layer_rules import LAYER_TYPES, OFF, ON, Windows
 from kvreshard.catalog.layers import NATIVE, Model, ModelLayer
-from kvreshard.catalog.read_attention import KNOWN
-from kvreshard.catalog.windows import LAYER_TYPES, SWITCHED, WITHOUT_TYPES, plain_windows
+from kvreshard.catalog.read import read_config
 from kvreshard.kinds import Attention
 from kvreshard.model import LayoutError
 
@@ -123,26 +124,33 @@ def _with_windows(config: Config) -> Config:
         return config.with_fields(sliding_window=None, layer_types=None)
     if config.has("dflash_config") or any("DFlash" in name or "DSpark" in name for name in names):
         return _with_dflash_windows(config)
-    family = config.model_type
-    by_type = config.has("layer_types") and family not in WITHOUT_TYPES
-    is_switched = family in SWITCHED and config.flag("use_sliding_window", False)
-    if family not in KNOWN or by_type or is_switched:
+    rule = _window_rule(config)
+    if rule is None or rule.switch == ON:
         return config
-    return config.with_fields(sliding_window=None, layer_types=None)
+    by_type = config.has("layer_types") and rule.by_type
+    is_switched = rule.switch == OFF and config.flag("use_sliding_window", False)
+    return config if by_type or is_switched else config.with_fields(sliding_window=None, layer_types=None)
+
+
+def _window_rule(config: Config) -> Windows | None:
+    """The rule of a family of plain attention, None of others."""
+    rule = FAMILIES.get(config.model_type, Family()).layers
+    return rule if isinstance(rule, Windows) else None
 
 
 def _with_dflash_windows(config: Config) -> Config:
-    own, number = config.part("dflash_config"), config.count("num_hidden_layers")
+    own, number, rule = config.part("dflash_config"), config.count("num_hidden_layers"), _window_rule(config)
+    is_switched = rule is not None and rule.switch == OFF
     types: Sequence[str] = ["full"] * number
     if config.has("layer_types"):
         types = config.entries("layer_types", number, LAYER_TYPES)
-    elif config.model_type in SWITCHED:  # their configuration classes write down the types
-        types = ["full" if one is None else "window" for one in plain_windows(config, number, is_known=True)]
+    elif rule is not None and is_switched:  # their configuration classes write down the types
+        types = rule(config, number)
     if own.flag("use_swa", False) and "window" not in types:
         types = ("window",) * number
     if "window" not in types:
         return config.with_fields(sliding_window=None, layer_types=None)
-    is_on = config.flag("use_sliding_window", config.model_type not in SWITCHED)
+    is_on = config.flag("use_sliding_window", not is_switched)
     window = own.count("swa_window_size", config.count("sliding_window") if is_on else None)
     names = {short: name for name, short in LAYER_TYPES.items()}
     return config.with_fields(

@@ -1,4 +1,4 @@
-"""From a model and an engine as a person writes it to the engine's layout.
+"""The layout of an engine, from a model and the engine as a person writes it.
 
 1. Take the layers that this engine has (drafts, prediction layers) in the cache dtype that it asks for.
 2. Cut them into pipeline stages: vLLM 0.32 spreads a remainder over the stages before the last (`distributed/utils.py`).
@@ -25,6 +25,7 @@ from kvreshard.catalog.spec import EngineSpec, unknown
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Mamba1, Mamba2, Ring, ScaledRows, ShortConv, Style
 from kvreshard.kinds.assemble import ALIASES, NULL_PAGE, Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout, LayoutError
+from kvreshard.model.expect import expect
 
 DEFAULT_PAGES = 128
 CONVOLUTIONAL = (GatedDelta, Mamba1, Mamba2, ShortConv)
@@ -43,6 +44,8 @@ class PagePlan:
 
 def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None = None) -> EngineLayout:
     """The layout of every rank of `engine`. `num_pages` wins over the spec's. Raises LayoutError."""
+    expect(model, Model, "a model", "what `kvreshard.load` returns")
+    expect(spec, EngineSpec, "an engine", "what `kvreshard.parse_engine` returns")
     try:
         plan, stages = plan_pages(model, spec), stage_of_layers(model, spec)
     except LayoutError as error:
@@ -238,10 +241,10 @@ def _base(kind: Kind) -> str:
 
 
 def _names(tables: Sequence[TableGroup]) -> tuple[str, ...]:
-    families = [_family(table) for table in tables]
-    totals, used = Counter(families), Counter[str]()
+    """The family of each table, with a number where there are several."""
+    totals, used = Counter(map(_family, tables)), Counter[str]()
     names = []
-    for family in families:
+    for family in map(_family, tables):
         names.append(family if totals[family] == 1 else f"{family}.{used[family]}")
         used[family] += 1
     return tuple(names)

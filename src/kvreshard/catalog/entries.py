@@ -1,4 +1,4 @@
-"""Which models does the catalog hold, what shapes their caches, and where does each number come from?
+"""The models of the catalog, with the sources of their numbers, and the loading of any other from its config.json.
 
 `configs/<id>.json` holds the fields of a model's config.json that shape its caches, `configs/<id>.draft.json` those of a draft
 that comes with it, `configs/SOURCES.json` where they were found and what could not be confirmed.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kvreshard.catalog.drafts import read_draft
-from kvreshard.catalog.families import read_model
 from kvreshard.catalog.layers import Model, ModelLayer, as_draft
+from kvreshard.catalog.read import read_model
 from kvreshard.catalog.spec import MAX_SHOWN
 from kvreshard.kinds import (
     Attention,

@@ -1,163 +1,276 @@
-"""Which reader knows a model type?
+"""The table of model families: one row per `model_type`, in the form that `family.Family` describes.
 
-1. Take the language model's part of the file (`config.language_part`).
-2. Its `model_type` names the reader; a multimodal model has the type of its text part, or its own where that says none.
-3. A type that is in no list is read as plain attention only if nothing in it can shape the cache otherwise.
-4. A `sliding_window` of 0 says that there is none.
-5. The dtype of its caches is the model's, unless the file declares another (`declared`).
-
-Raises LayoutError naming the field, its value and the remedy.
+To add a model, add its row; `docs/howto/add-a-model.md` says how. Numbers of `kv_heads` and `head_size` are the defaults of transformers 5.19's
+configuration classes (`models/*/configuration_*.py`), or of vLLM 0.32's model where the class has no such field; `tests/vllm/test_defaults.py` compares
+each with its class. The comment above a row names the class, or the file of vLLM 0.32, that the other columns follow.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from kvreshard.catalog import (
-    read_attention,
-    read_hybrid,
-    read_indexed,
-    read_latent,
-    read_renamed,
-    read_unequal,
-    read_unknown,
+from kvreshard.catalog import caches as cache
+from kvreshard.catalog import deepseek_v4 as v4
+from kvreshard.catalog import family_layers as rules
+from kvreshard.catalog import field_rules as fields
+from kvreshard.catalog.caches import attention, heads, latent, state, tokens
+from kvreshard.catalog.config import Config
+from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family
+from kvreshard.catalog.layer_rules import (
+    ALL_OR_NONE,
+    ALTERNATING,
+    BY_TYPE,
+    LAYER_TYPES,
+    OFF,
+    ON,
+    SWITCHED,
+    Windows,
+    alike,
+    every,
+    listed,
+    mtp,
+    mtp_behind,
+    mtp_like_first,
+    one,
+    sharing,
 )
-from kvreshard.catalog.config import PER_LAYER, Config, language_part
-from kvreshard.catalog.declared import read_with_dtype
-from kvreshard.catalog.layers import Model
-from kvreshard.model.text import escaped
 
-Reader = Callable[[Config], Model]
+# fmt: off
+GPT_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
+UNWINDOWED = attention(window=cache.unwindowed)
+ALL_FULL = alike("full")
+DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
+DELTA_CACHES = {"full": UNWINDOWED, "state": state("delta", cache.gated_delta)}
+QWEN3_5 = Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers", 1), kv_heads=4, head_size=256)
+MINIMAX_M3 = Family(
+    layers=rules.minimax_m3, predicts=mtp("indexer full", "num_mtp_modules", 1), expects={"sliding_window": ()}, page_tokens=128,
+    caches={"indexer": cache.fixed("indexer", cache.plain_keys(("index_head_dim", "sparse_attention_config.sparse_index_dim")))})
+CONV_LAYERS = listed({"conv": "state", "full_attention": "full"}, rules.lfm2)
 
-READERS: Mapping[str, Reader] = {
-    **dict.fromkeys(read_attention.PLAIN_TYPES, read_attention.read_plain),
-    **dict.fromkeys(read_attention.PREDICTING_TYPES, read_attention.read_predicting),
-    "gpt_oss": read_attention.read_alternating,
-    "gemma2": read_attention.read_alternating,
-    "afmoe": read_attention.read_afmoe,
-    "cohere2": read_attention.read_cohere2,
-    "cohere2_moe": read_attention.read_cohere2_moe,
-    "exaone4": read_attention.read_exaone4,
-    "exaone_moe": read_attention.read_exaone_moe,
-    "llama4": read_attention.read_llama4,
-    "llama4_text": read_attention.read_llama4,
-    "minicpm3": read_attention.read_minicpm3,
-    "minimax_m2": read_attention.read_minimax_m2,
-    "muse_glimmer_text": read_attention.read_muse_glimmer,
-    "plamo3": read_attention.read_plamo3,
-    "iquestloopcoder": read_attention.read_loop_coder,
-    "smollm3": read_attention.read_smollm3,
-    "gemma3": read_attention.read_gemma3,
-    "gemma3_text": read_attention.read_gemma3,
-    "gemma3n": read_attention.read_gemma3n,
-    "gemma3n_text": read_attention.read_gemma3n,
-    "gemma4": read_attention.read_gemma4,
-    "gemma4_text": read_attention.read_gemma4,
-    "gemma4_unified": read_attention.read_gemma4,
-    "gemma4_unified_text": read_attention.read_gemma4,
-    **dict.fromkeys(read_renamed.NAMES, read_renamed.read_renamed),
-    **dict.fromkeys(("voxtral_realtime", "voxtral_realtime_text"), read_unknown.refuse_listening),
-    **dict.fromkeys(("falcon", *read_renamed.REFINED_WEB), read_renamed.read_falcon),
-    "gpt_bigcode": read_renamed.read_bigcode,
-    "chatglm": read_renamed.read_chatglm,
-    "dbrx": read_renamed.read_dbrx,
-    "nemotron-nas": read_renamed.read_nas,
-    "step1": read_renamed.read_step1,
-    "step3_text": read_renamed.read_step3_text,
-    **dict.fromkeys(("moondream3", "moondream3_text"), read_renamed.read_moondream3),
-    "inkling_model": read_unequal.read_inkling,
-    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), read_unequal.read_mimo_v2),
-    "step3p5": read_unequal.read_step3p5,
-    **dict.fromkeys(("minimax_m3_text", "minimax_m3_vl", "minimax_m3_vl_text"), read_indexed.read_minimax_m3),
-    **dict.fromkeys(("glm5_next", "glm5_next_text"), read_indexed.read_glm5_next),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), read_indexed.read_qwen4_exp),
-    "axk1": read_latent.read_latent,
-    "deepseek_v2": read_latent.read_deepseek,
-    "deepseek_v3": read_latent.read_deepseek,
-    "glm4_moe_lite": read_latent.read_latent,
-    **dict.fromkeys(("pangu_ultra_moe", "sarvam_mla"), read_latent.read_latent),
-    "kimi_k2": read_latent.read_deepseek,
-    "kimi_k25": read_latent.read_deepseek,
-    "longcat_flash": read_latent.read_longcat,
-    "deepseek_v32": read_latent.read_sparse,
-    "glm_moe_dsa": read_latent.read_sparse,
-    "hy_v4": read_indexed.read_hy_v4,
-    "deepseek_v4": read_latent.read_deepseek_v4,
-    **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), read_latent.read_deepseek_v41),
-    "nemotron_h": read_hybrid.read_nemotron_h,
-    "granitemoehybrid": read_hybrid.read_granite,
-    "falcon_h1": read_hybrid.read_falcon_h1,
-    "jamba": read_hybrid.read_jamba,
-    **dict.fromkeys(("kimi_linear", "kimi_k3"), read_hybrid.read_kimi_linear),
-    "bailing_hybrid": read_hybrid.read_bailing_hybrid,
-    "lfm2": read_hybrid.read_lfm2,
-    "lfm2_moe": read_hybrid.read_lfm2,
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"),
-        read_hybrid.read_gated_delta,
-    ),
-    "zamba2": read_hybrid.read_zamba2,
-    "mamba2": read_hybrid.read_mamba2,
-    "mamba": read_hybrid.read_mamba1,
-    "falcon_mamba": read_hybrid.read_mamba1,
+ATTENTION: Mapping[str, Family] = {
+    # By `layer_types`, else one window for all layers.
+    "llama": Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, left_out={"sliding_window": 4096}),
+    "starcoder2": Family(layers=BY_TYPE, kv_heads=2, head_size=DERIVED),
+    **dict.fromkeys(("phi3", "granite", "granitemoe", "olmo", "olmo2"), Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
+    **dict.fromkeys(("granitemoeshared", "phi3_v", "phi4mm", "phimoe"), Family(layers=BY_TYPE, head_size=DERIVED)),
+    **dict.fromkeys(("ernie4_5", "ministral3"), Family(layers=BY_TYPE, head_size=128)),
+    "solar": Family(layers=BY_TYPE),
+    "laguna": Family(layers=Windows(for_all=False), kv_heads=8, head_size=128),
+    # One window for all layers or none.
+    "mixtral": Family(layers=ALL_OR_NONE, kv_heads=8, head_size=DERIVED),
+    "gemma": Family(layers=ALL_OR_NONE, kv_heads=16, head_size=256),
+    "glm4": Family(layers=ALL_OR_NONE, kv_heads=2, head_size=128),
+    **dict.fromkeys(("nemotron", "cohere", "hyperclovax", "olmoe", "stablelm"), Family(layers=ALL_OR_NONE, head_size=DERIVED)),
+    # Windows that must be switched on. Layers of Qwen2-MoE without types are of both, of which its class makes full ones.
+    "qwen2": Family(layers=SWITCHED, kv_heads=32, head_size=DERIVED),
+    "qwen3": Family(layers=SWITCHED, kv_heads=32, head_size=128),
+    "qwen2_moe": Family(layers=Windows(by_type=False, for_all=False, switch=OFF), kv_heads=16, head_size=DERIVED),
+    "qwen3_moe": Family(layers=Windows(by_type=False, switch=OFF), kv_heads=4, head_size=DERIVED),
+    # The same, with layers that predict: `glm4_moe_mtp.py`, `ernie_mtp.py`, `bailing_moe_mtp.py`, `hy_v3_mtp.py`, `mimo_mtp.py`.
+    "glm4_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=DERIVED),
+    "ernie4_5_moe": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=4, head_size=DERIVED),
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), Family(layers=ALL_OR_NONE, predicts=mtp_like_first, head_size=DERIVED)),
+    "hy_v3": Family(layers=ALL_OR_NONE, predicts=mtp_like_first, kv_heads=8, head_size=128),
+    "mimo": Family(layers=SWITCHED, predicts=mtp_like_first, head_size=DERIVED),
+    # `GptOssConfig`, `Gemma2Config`.
+    "gpt_oss": Family(layers=ALTERNATING, kv_heads=8, head_size=64),
+    "gemma2": Family(layers=ALTERNATING, kv_heads=4, head_size=256),
+    # `AfmoeConfig`.
+    "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
+    # `Cohere2Config`, `commandr.py`, `cohere2_moe.py`: a token sees `sliding_window` tokens beside itself.
+    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), unsaid={"sliding_window": 4096},
+                      caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), unsaid={"sliding_window": 4096},
+                          caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=128),
+    # `Exaone4Config`, `exaone_moe.py`.
+    "exaone4": Family(layers=rules.exaone4, left_out={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+    "exaone_moe": Family(layers=rules.exaone4, predicts=mtp_like_first, expects={"sliding_windows": (), "mtp_layer_types": ()},
+                         left_out={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+    # `Llama4TextConfig`, `llama4.py`.
+    **dict.fromkeys(("llama4", "llama4_text"), Family(
+        layers=listed({"full_attention": "full", "chunked_attention": "chunk"}, rules.llama4), caches={"chunk": attention(window=cache.chunk)},
+        kv_heads=8, head_size=128)),
+    # `minicpm3.py`: K and V are cached as they come out of the latent, V as wide as K.
+    "minicpm3": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": "num_attention_heads", "head_dim": fields.minicpm3_head_size}),
+    # `minimax_m2.py`, which drops the `num_mtp_modules`.
+    "minimax_m2": Family(layers=rules.minimax_m2, expects={"sliding_window": ()}, kv_heads=8, head_size=128),
+    # `configs/muse_glimmer.py`.
+    "muse_glimmer_text": Family(layers=rules.muse_glimmer, unsaid={"sliding_window": 2048}, kv_heads=2, head_size=128),
+    # `plamo3.py`.
+    "plamo3": Family(layers=rules.plamo3, caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
+    # `iquest_loopcoder.py`: all layers run `loop_num` times.
+    "iquestloopcoder": Family(layers=Windows(switch=ON), arrange=cache.with_loops, unsaid={"loop_num": 2, "loop_window_size": 64}, head_size=DERIVED),
+    # `SmolLM3Config`.
+    "smollm3": Family(layers=rules.smollm3, kv_heads=4, head_size=DERIVED),
+    # `Gemma3TextConfig`, `Gemma3nTextConfig`, `Gemma4TextConfig`, `gemma4.py`.
+    **dict.fromkeys(("gemma3", "gemma3_text"), Family(
+        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), unsaid={"num_attention_heads": 8, "sliding_window": 4096},
+        expects={"use_bidirectional_attention": (False,)}, kv_heads=4, head_size=256)),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Family(
+        layers=sharing(rules.gemma4), expects={"use_bidirectional_attention": (False, "vision")}, reads_per_layer=True,
+        caches={"full": attention(heads=cache.gemma4_heads), "window": attention(window=tokens("sliding_window"), heads=cache.listed_heads)},
+        kv_heads=4, head_size=256)),
+    # Other names for the usual fields: `GPT2Config`, `GPTJConfig`, `BloomConfig`, `OPTConfig`, `GPTNeoXConfig`, `telechat2.py`, `exaone.py`.
+    **dict.fromkeys(("gpt2", "gptj"), Family(layers=ALL_OR_NONE, names=GPT_NAMES, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
+    "bloom": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+                    kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "opt": Family(layers=ALL_OR_NONE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "gpt_neox": Family(layers=Windows(switch=ON), kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "telechat": Family(layers=Windows(switch=ON), names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+                       kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    "exaone": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    # KV heads in a way of their own: `falcon.py`, `configs/falcon.py`, `GPTBigCodeConfig`, `chatglm.py`, `DbrxConfig`, `step1.py`, `step3_text.py`.
+    "falcon": Family(layers=ALL_FULL, sets={"num_key_value_heads": fields.falcon_kv_heads}, head_size=DERIVED),
+    **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), Family(
+        layers=ALL_FULL, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
+        sets={"num_key_value_heads": fields.falcon_kv_heads}, head_size=DERIVED)),
+    "gpt_bigcode": Family(layers=Windows(switch=ON), names=GPT_NAMES, sets={"num_key_value_heads": fields.bigcode_kv_heads}, head_size=DERIVED),
+    "chatglm": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"},
+                      sets={"num_key_value_heads": fields.chatglm_kv_heads, "head_dim": None}, head_size=DERIVED),
+    "dbrx": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"},
+                   sets={"num_key_value_heads": "attn_config.kv_n_heads"}, head_size=DERIVED),
+    # `nemotron_nas.py`: layers found by a search.
+    "nemotron-nas": Family(layers=rules.nas, caches={"full": attention(heads=cache.block_heads)}, head_size=DERIVED),
+    "step1": Family(layers=Windows(switch=ON), sets={"num_key_value_heads": fields.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
+    "step3_text": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": 1}, head_size=256),
+    # `configs/moondream3.py`, which knows what the file leaves out.
+    **dict.fromkeys(("moondream3", "moondream3_text"), Family(
+        layers=ALL_FULL, sets={"head_dim": None}, head_size=DERIVED,
+        names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "hidden_size": "dim"},
+        unsaid={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
+    # Windows with KV heads of their own: `mimo_v2.py`, `mimo_v2_mtp.py` (one layer predicts), `models/inkling/nvidia/`, `step3p5.py`.
+    **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
+        layers=rules.mimo_v2, predicts=one("window"), numbered_on=True,
+        caches={"full": attention(heads=heads("num_key_value_heads", "head_dim", ("v_head_dim", "head_dim"))),
+                "window": attention(window=tokens(("sliding_window_size", "sliding_window")),
+                                    heads=heads("swa_num_key_value_heads", "swa_head_dim", ("swa_v_head_dim", "swa_head_dim")))})),
+    "inkling_model": Family(
+        layers=rules.inkling, predicts=rules.mtp_inkling, one_per_draft=True, head_size=DERIVED,
+        caches={"inputs": cache.inkling_inputs(cache.inkling_heads), "full": attention(heads=cache.inkling_heads),
+                "window_inputs": cache.inkling_inputs(cache.inkling_window_heads),
+                "window": attention(window=tokens("sliding_window_size"), heads=cache.inkling_window_heads)}),
+    "step3p5": Family(
+        layers=rules.step3p5, predicts=mtp_behind, numbered_on=True, head_size=DERIVED,
+        caches={"full": attention(heads=cache.step_heads), "window": attention(window=tokens("sliding_window"), heads=cache.step_heads),
+                "other_full": attention(heads=cache.other_heads),
+                "other_window": attention(window=tokens("sliding_window"), heads=cache.other_heads)}),
+    # `whisper_causal.py`
+    **dict.fromkeys(("voxtral_realtime", "voxtral_realtime_text"), Family(layers=ALL_FULL, prepare=fields.refuse_listening)),
 }
+"""K and V of heads in every layer, all of them or the last ones."""
 
+LATENTS: Mapping[str, Family] = {
+    # `deepseek_v2.py`.
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), Family(
+        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, fields.deepseek_head_size))})),
+    # `AXK1.py`, `glm4_moe_lite.py`, `openpangu.py`, `sarvam.py`.
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=alike("latent"), predicts=mtp("latent"))),
+    # `longcat_flash.py`: two attentions in a layer, one in a layer that predicts.
+    "longcat_flash": Family(layers=alike("first second"), predicts=mtp("latent"), names={"num_hidden_layers": "num_layers"},
+                            caches={"first": latent("attn.0"), "second": latent("attn.1")}),
+    # `deepseek_v32/attention.py`.
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(layers=rules.sparse, predicts=mtp("indexer latent"), page_tokens=64)),
+    # `models/hy_v4/nvidia/attention.py`, `transformers_utils/configs/hy_v4.py`.
+    "hy_v4": Family(layers=rules.hy_v4, predicts=rules.mtp_like_last, page_tokens=64),
+    "deepseek_v4": Family(layers=v4.v4_layers, predicts=mtp("window"), caches=v4.V4_CACHES, page_tokens=256, order="BLHNC"),
+    **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), Family(
+        layers=v4.v41_layers, predicts=v4.v41_drafting, caches=v4.V41_CACHES, page_tokens=128, order="BLHNC")),
+    # `models/minimax_m3/nvidia/model.py`, `common/indexer.py`: attention with an indexer.
+    "minimax_m3_text": MINIMAX_M3,
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), replace(MINIMAX_M3, kv_heads=4, head_size=128)),
+}
+"""A vector per token, or what an indexer looks at."""
 
-# What these files list per layer is read; other families' may list what cannot shape a cache.
-READ_PER_LAYER = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-WINDOW = "sliding_window"
-QUERY_HEADS = "num_attention_heads"
-_ROLE = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)\Z")
-HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
+STATES: Mapping[str, Family] = {
+    # `models/glm5next/common/attention.py`. Older files keep the sizes of delta attention in an object.
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(
+        layers=listed(rules.sparse_types("indexer tail latent"), every(4, others="state", last="indexer tail latent")),
+        predicts=mtp("indexer tail latent"), page_tokens=128, order="BLHNC",
+        caches={"state": state("kda", cache.kda(("linear_attn_config.num_heads", "linear_num_heads"), ("linear_attn_config.head_dim", "linear_head_dim"),
+                                          ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"))),
+                "indexer": cache.fixed("indexer", cache.pooled_keys), "tail": cache.ring("tail", cache.pool_ring), "latent": latent(packs=False, least_rotated=0)})),
+    # `models/qwen4_exp/common/qsa_cache.py`.
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), Family(
+        layers=rules.qwen4_exp, predicts=rules.mtp_qwen4_exp, order="BLHNC", kv_heads=2, head_size=256,
+        caches={"state": state("delta", cache.gated_delta), "ple": state("ple", cache.position_conv), "open_keys": cache.ring("open_keys", cache.group_ring),
+                "indexer": cache.fixed("indexer", cache.group_keys)})),
+    # `NemotronHConfig`. The inner size is heads x head size, not `expand` x hidden size.
+    "nemotron_h": Family(
+        prepare=fields.nemotron_blocks, layers=listed(rules.BLOCKS, field="layers_block_type"), predicts=rules.mtp_nemotron, kv_heads=8, head_size=128,
+        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba2(
+            "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", recurrent=("mamba_ssm_cache_dtype", "float32")))}),
+    # `GraniteMoeHybridConfig`.
+    "granitemoehybrid": Family(
+        layers=listed(rules.BLOCKS), unsaid={"mamba_expand": 2}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED,
+        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba2(
+            "mamba_n_heads", fields.ssm_head_size(fields.hidden_times("mamba_expand")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv"))}),
+    # `FalconH1Config`: each layer is both, attention registered first.
+    "falcon_h1": Family(
+        layers=alike("full state"), expects={"attn_layer_indices": ()}, kv_heads=8, head_size=DERIVED,
+        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba2(
+            "mamba_n_heads", fields.ssm_head_size(fields.hidden_times("mamba_expand", unless="mamba_d_ssm")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv"))}),
+    # `JambaConfig`.
+    "jamba": Family(
+        layers=rules.jamba, kv_heads=8, head_size=DERIVED,
+        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba1(fields.hidden_times("mamba_expand"), "mamba_d_state", "mamba_d_conv"))}),
+    # `Zamba2Config`, `zamba2.py`: a state in every layer; attention has K and V per query head, and is registered before all states.
+    "zamba2": Family(
+        layers=listed({"mamba": "state", "linear_attention": "state", "hybrid": "full state"}, field="layers_block_type"), arrange=cache.attention_first,
+        sets={"num_key_value_heads": "num_attention_heads", "head_dim": fields.zamba2_head_size},
+        unsaid={"n_mamba_heads": 8, "mamba_expand": 2, "mamba_ngroups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
+        caches={"state": state("mamba", cache.mamba2("n_mamba_heads", fields.zamba2_ssm_head_size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv"))}),
+    # `Qwen3NextConfig`, `OlmoHybridConfig`. vLLM takes one layer that predicts where a Qwen file does not say.
+    "qwen3_next": Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", default=1), kv_heads=2, head_size=256),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), QWEN3_5),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(QWEN3_5, kv_heads=2)),
+    "olmo_hybrid": Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers"),
+                          kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
+    # `KimiLinearConfig`. Older files keep the sizes of delta attention in an object.
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(
+        layers=listed({"linear_attention": "state", "full_attention": "latent"}, rules.kimi_linear), predicts=mtp("latent"),
+        caches={"state": state("kda", cache.kda(
+            ("linear_num_heads", "linear_attn_config.num_heads"), ("linear_head_dim", "linear_attn_config.head_dim"),
+            ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size")))})),
+    # `bailing_moe_linear.py`, `bailing_moe_v3.py`.
+    "bailing_hybrid": Family(
+        layers=rules.bailing, predicts=mtp("latent"), unsaid={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, head_size=DERIVED,
+        caches={"linear": state("linear", cache.linear_state), "latent": latent(packs=False),
+                "delta": state("linear", cache.kda("num_attention_heads", Config.head_size, "short_conv_kernel_size"))}),
+    # `Lfm2Config`, `lfm2.py`, `lfm2_moe.py`.
+    "lfm2": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
+                   caches={"full": UNWINDOWED, "state": state("short_conv", cache.short_conv(("conv_dim", "hidden_size")))}),
+    "lfm2_moe": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
+                       caches={"full": UNWINDOWED, "state": state("short_conv", cache.short_conv("hidden_size"))}),
+    # `Mamba2Config`: the inner size is heads x head size. `MambaConfig`.
+    "mamba2": Family(layers=alike("state"), caches={"state": state("mamba", cache.mamba2(
+        "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"))}),
+    **dict.fromkeys(("mamba", "falcon_mamba"), Family(layers=alike("state"), caches={"state": state("mamba", cache.mamba1(
+        fields.hidden_times("expand", unless="intermediate_size"), "state_size", "conv_kernel"))})),
+}
+"""States, alone or beside attention."""
 
+# Types whose files may be read as plain attention (`unknown`), and of which no more is known than the head size of a file that leaves it out.
+HEAD_SIZES: Mapping[int | str, tuple[str, ...]] = {
+    128: ("cwm", "glm", "helium", "higgs_audio_v2", "mellum", "paddleocr_vl_text", "qwen2_5_omni_talker", "qwen3_omni_moe_talker_code_predictor",
+          "qwen3_vl_text", "seed_oss", "solar_open"),
+    256: ("vaultgemma",),
+    DERIVED: (
+        "apertus", "arcee", "aria_text", "bitnet", "csm", "diffllama", "doge", "dots1", "emu3_text_model", "ernie4_5_vl_moe_text", "flex_olmo",
+        "glm4v_text", "glm4v_moe_text", "glm_ocr_text", "granite_swa", "granitemoe_swa", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text",
+        "jais2", "ministral", "moshi", "nanochat", "olmo3", "phi", "phi4_multimodal", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text",
+        "qwen3_omni_moe_text", "qwen3_vl_moe_text",
+        # Without a class in transformers (vLLM 0.32, the file of the name; Qwen's in `dots_ocr` and `kimi_audio`).
+        "deepseek", "dots_ocr", "internlm2", "kimi_audio", "minicpm", "minicpmo", "minicpmv", "molmo", "orion", "PanguEmbedded", "TeleFLM"),
+}
+# fmt: on
 
-def read_model(name: str, raw: Mapping[str, Any]) -> Model:
-    """The model of a parsed config.json."""
-    return read_config(language_part(name, raw))
-
-
-def read_config(config: Config) -> Model:
-    """The model of the fields of its language part."""
-    if config.fields.get(WINDOW) == 0:  # as `config/model.py` has it
-        config = config.with_fields(**{WINDOW: None})
-    if config.model_type not in READ_PER_LAYER:
-        _check_per_layer(config)
-    model = read_with_dtype(READERS.get(config.model_type, read_unknown.read_unknown), config)
-    return replace(model, doubts=tuple(_doubts(config)))
-
-
-def _doubts(config: Config) -> Iterator[str]:
-    """Architectures of another type than the one that was read. Two types with one reader that is theirs alone have equal caches."""
-    around = config.fields if config.outer is None else config.outer
-    listed = around.get("architectures")
-    own = {_bare(str(said)) for fields in (config.fields, around) if (said := fields.get("model_type"))}
-    mine = READERS.get(config.model_type)
-    for name in listed if isinstance(listed, list) else ():
-        base = _bare(_ROLE.sub("", name)) if isinstance(name, str) else ""
-        other = next((known for known in READERS if _bare(known) == base), None)
-        is_family = other is not None and READERS[other] is mine and mine is not read_attention.read_plain
-        if other is not None and base not in own and not is_family:
-            yield (
-                f"the file's architectures say {escaped(name, 60)}, which is of model type '{other}', and its model_type says "
-                f"'{escaped(config.model_type, 60)}', by which it was read; vLLM goes by architectures"
-            )
-
-
-def _bare(name: str) -> str:
-    """A type or an architecture without what tells their spellings apart."""
-    return name.lower().replace("_", "").replace("-", "").removesuffix("text")
-
-
-def _check_per_layer(config: Config) -> None:
-    """Refuse layers that differ from the others in what shapes a cache."""
-    for layer, fields in config.part(PER_LAYER).fields.items():
-        for name in fields if isinstance(fields, Mapping) else ():
-            if name not in HARMLESS_PER_LAYER or (name == QUERY_HEADS and not config.has("num_key_value_heads")):
-                raise config.error(
-                    f"{PER_LAYER}.{layer}.{name}",
-                    "differs from the other layers'",
-                    f"caches that differ so are not described for model type '{config.model_type}'",
-                )
+FAMILIES: Mapping[str, Family] = {
+    **ATTENTION,
+    **LATENTS,
+    **STATES,
+    **{name: Family(head_size=size) for size, names in HEAD_SIZES.items() for name in names},
+}
+"""Every known model type."""

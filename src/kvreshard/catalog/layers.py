@@ -1,4 +1,4 @@
-"""What does a model cache, layer by layer, before any engine has chosen sizes?
+"""A model's caches, layer by layer, before any engine has chosen sizes.
 
 A `Model` lists its caches in the order in which vLLM 0.32 registers them, since grouping and the order of tensors in a page
 follow it. A `ModelLayer` is one cache: a decoder layer may have several (attention and a state, a latent and its indexer).
@@ -125,28 +125,24 @@ def attention_layer(
     """A layer of K and V, full or with a window. `head_size_v`: channels of V, None for as many as K has."""
     narrow = None if head_size_v == head_size else head_size_v
     own = Attention(num_kv_heads, head_size, dtype, head_size_v=narrow, window_tokens=window_tokens)
-    kinds = {
-        other: replace(own, dtype=other, quantisation=PER_TENSOR if other.startswith("fp8") else "")
-        for other in CACHE_DTYPES
-    }
+    kinds = _in_cache_dtypes(own)
     return ModelLayer(name, index, kinds.get(dtype, own), "full" if window_tokens is None else "window", kinds)
+
+
+def _in_cache_dtypes(own: Attention | Latent) -> dict[str, Kind]:
+    return {
+        dtype: replace(own, dtype=dtype, quantisation=PER_TENSOR if dtype.startswith("fp8") else "")
+        for dtype in CACHE_DTYPES
+    }
 
 
 def latent_layer(name: str, index: int, *, channels: int, dtype: str, packed: Kind | None = None) -> ModelLayer:
     """A layer of latents; `packed` is its kind for the dtype `fp8_ds_mla`."""
     own = Latent(channels, dtype)
-    kinds: dict[str, Kind] = {
-        other: replace(own, dtype=other, quantisation=PER_TENSOR if other.startswith("fp8") else "")
-        for other in CACHE_DTYPES
-    }
+    kinds = _in_cache_dtypes(own)
     if packed is not None:
         kinds[PACKED] = packed
     return ModelLayer(name, index, kinds.get(dtype, own), "latent", kinds)
-
-
-def predicting(layer: ModelLayer) -> ModelLayer:
-    """The same as a prediction layer of the model itself."""
-    return replace(layer, optional=True, predicts=True)
 
 
 def as_draft(model: Model, draft: Model) -> Model:

@@ -1,4 +1,4 @@
-"""Which layers share a block table, and how many tokens does a page of each table span?
+"""Block tables of an engine: which layers share one, and how many tokens a page of each spans.
 
 What vLLM 0.32 does (`v1/core/kv_cache_utils.py`, `platforms/interface.py`), as functions of page bytes:
 
@@ -110,15 +110,19 @@ def unifies(layers: Sequence[LayerPage]) -> bool:
     return all(largest % layer.page_bytes == 0 for layer in layers if layer.rows)
 
 
+def _sharing(layer: LayerPage) -> tuple[Hashable, ...]:
+    """What layers have in common that one block table can serve."""
+    match layer.base:
+        case "window":
+            return layer.base, layer.tokens_per_page, layer.window_tokens, layer.rows
+        case "state":
+            return layer.base, layer.tokens_per_page, layer.page_bytes, layer.replicated
+        case base:
+            return base, layer.tokens_per_page
+
+
 def _shareable(layers: Sequence[LayerPage]) -> bool:
-    """Whether one block table can serve all: one base, one page length, one window; states also one page size, all or none split."""
-    first = layers[0]
-    return all(
-        (layer.base, layer.tokens_per_page) == (first.base, first.tokens_per_page)
-        and (layer.base != "window" or (layer.window_tokens, layer.rows) == (first.window_tokens, first.rows))
-        and (layer.base != "state" or (layer.page_bytes, layer.replicated) == (first.page_bytes, first.replicated))
-        for layer in layers
-    )
+    return len({_sharing(layer) for layer in layers}) == 1
 
 
 def _without_windows(layers: Sequence[LayerPage]) -> tuple[LayerPage, ...] | None:
@@ -207,14 +211,10 @@ class _Bucket:
 
 def _pack(layers: Sequence[LayerPage]) -> tuple[TableGroup, ...]:
     """Groups whose layers lie side by side in one page, each with its own page size."""
-    parts: list[list[LayerPage]] = []
+    parts: dict[Hashable, list[LayerPage]] = {}
     for layer in layers:
-        home = next((part for part in parts if _shareable([part[0], layer])), None)
-        if home is None:
-            parts.append([layer])
-        else:
-            home.append(layer)
-    buckets = [_Bucket(tuple(part)) for part in parts]
+        parts.setdefault(_sharing(layer), []).append(layer)
+    buckets = [_Bucket(tuple(part)) for part in parts.values()]
     floor = max((b.num_repeats for b in buckets if b.balanced and len(b.counts) > 1), default=0)
     repeats = _least_padding([b.num_repeats for b in buckets if b.balanced], floor) if floor else 0
 

@@ -1,4 +1,4 @@
-"""How does a model of 60 layers become one of 6 that a test can hold in memory, and stay itself?
+"""A model of many layers made one of few that a test can hold in memory.
 
 Whole decoder layers are left out; heads, widths, dtypes and bytes per page of those that stay are the model's own.
 

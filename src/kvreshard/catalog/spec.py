@@ -1,4 +1,4 @@
-"""How does a person write an engine, and what is wrong with what was written?
+"""An engine as a person writes it, and what is wrong with what was written.
 
 `tp=4,pp=2,dcp=2,page=16,order=HND`: keys and values, in any order; what is left out is vLLM 0.32's default.
 
@@ -34,6 +34,7 @@ from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, PACKED, PACKED_FP4, P
 from kvreshard.kinds.assemble import ALIASES, ORDERS
 from kvreshard.kinds.attention import INTERIORS
 from kvreshard.model import LayoutError
+from kvreshard.model.expect import expect
 from kvreshard.model.text import counted, escaped
 
 CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
@@ -81,10 +82,9 @@ class EngineSpec:
         sizes |= {f"page.{group}": tokens for group, tokens in self.page_of}
         sizes |= {f"pp (stage {number})": size for number, size in enumerate(self.stages)}
         for key, value in sizes.items():
-            if value is not None and value <= 0:
-                raise LayoutError(f"engine option '{key}': {value}; a size must be positive")
-            if value is not None and value > MAX_SIZE:
-                raise LayoutError(f"engine option '{key}': {value}; a size must be at most {MAX_SIZE}")
+            if value is not None and not 0 < value <= MAX_SIZE:
+                bound = "positive" if value <= 0 else f"at most {MAX_SIZE}"
+                raise LayoutError(f"engine option '{key}': {value}; a size must be {bound}")
         if (num_ranks := self.tp * self.pp * self.pcp) > MAX_RANKS:
             more = f" x pcp={self.pcp}" if self.pcp > 1 else ""
             raise LayoutError(
@@ -92,10 +92,9 @@ class EngineSpec:
             )
         if self.pages == 1:
             raise LayoutError("engine option 'pages': 1; page 0 stands for no page, so a pool has at least 2")
-        if self.spec > MAX_DRAFTS:
-            raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; at most {MAX_DRAFTS}")
-        if self.spec < 0:
-            raise LayoutError(f"engine option 'spec': {self.spec}; must be 0 or more speculative tokens")
+        if not 0 <= self.spec <= MAX_DRAFTS:
+            bound = "must be 0 or more" if self.spec < 0 else f"at most {MAX_DRAFTS}"
+            raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; {bound}")
         if self.stages and len(self.stages) != self.pp:
             raise LayoutError(
                 f"engine option 'pp': {counted(self.pp, 'stage')}, but the layers of {len(self.stages)} are given"
@@ -127,25 +126,11 @@ class EngineSpec:
     def __str__(self) -> str:
         """The shortest text that reads as this engine."""
         default = EngineSpec()
-        words = [
-            f"{name}={getattr(self, name)}"
-            for name in (
-                "tp",
-                "pp",
-                "dcp",
-                "interleave",
-                "pcp",
-                "page",
-                "order",
-                "dtype",
-                "spec",
-                "interior",
-                "kernel",
-                "pages",
-            )
-            if name == "tp" or getattr(self, name) != getattr(default, name)
-        ]
-        words = [f"pp={'+'.join(map(str, self.stages))}" if w.startswith("pp=") and self.stages else w for w in words]
+        shown = {name: getattr(self, name) for name in (*SIZES[:6], "order", "dtype", "spec", "interior", *SIZES[6:])}
+        words = [f"{name}={value}" for name, value in shown.items() if name == "tp" or value != getattr(default, name)]
+        if self.stages:
+            stages = "+".join(map(str, self.stages))
+            words = [f"pp={stages}" if word.startswith("pp=") else word for word in words]
         words += [f"page.{group}={tokens}" for group, tokens in self.page_of]
         words += ["conv=dim-first"] if self.conv_dim_first else []
         words += [] if self.draft is None else [f"draft={'on' if self.draft else 'off'}"]
@@ -154,19 +139,18 @@ class EngineSpec:
 
 def parse_engine(text: str) -> EngineSpec:
     """The engine that `text` writes. Raises LayoutError naming key, value, what is allowed and the nearest match."""
+    expect(text, str, "an engine", "as in 'tp=4,page=16'")
     given: dict[str, Any] = {}
     page_of: dict[str, int] = {}
     seen: set[str] = set()
     words = [part.strip() for part in text.split(",")]
-    if not any(words):
-        raise LayoutError(
-            f"engine '{escaped(text, MAX_SHOWN)}': says nothing; write tp=1 for one rank, and see whether a variable of the shell is unset"
-        )
     if not all(words):
-        raise LayoutError(
-            f"engine '{escaped(text, MAX_SHOWN)}': has a comma with nothing beside it; leave the comma out, and see whether a variable of the "
-            "shell is unset"
+        what = (
+            "has a comma with nothing beside it; leave the comma out, and see"
+            if any(words)
+            else "says nothing; write tp=1 for one rank, and see"
         )
+        raise LayoutError(f"engine '{escaped(text, MAX_SHOWN)}': {what} whether a variable of the shell is unset")
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value:

@@ -1,9 +1,9 @@
 """The command line: which commands there are, and how every failure is told.
 
 Exit codes: 0 done, 1 a verification found something wrong or a replay differs, or the doctor an error, 2 bad input, a refusal or a
-stdout that cannot be written, 130 interrupted, 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr,
-never a traceback; with `--json`, stdout has `{"error": {"type": ..., "message": ...}}` as its one document. What vLLM would not run
-is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself still shows its traceback.
+stdout that cannot be written, 130 interrupted, 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr (wrapped
+at words in a terminal), never a traceback; with `--json`, stdout has `{"error": {"type": ..., "message": ...}}` as its one document. What
+vLLM would not run is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself still shows its traceback.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from kvreshard.cli.describe import describe
 from kvreshard.cli.doctor import doctor
 from kvreshard.cli.keys import keys
 from kvreshard.cli.models import models
-from kvreshard.cli.output import OutputError, PipeClosedError, forget, tell, writing
+from kvreshard.cli.output import OutputError, PipeClosedError, forget, tell, write_json, writing
 from kvreshard.cli.plan import plan
 from kvreshard.cli.replay import replay_file
-from kvreshard.cli.terminal import write_json
 from kvreshard.cli.verify import verify
 from kvreshard.model import KvReshardError
 from kvreshard.model.text import escaped
@@ -77,6 +76,9 @@ class Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         options["standalone_mode"] = False
+        options["prog_name"] = (
+            options.get("prog_name") or "kvreshard"
+        )  # also as `python -m kvreshard`: completion asks for it
         as_json = any(word.partition("=")[0] == "--json" for word in words)
         code = _run(lambda: super(Commands, self).main(words or ["--help"], *more, **options), as_json)
         sys.exit(code)
@@ -145,7 +147,9 @@ def _options(
     """Move a KV cache between two inference engines of any layout: planned, proved, then moved."""
 
 
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 app.callback()(_options)
 for command in (verify, plan, describe, models, doctor, keys, bench):
     app.command(cls=Command, epilog=ENGINES if command in (verify, plan, describe) else None)(command)

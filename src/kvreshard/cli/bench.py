@@ -1,21 +1,22 @@
-"""`kvreshard bench`: what does moving bytes cost on this machine, as the planner's cost model counts it?
+"""`kvreshard bench`: what moving bytes costs on this machine, as the planner's cost model counts it.
 
-With `--calibrate` two rank processes are started, seven constants are measured and kept in a file under this host's facts; without
-it, those in the file are shown. Commands and connectors use them only when they are told to (`--cost-model`, `cost_model`).
+With `--calibrate` two rank processes are started, the constants are measured and kept in a file under this host's facts; without it,
+those in the file are shown. Commands and connectors use them only when they are told to (`--cost-model`, `cost_model`).
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Column
 
-from kvreshard.cli.inputs import check_device
-from kvreshard.cli.terminal import write_json
+from kvreshard.cli.inputs import AsJson, check_device
+from kvreshard.cli.output import bytes_text, number_column, seconds_text, show_table, write_json
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.constants import default_path, host_facts, load_constants, require_constants, save_constants
 from kvreshard.testing.calibrate import MEMORY_BYTES, calibrate
@@ -32,7 +33,7 @@ def bench(
     constants: Annotated[
         Path | None, typer.Option(help="File of constants, instead of the one in the user's cache.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure or show what copies cost on this machine."""
     check_device(device)
@@ -51,20 +52,20 @@ def bench(
     if as_json:
         write_json({"host": host, "file": str(path), "source": source, "constants": asdict(model)})
         return
-    sys.stdout.write(_told(model, source, path, device))
-
-
-def _told(model: CostModel, source: str, path: Path, device: str) -> str:
     option = "" if device == "cpu" else f" --device {device}"
-    kept = f"kept in {path}" if source == "measured" else f"not measured here: kvreshard bench --calibrate{option}"
-    return (
-        f"constants ({source}; {kept})\n"
-        f"  a posted copy       {model.copy_s * 1e6:8.2f} us\n"
-        f"  reading many copies {model.read_bytes_per_s / 1e9:8.2f} GB/s\n"
-        f"  reading to stage    {model.stage_bytes_per_s / 1e9:8.2f} GB/s\n"
-        f"  a locally moved run {model.move_run_s * 1e9:8.1f} ns\n"
-        f"  moving locally      {model.move_bytes_per_s / 1e9:8.2f} GB/s\n"
-        f"  hidden of the two   {model.hidden_share * 100:8.0f} % of the shorter, in many batches\n"
-        f"  a staging batch     {model.batch_s * 1e6:8.2f} us beside its bytes\n"
-        f"  gaps up to {model.max_gap_bytes} bytes are cheaper read than left out\n"
-    )
+    where = f"kept in {path}" if source == "measured" else f"not measured here: kvreshard bench --calibrate{option}"
+    columns = (Column("what"), number_column("cost"))
+    show_table(Console(), f"constants ({source}; {where})", columns, _rows(model))
+
+
+def _rows(model: CostModel) -> list[tuple[str, str]]:
+    return [
+        ("a posted copy", seconds_text(model.copy_s)),
+        ("reading many copies", f"{bytes_text(int(model.read_bytes_per_s))}/s"),
+        ("reading to stage", f"{bytes_text(int(model.stage_bytes_per_s))}/s"),
+        ("a locally moved run", seconds_text(model.move_run_s)),
+        ("moving locally", f"{bytes_text(int(model.move_bytes_per_s))}/s"),
+        ("share of the shorter of the two that is hidden, in many batches", f"{model.hidden_share:.0%}"),
+        ("a staging batch beside its bytes", seconds_text(model.batch_s)),
+        ("gaps that are cheaper read than left out", f"up to {bytes_text(model.max_gap_bytes)}"),
+    ]

@@ -11,23 +11,24 @@ from typing import Annotated
 
 import typer
 
-from kvreshard.cli.inputs import describe_engine, warn, write_whole
-from kvreshard.cli.terminal import bytes_text, write_json
+from kvreshard.catalog import load
+from kvreshard.cli.inputs import Draft, Pages, describe_engine, engine_option, model_option, warn, write_whole
+from kvreshard.cli.output import bytes_text, write_json
 from kvreshard.model import wire
 from kvreshard.model.text import counted
 
 
 def describe(
-    model: Annotated[str, typer.Option(help="Id of the catalog, or path of a config.json.", show_default=False)],
-    engine: Annotated[str, typer.Option(help="Engine, as in tp=4,pp=2,page=16,order=HND.")] = "tp=1",
+    model: Annotated[str, model_option()],
+    engine: Annotated[str, engine_option("Engine, as in tp=4,pp=2,page=16,order=HND.")] = "tp=1",
     name: Annotated[str, typer.Option(help="What messages call this engine.")] = "engine",
-    draft: Annotated[str | None, typer.Option(help="Model of a draft whose caches come behind: id or path.")] = None,
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of each pool.")] = None,
+    draft: Draft = None,
+    pages: Pages = None,
     output: Annotated[Path | None, typer.Option(help="File to write; stdout if none is given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The default; with --output, a summary as JSON.")] = False,
 ) -> None:
     """Write an engine's layout as JSON: every address follows from it and from a block table."""
-    described = describe_engine(model, engine, name, pages, draft)
+    described = describe_engine(load(model, draft), engine, name, pages)
     layout = described.layout
     warn(described.warnings)
     content = wire.encode(layout, "json") + b"\n"
@@ -37,15 +38,8 @@ def describe(
     write_whole(output, content)
     sizes = {"ranks": len(layout.ranks), "fields": len(layout.fields), "groups": len(layout.groups)}
     if as_json:
-        write_json(
-            {
-                "output": str(output),
-                "bytes": len(content),
-                "engine": layout.engine,
-                **sizes,
-                "warnings": described.warnings,
-            }
-        )
+        about = {"output": str(output), "bytes": len(content), "engine": layout.engine}
+        write_json({**about, **sizes, "warnings": described.warnings})
     else:
         counts = ", ".join(counted(count, what.removesuffix("s")) for what, count in sizes.items())
         sys.stdout.write(f"{output}: engine '{layout.engine}', {counts}, {bytes_text(len(content))}\n")

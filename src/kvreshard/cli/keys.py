@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from kvreshard.cli.terminal import write_json
+from kvreshard.cli.inputs import AsJson
+from kvreshard.cli.output import write_json
 from kvreshard.model import KvReshardError
 
 
@@ -22,7 +23,7 @@ def keys(
         Path, typer.Argument(help="Where to write NAME.key and NAME.key_secret; made if it is not there.")
     ],
     name: Annotated[str, typer.Option(help="Name of the two files.")] = "kvreshard",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a key pair for the handshakes between engines."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):

@@ -1,7 +1,8 @@
 """`kvreshard models`: which models the catalog knows, how large their caches are, and where the numbers come from.
 
-Sizes are those of the whole model in its own dtype, over all its caches, a draft's too: bytes of K, V, latents and the like per
-token, and bytes of states per request. Windows keep their last tokens only, so theirs are counted apart, full, per request.
+Sizes are those of the whole model in its own dtype: bytes of K, V, latents and the like per token over all its caches, a draft's too;
+and bytes per request that do not grow with it: states, and windows, which keep their last tokens only, full. Of one model, an id or the
+path of a `config.json`, everything is shown.
 """
 
 from __future__ import annotations
@@ -14,48 +15,53 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
-from kvreshard.catalog import MODELS, EngineSpec, Entry, Model
+from kvreshard.catalog import MODELS, EngineSpec, Entry, Model, load
 from kvreshard.catalog import describe as describe_engine
 from kvreshard.catalog.entries import geometry
-from kvreshard.cli.terminal import Column, Sheet, bytes_text, number, show_line, show_sheet, write_json
-
-# Below, the shapes of the caches, which count the layers too, take the place of their number alone.
-WIDE = 140
+from kvreshard.cli.inputs import AsJson, complete_model
+from kvreshard.cli.output import bytes_text, number, number_column, show_table, write_json
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One model with its sizes."""
+    """One model with its sizes; `entry`: where the catalog has it from, None for a file."""
 
-    entry: Entry
-    model_type: str
-    layers: str
-    geometry: str
+    name: str
+    entry: Entry | None
+    model: Model
     bytes_per_token: Fraction
     window_bytes: int
     state_bytes: int
 
 
-def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
-    """List the models that the catalog knows."""
-    rows = [read_row(entry) for entry in MODELS.values()]
+def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Show all of this one: id of the catalog, or path of a config.json.",
+            show_default=False,
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the models that the catalog knows, or show one of them."""
+    rows = [read_row(name) for name in ([model] if model is not None else MODELS)]
     if as_json:
         write_json([_document(row) for row in rows])
-        return
-    console = Console()
-    show_sheet(console, models_sheet(rows, with_layers=not console.is_terminal or console.width >= WIDE))
-    show_line(
-        console,
-        "unsure: fields of the config.json that could not be confirmed; reasons and sources: kvreshard models --json",
-    )
+    elif model is None:
+        show_models(Console(), rows)
+    else:
+        show_model(Console(), rows[0])
 
 
-def read_row(entry: Entry) -> ModelRow:
-    """An entry's model, measured on an engine of one rank."""
-    model = entry.load()
+def read_row(name: str) -> ModelRow:
+    """A model, measured on an engine of one rank. Raises LayoutError."""
+    model = load(name)
     per_token, in_windows, per_request = Fraction(0), Fraction(0), 0
-    layout = describe_engine(model, EngineSpec(), entry.id)
+    layout = describe_engine(model, EngineSpec(), "engine")
     windows = {group.name: group.window_tokens for group in layout.groups}
     group_of = {shard.field: shard.geometry.group for rank in layout.ranks for shard in rank.shards}
     for field in layout.fields:
@@ -67,45 +73,71 @@ def read_row(entry: Entry) -> ModelRow:
             per_token += Fraction(num_bytes, field.sequence.tokens_per_index)
         else:
             in_windows += Fraction(num_bytes * window, field.sequence.tokens_per_index)
-    return ModelRow(entry, model.model_type, _layers(model), geometry(model), per_token, round(in_windows), per_request)
+    return ModelRow(name, MODELS.get(name), model, per_token, round(in_windows), per_request)
 
 
-def models_sheet(rows: list[ModelRow], with_layers: bool = True) -> Sheet:
-    """The catalog as a table; `with_layers`: with how many layers of what family there are, apart from the shapes of their caches."""
-    columns = {
-        Column("id", whole=True): [row.entry.id for row in rows],
-        Column("layers"): [row.layers for row in rows],
-        Column("per token", right=True): [bytes_text(row.bytes_per_token) for row in rows],
-        Column("windows", right=True): [bytes_text(row.window_bytes) if row.window_bytes else "-" for row in rows],
-        Column("states", right=True): [bytes_text(row.state_bytes) if row.state_bytes else "-" for row in rows],
-        Column("sources"): [_sources(row.entry) for row in rows],
-        Column("caches"): [row.geometry for row in rows],
-    }
-    shown = {column: cells for column, cells in columns.items() if with_layers or column.name != "layers"}
-    return Sheet(f"{len(rows)} models", tuple(shown), tuple(zip(*shown.values(), strict=True)))
+def show_models(console: Console, rows: list[ModelRow]) -> None:
+    """A line each, in 80 columns."""
+    columns = (
+        Column("model", no_wrap=True),
+        Column("layers"),
+        number_column("per token"),
+        number_column("per request"),
+    )
+    cells = [
+        (
+            f"{row.name} ?" if row.entry and row.entry.unconfirmed else row.name,
+            _layers(row.model),
+            bytes_text(row.bytes_per_token),
+            _size(row.window_bytes + row.state_bytes),
+        )
+        for row in rows
+    ]
+    notes = ("?: not all of its config.json could be confirmed. All that is known of one: kvreshard models MODEL",)
+    show_table(console, "", columns, cells, notes)
 
 
-def _sources(entry: Entry) -> str:
-    return f"{len(entry.sources)}{f', {len(entry.unconfirmed)} unsure' if entry.unconfirmed else ''}"
+def show_model(console: Console, row: ModelRow) -> None:
+    """Everything that is known of one model."""
+    cells = [
+        ("model type", row.model.model_type),
+        *(("caches", text) for text in geometry(row.model).split("; ")),
+        ("per token", bytes_text(row.bytes_per_token)),
+        ("windows, full", _size(row.window_bytes)),
+        ("states", _size(row.state_bytes)),
+    ]
+    if row.entry is not None:
+        cells += [("source", source) for source in row.entry.sources]
+        cells += [(f"unsure: {name}", why) for name, why in row.entry.unconfirmed.items()]
+        cells += [("note", note) for note in row.entry.notes]
+    title = row.name if row.entry is None else f"{row.name}: {row.entry.model}"
+    show_table(console, title, (Column("what"), Column("value")), cells)
+
+
+def _size(num_bytes: int) -> str:
+    return bytes_text(num_bytes) if num_bytes else "-"
 
 
 def _layers(model: Model) -> str:
-    """How many caches of what family, drafts apart: `25 window, 5 full`."""
-    counts = Counter(f"{'draft ' if layer.optional else ''}{layer.family}" for layer in model.layers)
-    return ", ".join(f"{count} {what}" for what, count in counts.items())
+    """How many caches of what family: `25 window, 5 full`; those of a draft are not counted."""
+    counts = Counter(layer.family for layer in model.layers if not layer.optional)
+    has_draft = any(layer.optional for layer in model.layers)
+    return ", ".join(f"{count} {family}" for family, count in counts.items()) + (" + draft" if has_draft else "")
 
 
 def _document(row: ModelRow) -> dict[str, Any]:
+    entry = row.entry
+    layers = Counter(f"{'draft ' if layer.optional else ''}{layer.family}" for layer in row.model.layers)
     return {
-        "id": row.entry.id,
-        "model": row.entry.model,
-        "model_type": row.model_type,
-        "layers": row.layers,
-        "caches": row.geometry,
+        "id": row.name,
+        "model": row.model.name if entry is None else entry.model,
+        "model_type": row.model.model_type,
+        "layers": ", ".join(f"{count} {what}" for what, count in layers.items()),
+        "caches": geometry(row.model),
         "bytes_per_token": number(row.bytes_per_token),
         "window_bytes_per_request": row.window_bytes,
         "state_bytes_per_request": row.state_bytes,
-        "sources": list(row.entry.sources),
-        "unconfirmed": dict(row.entry.unconfirmed),
-        "notes": list(row.entry.notes),
+        "sources": list(entry.sources) if entry else [],
+        "unconfirmed": dict(entry.unconfirmed) if entry else {},
+        "notes": list(entry.notes) if entry else [],
     }

@@ -1,24 +1,47 @@
-"""What is said when a result cannot be written: the reader of a pipe went away, the disk is full, stdout is closed?
+"""How results, errors and progress reach a person, a pipe or a program.
 
-1. Everything that prints runs inside `writing`: what the system says about stdout becomes `PipeClosedError` or `OutputError`.
-2. After either, `forget` drops what is still in Python's buffer, which would be tried again at exit, and complained about.
+- A terminal gets tables with colours, fitted to its width, and text that wraps at words. A terminal too narrow for a table gets its rows
+  as plain lines. Nothing is left out.
+- A pipe or a file gets the same rows as plain lines, columns padded with spaces, never wrapped.
+- With `--json`, stdout has one JSON document and nothing else. Progress and warnings go to stderr.
 
-An error about a file that has a name is not stdout's and passes.
+Everything that prints runs inside `writing`: a stdout that takes no more is a `PipeClosedError` or an `OutputError`, never a traceback. An
+error about a file that has a name is not stdout's and passes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from kvreshard.model import KvReshardError
+from kvreshard.plan.explain import number_ranges
 
 # What write(2) says of a file, a disk or a terminal that takes no more.
 _REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EINVAL, errno.EAGAIN})
+# Characters between two columns.
+GAP = 2
+# A longer word is a path or a list without spaces, and may be broken.
+LONGEST_WORD = 24
+STYLES = {
+    **dict.fromkeys(("direct", "ok"), "green"),
+    **dict.fromkeys(("staged", "warning"), "yellow"),
+    **dict.fromkeys(("right:", "reproduced:"), "bold green"),
+    **dict.fromkeys(("wrong:", "error:", "error", "failed:", "refused:", "different:"), "bold red"),
+    **dict.fromkeys(("warning:", "note:"), "bold yellow"),
+    "skipped": "dim",
+}
 
 
 class OutputError(KvReshardError):
@@ -51,7 +74,7 @@ def writing() -> Iterator[None]:
 
 
 def forget(stream: TextIO) -> None:
-    """Drop what a stream has not taken."""
+    """Drop what a stream has not taken, which Python would write, and complain about, at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -61,7 +84,142 @@ def tell(text: str) -> None:
     if sys.stderr is None:
         return
     try:
-        sys.stderr.write(f"{text}\n")
+        show_line(Console(stderr=True), text)
         sys.stderr.flush()
     except OSError:
         forget(sys.stderr)
+
+
+def number_column(name: str) -> Column:
+    """A column of numbers: aligned right, never broken."""
+    return Column(name, justify="right", no_wrap=True)
+
+
+def show_table(
+    console: Console, title: str, columns: Sequence[Column], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
+) -> None:
+    """A titled table, notes below and an empty line. A column with `no_wrap` is shown whole or, where the terminal is too narrow, not as a table."""
+    rows = [tuple(row) for row in rows]
+    widths = fit_columns(columns, rows, console.width) if console.is_terminal else None
+    if title:
+        show_line(console, title, "bold")
+    if widths is None:
+        for line in plain_lines(columns, rows):
+            _write_line(console, line)
+    else:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+        for column, width in zip(columns, widths, strict=True):
+            table.add_column(Text(str(column.header)), justify=column.justify, overflow="fold", width=width)
+        for row in rows:
+            table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        console.print(table)
+    for note in notes:
+        show_line(console, note)
+    _write_line(console, "")
+
+
+def fit_columns(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """How wide each column is in a terminal; None if it is too narrow for words, numbers and cells that are not to be broken.
+
+    Columns that want little get it first; the others share what is left.
+
+    >>> columns, rows = [number_column("bytes read"), Column("why")], [("80 KiB", "because it is so")]
+    >>> [fit_columns(columns, rows, width) for width in (80, 20, 12)]
+    [[10, 16], [8, 10], None]
+    """
+    widths, wanted = [], []
+    for column, *cells in zip(columns, *rows, strict=True):
+        texts = [str(column.header), *cells]
+        words = max(
+            (len(word) for text in (texts[:1] if column.no_wrap else texts) for word in text.split()), default=0
+        )
+        wanted.append(max(map(len, texts)))
+        widths.append(max([min(words, LONGEST_WORD), *(map(len, cells) if column.no_wrap else ())]))
+    spare = width - sum(widths) - GAP * (len(widths) - 1)
+    if spare < 0:
+        return None
+    order = sorted(range(len(widths)), key=lambda index: wanted[index] - widths[index])
+    for place, index in enumerate(order):
+        more = min(wanted[index] - widths[index], spare // (len(order) - place))
+        widths[index] += more
+        spare -= more
+    return widths
+
+
+def plain_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Header and rows, columns two spaces apart.
+
+    >>> plain_lines([Column("rank"), number_column("bytes")], [("0", "8"), ("10", "16")])
+    ['rank  bytes', '0         8', '10       16']
+    """
+    cells = [tuple(str(column.header) for column in columns), *rows]
+    widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
+    is_number = [column.justify == "right" for column in columns]
+    padded = [
+        [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        for row in cells
+    ]
+    return [(" " * GAP).join(row).rstrip() for row in padded]
+
+
+def show_line(console: Console, text: str, style: str = "") -> None:
+    """A line, wrapped at words in a terminal; a first word with a colour of its own is shown in it."""
+    if not console.is_terminal:
+        _write_line(console, text)
+        return
+    first, space, rest = text.partition(" ")
+    console.print(Text.assemble((first, STYLES.get(first, style)), (space + rest, style), overflow="fold"))
+
+
+def _write_line(console: Console, text: str) -> None:
+    """Text as it is: no markup, no wrapping, no colour."""
+    console.file.write(text + "\n")
+
+
+def write_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def bytes_text(count: int | Fraction) -> str:
+    """Bytes for people: exact below 10 KiB and where whole, else one digit behind the point.
+
+    >>> [bytes_text(n) for n in (512, 1024, 5120, 25600, 1 << 20, 3000000000)]
+    ['512 B', '1 KiB', '5 KiB', '25 KiB', '1 MiB', '2.8 GiB']
+    >>> bytes_text(Fraction(1, 4)), bytes_text(Fraction(1000, 3))
+    ('0.25 B', '333.33 B')
+    """
+    size, unit = Fraction(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or (size < 10 * 1024 and size % 1024 and unit == "B"):
+            break
+        size, unit = size / 1024, larger
+    if size.denominator == 1:
+        return f"{int(size):,} {unit}"
+    digits = 2 if unit == "B" else 1
+    return f"{float(size):,.{digits}f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people, three digits.
+
+    >>> [seconds_text(s) for s in (8e-9, 0.0000651, 0.0123, 1.5, 90, 0)]
+    ['8 ns', '65.1 us', '12.3 ms', '1.5 s', '90 s', '0 s']
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 1 or not seconds:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def number(value: Fraction) -> int | float:
+    """A JSON number: whole if it is."""
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def join_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text, `none` if there are none."""
+    return number_ranges(ranks) if ranks else "none"

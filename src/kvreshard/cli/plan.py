@@ -1,10 +1,13 @@
-"""`kvreshard plan`: who reads what from whom, and with block tables, exactly which bytes.
+"""`kvreshard plan`: who reads what from whom, what a request costs, and exactly which bytes it copies.
 
 1. Both layouts, from a model and two engines or from files that `describe` wrote. A decode layout that lacks ranks, heads or fields
    is refused, since the rest of it is proved all the same; with `--incomplete` it is told.
 2. The route of every decode rank, proved.
-3. Either their explanation, or with `--copies` and a tables file the copy list of one request, as JSON lines: one object per
-   copy, in no promised order. `--fills` adds the ranges that are zeroed. The whole request is checked before the first line.
+3. A request: `--tables FILE`, or invented by `--tokens N --hit H` (pages in order in a fresh pool, the first H tokens there already), or
+   invented in a size that both engines hold.
+4. Either the explanation of the routes with what the request costs, or with `--copies` the request's copy list as JSON lines: one object
+   per copy, in no promised order. `--fills` adds the ranges that are zeroed; `--explain` says in words what each copy is. The whole
+   request is checked before the first line.
 """
 
 from __future__ import annotations
@@ -18,20 +21,39 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvreshard.cli.inputs import Asked, CostModelFile, InputError, Pair, read_cost_model, read_pair, warn
-from kvreshard.cli.plan_view import explanation_document, show_explanation
+from kvreshard.cli.cells import name_copy
+from kvreshard.cli.inputs import (
+    AsJson,
+    Asked,
+    CostModelFile,
+    Draft,
+    InputError,
+    Pages,
+    Pair,
+    engine_option,
+    model_option,
+    read_cost_model,
+    read_pair,
+    warn,
+)
+from kvreshard.cli.output import write_json
+from kvreshard.cli.plan_view import Priced, plan_document, show_plan
 from kvreshard.cli.tables_file import read_tables
-from kvreshard.cli.terminal import write_json
-from kvreshard.model import LayoutMismatch
+from kvreshard.cli.totals import count_totals
+from kvreshard.model import BindError
 from kvreshard.model.tables import Request
 from kvreshard.model.text import counted
-from kvreshard.plan import CopyList, Route, bind, compile_route, elect, find_unwritten, match_fields
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
 from kvreshard.plan.explain import explain
+from kvreshard.testing.scenario import plain_request
 
 LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard describe`, instead of an engine.")]
 # Lines are joined before they are written: one write per line would cost more than binding.
 LINES_PER_WRITE = 4096
+# Of a request that nobody describes; fewer where a pool holds no more.
+USUAL_TOKENS = 1024
+# Block tables of more would take gigabytes of Python objects.
+MAX_TOKENS = 1 << 20
 
 
 class WayOption(StrEnum):
@@ -46,88 +68,144 @@ def plan(
         list[Path] | None,
         typer.Argument(help="Two layout files of `kvreshard describe`: prefill, then decode.", show_default=False),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Id of the catalog, or path of a config.json.")] = None,
-    prefill: Annotated[str | None, typer.Option(help="Prefill engine, as in tp=4,pp=2,page=16.")] = None,
-    decode: Annotated[str | None, typer.Option(help="Decode engine, as in tp=8,order=HND.")] = None,
+    model: Annotated[str | None, model_option()] = None,
+    prefill: Annotated[str | None, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = None,
+    decode: Annotated[str | None, engine_option("Decode engine, as in tp=8,order=HND.")] = None,
     prefill_layout: LayoutFile = None,
     decode_layout: LayoutFile = None,
-    draft: Annotated[str | None, typer.Option(help="Model of a draft whose caches come behind: id or path.")] = None,
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of each pool.")] = None,
+    draft: Draft = None,
+    pages: Pages = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this decode rank; may be given again.")] = None,
     way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
     device: Annotated[
         str, typer.Option(help="Where the caches are, for what copies cost: cpu, or a device as cuda:0.")
     ] = "cpu",
     cost_model: CostModelFile = None,
-    copies: Annotated[bool, typer.Option("--copies", help="Print the copy list of a request; needs --tables.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Invent a request of so many tokens.")
+    ] = None,
+    hit: Annotated[int, typer.Option(min=0, help="With --tokens: how many the decode engine has already.")] = 0,
     tables: Annotated[
         Path | None, typer.Option(help="JSON file with the request's block tables (docs/wire.md).")
     ] = None,
+    copies: Annotated[
+        bool, typer.Option("--copies", help="Print the copy list of a request: --tables or --tokens.")
+    ] = False,
     fills: Annotated[bool, typer.Option("--fills", help="Print the ranges of new pages that are zeroed.")] = False,
+    in_words: Annotated[
+        bool, typer.Option("--explain", help="With --copies: which field, tokens and heads each copy is.")
+    ] = False,
+    details: Annotated[bool, typer.Option("--details", help="Show every field, run and reason.")] = False,
     incomplete: Annotated[
         bool, typer.Option("--incomplete", help="Plan a decode layout that lacks ranks, heads or fields.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show who reads what from whom between two engines, or exactly which bytes a request copies."""
-    if (copies or fills) != (tables is not None):
-        raise InputError("--copies and --fills need the request's --tables FILE, and --tables needs one of them")
+    _check_options(copies, fills, in_words, tables, tokens, hit)
     if layouts and (len(layouts) != 2 or prefill_layout or decode_layout):
         raise InputError(
             f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
         )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
     asked = Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1])
-    pair = read_pair(model, *asked, pages, draft, may_lack=incomplete)
-    routes = compile_pair(pair, rank, way.value if way else None, read_cost_model(cost_model, device))
+    room = None if tables is not None else tokens or USUAL_TOKENS
+    pair = read_pair(model, *asked, pages, draft, may_lack=incomplete, num_tokens=room)
+    cost = read_cost_model(cost_model, device)
+    routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way.value if way else None)
     warn(pair.warnings)
-    if tables is not None:
-        request = read_tables(tables, pair.prefill, pair.decode)
-        _print_request(pair, routes, request, copies, fills, as_json)
+    request, what = _request(pair, tables, tokens, hit)
+    if copies or fills:
+        if request is None:  # `_check_options` has refused what leads here
+            raise InputError("--copies and --fills need a request")
+        _print_request(pair, routes, request, copies, fills, in_words, as_json)
         return
-    explanation = explain(routes)
+    priced = None
+    if request is not None:
+        try:
+            priced = Priced(what, tuple(count_totals(routes, request, cost)))
+        except (
+            BindError
+        ):  # a page that a forced staging has no room for; of a request that nobody asked for, nothing is said
+            if tables is not None or tokens is not None:
+                raise
     if as_json:
-        write_json(explanation_document(explanation, pair.warnings))
+        write_json(plan_document(explain(routes), pair, priced))
     else:
-        show_explanation(Console(), explanation, pair.title)
+        show_plan(Console(), explain(routes), pair, priced, details)
 
 
-def compile_pair(
-    pair: Pair, ranks: list[int] | None = None, way: Any = None, cost: CostModel | None = None
-) -> list[Route]:
-    """Proved routes of the decode ranks (all unless some are named). Raises LayoutMismatch."""
-    known = pair.decode.rank_by_number
-    for number in ranks or ():
-        if number not in known:
-            raise LayoutMismatch(f"engine '{pair.decode.engine}' has no rank {number}; its ranks are {sorted(known)}")
-    election = elect(pair.prefill, pair.decode, match_fields(pair.prefill, pair.decode).names)
-    chosen = dict.fromkeys(ranks) if ranks else known
-    return [
-        compile_route(pair.prefill, pair.decode, number, election=election, cost=cost or CostModel(), way=way)
-        for number in chosen
-    ]
+def _check_options(
+    copies: bool, fills: bool, in_words: bool, tables: Path | None, tokens: int | None, hit: int
+) -> None:
+    """Raises InputError for options that do not go together."""
+    if (copies or fills) and tables is None and tokens is None:
+        raise InputError("--copies and --fills need a request: give --tables FILE, or --tokens N to invent one")
+    if tables is not None and tokens is not None:
+        raise InputError(f"--tables {tables} and --tokens {tokens} are two requests; give one of them")
+    if in_words and not copies:
+        raise InputError("--explain says what copies are, and none are printed; give --copies too")
+    if hit and (tokens is None or hit >= tokens):
+        of = "no --tokens" if tokens is None else f"--tokens {tokens}"
+        raise InputError(
+            f"--hit {hit} with {of}: of N tokens, the decode engine may have up to N - 1 already; give more --tokens"
+        )
 
 
-def _print_request(pair: Pair, routes: list[Route], request: Request, copies: bool, fills: bool, as_json: bool) -> None:
+def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> tuple[Request | None, str]:
+    """The request, and what it is; None if the pools of these engines hold no request at all. Raises TablesError or BindError."""
+    if tables is not None:
+        return read_tables(tables, pair.prefill, pair.decode), f"the request of {tables}"
+    if tokens is not None:
+        what = f"a request of {tokens:,} tokens" + (f", {hit:,} of them there already" if hit else "")
+        return plain_request(pair.prefill, pair.decode, tokens, hit), what
+    tokens = USUAL_TOKENS
+    while tokens:
+        try:
+            return plain_request(pair.prefill, pair.decode, tokens), f"a request of {tokens:,} tokens"
+        except BindError:
+            tokens //= 2
+    return None, ""
+
+
+def _print_request(
+    pair: Pair, routes: list[Route], request: Request, copies: bool, fills: bool, in_words: bool, as_json: bool
+) -> None:
     # bind checks the request when it is called, before its first list: so nothing is printed of a request that is refused.
     bound = [bind(route, request) for route in routes]
+    lines = _lines(pair, routes, bound, request, copies, fills)
     if as_json:
         document: dict[str, Any] = {"copies": []} if copies else {}
         document["warnings"] = list(pair.warnings)
         if fills:
             document["fills"] = []
-        for kind, line in _lines(pair, routes, bound, request, copies, fills):
-            document[kind].append(line)
+        for kind, line in lines:
+            what = {"what": _name(pair, request, line)} if in_words and kind == "copies" else {}
+            document[kind].append({**line, **what})
         write_json(document)
         return
     waiting: list[str] = []
-    for kind, line in _lines(pair, routes, bound, request, copies, fills):
-        del kind
-        waiting.append("{" + ",".join(f'"{key}":{value}' for key, value in line.items()) + "}\n")
+    for kind, line in lines:
+        if in_words:
+            waiting.append(_in_words(pair, request, kind, line))
+        else:
+            waiting.append("{" + ",".join(f'"{key}":{value}' for key, value in line.items()) + "}\n")
         if len(waiting) == LINES_PER_WRITE:
             sys.stdout.write("".join(waiting))
             waiting.clear()
     sys.stdout.write("".join(waiting))
+
+
+def _in_words(pair: Pair, request: Request, kind: str, line: dict[str, int]) -> str:
+    who = f"decode {line['dst_rank']} <- " + (f"prefill {line['src_rank']}" if kind == "copies" else "zeros")
+    what = _name(pair, request, line)
+    source = f"from {line['src_address']:#x} " if kind == "copies" else ""
+    return f"{who}  {line['length']:>9,} B  {what or 'padding'}  {source}to {line['dst_address']:#x}\n"
+
+
+def _name(pair: Pair, request: Request, line: dict[str, int]) -> str:
+    rank = pair.decode.rank_by_number[line["dst_rank"]]
+    return name_copy(pair.decode, request, rank, line["dst_address"], line["length"])
 
 
 def _lines(

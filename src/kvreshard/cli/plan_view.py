@@ -1,67 +1,196 @@
-"""How is an `Explanation` shown: as tables for a person, as a document for a program?
+"""How a plan is shown: tables for a person, a document for a program.
 
-One table per subject (fields that are read alike), one of the source ranks, then totals and warnings. Bytes in the tables are
-rounded for reading; the document has every number exact.
+On top what moves, and what one request costs per pair of ranks; then one block per pair of groups, and with details one table per set of
+fields that are read alike, with runs and reasons, and one of the source ranks. Bytes in the tables are rounded for reading; the document has
+every number exact, and fields as patterns (`layers.{0-4,6}.attn.{k,v}`).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column
 
-from kvreshard.cli.terminal import Column, Sheet, bytes_text, join_ranks, number, seconds_text, show_line, show_sheet
+from kvreshard.cli.inputs import Pair
+from kvreshard.cli.output import bytes_text, join_ranks, number, number_column, seconds_text, show_line, show_table
+from kvreshard.cli.totals import PairTotal
 from kvreshard.model.ownership import Cyclic, Ownership
 from kvreshard.model.text import counted
 from kvreshard.plan.cost import Choice
-from kvreshard.plan.explain import Explanation, Part, Reading, SourceUse, Subject, name_fields
+from kvreshard.plan.explain import Explanation, Reading, SourceUse, Subject, field_patterns, name_fields
+
+# Of a list of layers in a title; all of them with details.
+MOST_RANGES = 4
+RANKS = (Column("decode rank"), Column("reads from"))
 
 
-def show_explanation(console: Console, explanation: Explanation, title: str) -> None:
-    """Everything, tables first."""
-    show_line(console, title)
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A request, in words, and what it costs."""
+
+    what: str
+    totals: tuple[PairTotal, ...]
+
+    @property
+    def slowest_s(self) -> float:
+        """Predicted seconds of the decode rank that takes longest."""
+        seconds: dict[int, float] = {}
+        for total in self.totals:
+            seconds[total.dst_rank] = seconds.get(total.dst_rank, 0.0) + total.seconds
+        return max(seconds.values(), default=0.0)
+
+
+def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Priced | None, details: bool) -> None:
+    """Everything, totals first."""
+    show_line(console, pair.title, "bold")
+    show_line(console, _moved(explanation))
+    for note in pair.notes:
+        show_line(console, f"note: {note}")
     show_line(console, "")
+    if priced is not None:
+        _show_totals(
+            console, priced, {reading.choice.way for subject in explanation.subjects for reading in subject.readings}
+        )
+    blocks: dict[object, list[Subject]] = {}
     for subject in explanation.subjects:
-        show_sheet(console, subject_sheet(subject))
-    show_sheet(console, source_sheet(explanation))
+        blocks.setdefault((subject.src_groups, subject.dst_groups), []).append(subject)
+    for block in blocks.values():
+        if details:
+            for subject in block:
+                _show_subject(console, subject)
+        else:
+            _show_block(console, block)
+    if details:
+        _show_sources(console, explanation)
     for line in closing_lines(explanation):
         show_line(console, line)
+    if not details:
+        show_line(
+            console, "every field, run and reason: --details; the bytes of a request: --copies --tokens N --explain"
+        )
 
 
-def subject_sheet(subject: Subject) -> Sheet:
-    """Who reads these fields from whom."""
+def _moved(explanation: Explanation) -> str:
+    parts = []
+    if explanation.bytes_per_token:
+        parts.append(f"{bytes_text(explanation.bytes_per_token)} per token")
+    for tokens, size in explanation.window_bytes.items():
+        parts.append(f"{bytes_text(size)} per token of the last {tokens:,}")
+    if explanation.state_bytes:
+        parts.append(f"{bytes_text(explanation.state_bytes)} of states per request")
+    together = " together" if len(explanation.dst_ranks) > 1 else ""
+    whom = f"{counted(len(explanation.dst_ranks), 'decode rank')}{together}"
+    what = " and ".join(filter(None, (", ".join(parts[:-1]), *parts[-1:]))) or "nothing"
+    return f"moved: {what}, to {whom}"
+
+
+def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
+    """`ways`: of pages alone. Those of a request may differ, where many of its pages are read together."""
+    together: dict[tuple[int, int, int, int, float], list[int]] = {}
+    for total in priced.totals:
+        row = (total.src_rank, total.num_bytes, total.num_staged_bytes, total.num_operations, total.seconds)
+        together.setdefault(row, []).append(total.dst_rank)
+    rows = [
+        (join_ranks(ranks), str(source), bytes_text(size), bytes_text(staged), f"{operations:,}", seconds_text(seconds))
+        for (source, size, staged, operations, seconds), ranks in together.items()
+    ]
+    names = ("bytes", "staged", "operations", "predicted")
+    num_bytes, num_operations = (
+        sum(getattr(total, name) for total in priced.totals) for name in ("num_bytes", "num_operations")
+    )
+    note = (
+        f"all: {bytes_text(num_bytes)} in {num_operations:,} operations; predicted {seconds_text(priced.slowest_s)}, the slowest "
+        "decode rank by itself"
+    )
+    notes = [note]
+    num_staged = sum(total.num_staged_bytes for total in priced.totals)
+    if (num_staged > 0 and "staged" not in ways) or (num_staged < num_bytes and "direct" not in ways):
+        notes.append("note: neighbouring pages are read together here, another way than a page alone would be")
+    show_table(
+        console, f"{priced.what}, what each decode rank reads", (*RANKS, *map(number_column, names)), rows, notes
+    )
+
+
+def _show_block(console: Console, block: list[Subject]) -> None:
+    """Fields of one pair of groups, summed per pair of ranks."""
+    parts: dict[tuple[int, int], list[tuple[str, Fraction, str]]] = {}
+    for subject in block:
+        for reading in subject.readings:
+            for dst_rank in reading.dst_ranks:
+                part = (_parts_text(reading), reading.num_bytes, reading.choice.way)
+                parts.setdefault((dst_rank, reading.src_rank), []).append(part)
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for (dst_rank, src_rank), found in sorted(parts.items()):
+        what, sizes, ways = zip(*found, strict=True)
+        size = bytes_text(sum(sizes, Fraction(0)))
+        rows.setdefault(
+            (str(src_rank), "; ".join(dict.fromkeys(what)), size, ", ".join(dict.fromkeys(ways))), []
+        ).append(dst_rank)
+    show_line(console, f"{_groups_text(block[0])}", "bold")
+    fields = name_fields(name for subject in block for name in subject.fields)
+    columns = (*RANKS, Column("what"), number_column(_unit(block[0])), Column("a page alone"))
+    show_table(console, shorten(fields), columns, ((join_ranks(ranks), *row) for row, ranks in rows.items()))
+
+
+def shorten(fields: str) -> str:
+    """Patterns with no more than the first ranges of a long list of numbers.
+
+    >>> shorten("layers.{0-2,4-6,8-10,12-14,16-18,20-22}.attn.{k,v}")
+    'layers.{0-2,4-6,8-10,...,20-22}.attn.{k,v}'
+    """
+
+    def cut(found: re.Match[str]) -> str:
+        ranges = found[1].split(",")
+        few = [*ranges[: MOST_RANGES - 1], "...", ranges[-1]]
+        return "{" + ",".join(ranges if len(ranges) <= MOST_RANGES else few) + "}"
+
+    return re.sub(r"\{([\d,-]+)\}", cut, fields)
+
+
+def _show_subject(console: Console, subject: Subject) -> None:
+    """Who reads these fields from whom, in how many runs, and why that way."""
+    show_line(console, _groups_text(subject), "bold")
     runs = "runs per state" if subject.is_state else "runs per page"
-    return Sheet(
-        f"{name_fields(subject.fields)}\n{_groups_text(subject)}",
+    columns = (*RANKS, Column("what"), number_column(_unit(subject)), number_column(runs), Column("a page alone"))
+    rows = [
         (
-            Column("decode rank"), Column("reads from"), Column("what"),
-            Column("per request" if subject.is_state else "per token", right=True), Column(runs, right=True), Column("way"),
-        ),
-        tuple(_reading_row(reading) for reading in subject.readings),
-        _reasons(subject),
-    )  # fmt: skip
+            join_ranks(reading.dst_ranks),
+            str(reading.src_rank),
+            _parts_text(reading),
+            bytes_text(reading.num_bytes),
+            f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}",
+            reading.choice.way,
+        )
+        for reading in subject.readings
+    ]
+    show_table(console, name_fields(subject.fields), columns, rows, _reasons(subject))
 
 
-def _reasons(subject: Subject) -> tuple[str, ...]:
+def _unit(subject: Subject) -> str:
+    return "per request" if subject.is_state else "per token"
+
+
+def _reasons(subject: Subject) -> Iterator[str]:
     """Why each way was taken, once per distinct choice."""
     ranks: dict[Choice, list[int]] = {}
     for reading in subject.readings:
         ranks.setdefault(reading.choice, []).extend(reading.dst_ranks)
     unit = "state" if subject.is_state else "page"
-    sentences = []
     for choice, found in ranks.items():
         who = f" (decode rank {join_ranks(found)})" if len(ranks) > 1 else ""
-        sentences.append(f"{choice.way}: {_why(choice, unit)}{who}")
-    return tuple(sentences)
+        yield f"{choice.way}: {_why(choice, unit)}{who}"
 
 
 def _why(choice: Choice, unit: str) -> str:
-    direct = f"{choice.num_runs:,} run{'s' if choice.num_runs != 1 else ''} one by one {seconds_text(choice.direct_s)}"
-    reads = f"{choice.num_reads:,} read{'s' if choice.num_reads != 1 else ''} and a permutation {seconds_text(choice.staged_s)}"
+    direct = f"{counted(choice.num_runs, 'run')} one by one {seconds_text(choice.direct_s)}"
+    reads = f"{counted(choice.num_reads, 'read')} and a permutation {seconds_text(choice.staged_s)}"
     taken, other = (direct, reads) if choice.way == "direct" else (reads, direct)
-    forced = "forced; " if choice.forced else ""
-    return f"{forced}{taken} per {unit}, {other}"
+    return f"{'forced; ' if choice.forced else ''}{taken} per {unit}, {other}"
 
 
 def _groups_text(subject: Subject) -> str:
@@ -76,35 +205,20 @@ def _groups_text(subject: Subject) -> str:
     return f"{groups}, pages of {' -> '.join(map(str, sizes))} token{plural}"
 
 
-def _reading_row(reading: Reading) -> tuple[str, ...]:
-    choice = reading.choice
-    return (
-        join_ranks(reading.dst_ranks),
-        str(reading.src_rank),
-        _parts_text(reading.parts),
-        bytes_text(reading.num_bytes),
-        f"{choice.num_runs:,} x {bytes_text(choice.run_bytes)}",
-        choice.way,
-    )
+def _parts_text(reading: Reading) -> str:
+    return ", ".join(str(part) for part in reading.parts if not part.is_whole) or "all"
 
 
-def _parts_text(parts: tuple[Part, ...]) -> str:
-    return ", ".join(str(part) for part in parts if not part.is_whole) or "all"
-
-
-def source_sheet(explanation: Explanation) -> Sheet:
+def _show_sources(console: Console, explanation: Explanation) -> None:
     """What leaves each source rank, and who tells it when its pages are free."""
     has_states = bool(explanation.state_bytes)
-    sizes = (Column("per token", right=True), *((Column("per request", right=True),) if has_states else ()))
+    sizes = [number_column(name) for name in (("per token", "per request") if has_states else ("per token",))]
     rows = []
     for use in explanation.sources:
         cells = [str(use.src_rank), join_ranks(use.readers), join_ranks(use.reporters), _per_token(use)]
         rows.append((*cells, *((bytes_text(use.state_bytes),) if has_states else ())))
-    return Sheet(
-        "prefill ranks",
-        (Column("prefill rank"), Column("read by decode ranks"), Column("reported to by"), *sizes),
-        tuple(rows),
-    )
+    columns = (Column("prefill rank"), Column("read by decode ranks"), Column("reported to by"), *sizes)
+    show_table(console, "prefill ranks", columns, rows)
 
 
 def _per_token(use: SourceUse) -> str:
@@ -114,45 +228,47 @@ def _per_token(use: SourceUse) -> str:
     return " + ".join([*sizes, *([f"{bytes_text(windows)} in windows"] if windows else [])])
 
 
-def closing_lines(explanation: Explanation) -> list[str]:
-    """Totals, unread sources, warnings."""
-    moved = []
-    if explanation.bytes_per_token:
-        moved.append(f"{bytes_text(explanation.bytes_per_token)} per token")
-    for tokens, size in explanation.window_bytes.items():
-        moved.append(f"{bytes_text(size)} per token of the last {tokens:,}")
-    if explanation.state_bytes:
-        moved.append(f"{bytes_text(explanation.state_bytes)} of states per request")
-    together = " together" if len(explanation.dst_ranks) > 1 else ""
-    whom = f"{counted(len(explanation.dst_ranks), 'decode rank')}{together}"
-    what = " and ".join(filter(None, (", ".join(moved[:-1]), *moved[-1:]))) or "nothing"
-    lines = [f"moved: {what}, to {whom}"]
+def closing_lines(explanation: Explanation) -> Iterator[str]:
+    """Unread sources and warnings."""
+    unread: dict[tuple[int, ...], list[int]] = {}
     for use in explanation.unread:
-        lines.append(
-            f"prefill rank {use.src_rank} is read by nobody; decode rank {join_ranks(use.reporters)} tells it when its pages "
-            "are free"
+        unread.setdefault(use.reporters, []).append(use.src_rank)
+    for reporters, ranks in unread.items():
+        who, them = ("ranks", "them when their") if len(ranks) > 1 else ("rank", "it when its")
+        yield (
+            f"prefill {who} {join_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} read by nobody; decode rank {join_ranks(reporters)} tells "
+            f"{them} pages are free"
         )
-    return [*lines, *(f"warning: {warning}" for warning in explanation.warnings)]
+    yield from (f"warning: {warning}" for warning in explanation.warnings)
 
 
-def explanation_document(explanation: Explanation, warnings: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The same as plain data. `warnings`: of the engines themselves."""
+def plan_document(explanation: Explanation, pair: Pair, priced: Priced | None) -> dict[str, Any]:
+    """The same as plain data."""
     return {
         "prefill_engine": explanation.src_engine,
         "decode_engine": explanation.dst_engine,
         "decode_ranks": list(explanation.dst_ranks),
+        "request": None
+        if priced is None
+        else {
+            "what": priced.what,
+            "predicted_seconds": priced.slowest_s,
+            "pairs": [asdict(total) for total in priced.totals],
+        },
         "subjects": [_subject_document(subject) for subject in explanation.subjects],
         "prefill_ranks": [_source_document(use) for use in explanation.sources],
         "bytes_per_token": number(explanation.bytes_per_token),
         "window_bytes_per_token": {str(tokens): number(size) for tokens, size in explanation.window_bytes.items()},
         "state_bytes_per_request": number(explanation.state_bytes),
-        "warnings": [*warnings, *explanation.warnings],
+        "notes": list(pair.notes),
+        "warnings": [*pair.warnings, *explanation.warnings],
     }
 
 
 def _subject_document(subject: Subject) -> dict[str, Any]:
     return {
-        "fields": list(subject.fields),
+        "fields": field_patterns(subject.fields),
+        "num_fields": len(subject.fields),
         "prefill_groups": list(subject.src_groups),
         "decode_groups": list(subject.dst_groups),
         "prefill_tokens_per_page": subject.src_tokens_per_page,

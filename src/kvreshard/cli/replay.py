@@ -1,6 +1,6 @@
-"""`kvreshard replay FILE`: what happened to a load that failed, and does it happen again without the engines?
+"""`kvreshard replay FILE`: what happened to a load that failed, done again without the engines.
 
-1. Read the record (docs/flight-recorder.md). 2. Do the load again (`testing.replay`). 3. Show the record and the outcome.
+1. Read the record (docs/flight-recorder.md). 2. Do the load again (`tools.replay`). 3. Show the record and the outcome.
 
 Exit codes: 0 the outcome explains the failure (the same refusal, or nothing wrong in the plan), 1 something differs, 2 no record.
 """
@@ -14,12 +14,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvreshard.cli.inputs import InputError, read_bytes
+from kvreshard.cli.inputs import AsJson, InputError, read_bytes
+from kvreshard.cli.output import write_json
 from kvreshard.cli.replay_view import replay_document, show_replay
-from kvreshard.cli.terminal import write_json
 from kvreshard.model import KvReshardError, WireError
-from kvreshard.session.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
-from kvreshard.testing.replay import ReplayError, replay
+from kvreshard.testing.room import available_bytes
+from kvreshard.tools.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
+from kvreshard.tools.replay import ReplayError, replay
 
 EXIT_DIFFERENT = 1
 
@@ -27,12 +28,12 @@ EXIT_DIFFERENT = 1
 def replay_file(
     file: Annotated[Path, typer.Argument(help="A record that a failed load left.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0, help="Of the contents.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Do a recorded load again on the memory transport, and say whether the same comes out."""
     flight = read_flight(file)
     try:
-        replayed = replay(flight, seed)
+        replayed = replay(flight, seed, available_bytes())
     except ReplayError:
         raise
     except KvReshardError as error:

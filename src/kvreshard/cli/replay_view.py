@@ -1,4 +1,4 @@
-"""How are a flight record and its replay shown: tables for a person, a document for a program?"""
+"""How a flight record and its replay are shown: tables for a person, a document for a program."""
 
 from __future__ import annotations
 
@@ -7,34 +7,30 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Column
 
-from kvreshard.cli.terminal import Column, Sheet, bytes_text, show_line, show_sheet
+from kvreshard.cli.output import bytes_text, number_column, show_line, show_table
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.model.text import counted
 from kvreshard.plan.explain import number_ranges
-from kvreshard.session.flight import Flight
-from kvreshard.testing.replay import Replayed
+from kvreshard.tools.flight import Flight
+from kvreshard.tools.replay import Replayed
 
 
 def show_replay(console: Console, name: str, flight: Flight, replayed: Replayed) -> None:
     """The record, then the outcome."""
-    sheets = [
-        _load_sheet(name, flight, replayed),
-        _request_sheet(replayed.request),
-        _copies_sheet(replayed),
-        _events_sheet(flight),
-    ]
-    for sheet in sheets:
-        if sheet.rows:
-            show_sheet(console, sheet)
+    _show_load(console, name, flight, replayed)
+    _show_request(console, replayed.request)
+    _show_copies(console, replayed)
+    _show_events(console, flight)
     show_line(console, f"failed: ({flight.failure.kind}) {flight.failure.text}")
     if replayed.refusal and replayed.refusal != flight.failure.text:
         show_line(console, f"refused: {replayed.refusal}")
     show_line(console, f"{replayed.outcome}: {replayed.reason}")
 
 
-def _load_sheet(name: str, flight: Flight, replayed: Replayed) -> Sheet:
+def _show_load(console: Console, name: str, flight: Flight, replayed: Replayed) -> None:
     source = "never met" if flight.src is None else f"'{flight.src.engine}'{_size(replayed.src)}"
     rows = [
         ("request", f"{flight.request}, at its source {flight.source_request}"),
@@ -51,7 +47,7 @@ def _load_sheet(name: str, flight: Flight, replayed: Replayed) -> Sheet:
         rows.append((fact, here if here == there else f"{there} at the source, {here} at the destination"))
     if replayed.num_bytes:
         rows.append(("replayed", f"{bytes_text(replayed.num_bytes)} moved and compared"))
-    return Sheet(name, (Column("what"), Column("value")), tuple(rows))
+    show_table(console, name, (Column("what"), Column("value")), rows)
 
 
 def _size(layout: EngineLayout | None) -> str:
@@ -61,7 +57,7 @@ def _size(layout: EngineLayout | None) -> str:
     return f", {counted(len(layout.ranks), 'rank')}, {fields} in {groups}"
 
 
-def _request_sheet(request: Request) -> Sheet:
+def _show_request(console: Console, request: Request) -> None:
     rows = []
     for name, table in request.src_tables.items():
         rows.append(("source", name, *_table_cells(table), "", ""))
@@ -69,8 +65,11 @@ def _request_sheet(request: Request) -> Sheet:
         tokens = ", ".join(f"[{start}, {stop})" for start, stop in request.intervals.get(name, [])) or "none"
         new_pages = np.asarray(request.dst_new_pages.get(name, [])).tolist()
         rows.append(("destination", name, *_table_cells(table), tokens, _ids(new_pages)))
-    columns = ("side", "group", "pages", "first", "tokens", "to be moved", "new pages")
-    return Sheet("request", tuple(Column(name, right=name in ("first", "tokens")) for name in columns), tuple(rows))
+    columns = (
+        Column("side"), Column("group"), Column("pages"), number_column("first"), number_column("tokens"), Column("to be moved"), Column("new pages"),
+    )  # fmt: skip
+    if rows:
+        show_table(console, "request", columns, rows)
 
 
 def _table_cells(table: PageTable) -> tuple[str, str, str]:
@@ -87,20 +86,21 @@ def _ids(pages: list[int], most: int = 8) -> str:
     return ", ".join(map(str, pages[:most])) + more
 
 
-def _copies_sheet(replayed: Replayed) -> Sheet:
+def _show_copies(console: Console, replayed: Replayed) -> None:
     copies = replayed.copies
-    columns = (Column("source rank", right=True), Column("copies", right=True), Column("bytes", right=True))
-    if copies is None:
-        return Sheet("copies", columns, ())
+    if copies is None or not copies.by_rank:
+        return
+    columns = [number_column(name) for name in ("source rank", "copies", "bytes")]
     rows = [(str(rank), f"{count:,}", bytes_text(size)) for rank, (count, size) in copies.by_rank.items()]
-    return Sheet("copies", columns, tuple(rows), (f"digest {copies.digest}",))
+    show_table(console, "copies", columns, rows, (f"digest {copies.digest}",))
 
 
-def _events_sheet(flight: Flight) -> Sheet:
-    rows = tuple((f"{event.at_s:.6f}", event.name, event.text) for event in flight.events)
+def _show_events(console: Console, flight: Flight) -> None:
+    rows = [(f"{event.at_s:.6f}", event.name, event.text) for event in flight.events]
     forgotten = flight.num_events_forgotten
     notes = (f"{forgotten} earlier {'event was' if forgotten == 1 else 'events were'} forgotten",) if forgotten else ()
-    return Sheet("events", (Column("seconds", right=True), Column("event"), Column("what")), rows, notes)
+    if rows:
+        show_table(console, "events", (number_column("seconds"), Column("event"), Column("what")), rows, notes)
 
 
 def replay_document(flight: Flight, replayed: Replayed) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How large a part of a model fits a verification?
+"""Scales a model down until its verification fits this machine.
 
 Heads, widths and page sizes stay real; layers and pages give way.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvreshard.catalog import EngineSpec, Model, describe, fit_stages, shrink
 from kvreshard.catalog.engine import stage_of_layers
 from kvreshard.cli.inputs import InputError
-from kvreshard.cli.terminal import bytes_text
+from kvreshard.cli.output import bytes_text
 from kvreshard.model import EngineLayout
 from kvreshard.model.text import counted
 from kvreshard.testing.room import available_bytes

@@ -1,4 +1,4 @@
-"""How does a person or a program write down one request: block tables, token intervals, new pages?
+"""Reads one request from a JSON file: block tables, token intervals, new pages.
 
 The JSON form that `docs/wire.md` describes:
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from kvreshard.cli.inputs import read_bytes
 from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.model.expect import did_you_mean
 from kvreshard.model.ownership import MAX_SIZE
 from kvreshard.model.tables import PageTable, Request
 
@@ -73,7 +74,7 @@ def parse_tables(content: bytes, prefill: EngineLayout, decode: EngineLayout) ->
     try:
         tables = msgspec.json.decode(content, type=_Tables)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TablesError(f"not a tables file: {error}") from None
+        raise TablesError(f"not a tables file: {error}{did_you_mean(error, _Tables)}") from None
     if tables.version > VERSION:
         raise TablesError(f"is of version {tables.version}; this command reads versions 1 to {VERSION}: upgrade it")
     _check_side("prefill", tables.prefill, prefill)

@@ -1,4 +1,4 @@
-"""`kvreshard verify`: does the cache of a model really get from one engine to another, every byte of it?
+"""`kvreshard verify`: moves the cache of a model from one engine to another and compares every byte of it.
 
 1. Describe both engines, scaled to fit (`scale`), and make requests: fragmented tables, several in flight, some with a prefix
    already there, a partial last page.
@@ -7,8 +7,8 @@
 3. Move all requests at once and compare all memory of the decode ranks with the slow oracle (`testing.trial`).
 4. Print what moved and the verdict; exit 1 if anything is wrong, naming the first wrong field, rank and token.
 
-Refused: NIXL that is not installed, more than `RANKS_PER_CORE` processes per core without a yes, `--way staged` with `--push`, `--device` with `--transport memory`, a device that
-is not there, more memory than there is, and whatever the engines refuse.
+Refused: NIXL that is not installed, more than `RANKS_PER_CORE` processes per core without a yes, `--way staged` with `--push`, `--device`
+with `--transport memory`, a device that is not there, more memory than there is, and whatever the engines refuse.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated
 
@@ -25,16 +27,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from kvreshard.catalog import load, parse_engine
-from kvreshard.cli.inputs import CostModelFile, InputError, judge, read_cost_model, warn
-from kvreshard.cli.output import tell
+from kvreshard.cli.inputs import (
+    AsJson,
+    CostModelFile,
+    Draft,
+    InputError,
+    engine_option,
+    judge,
+    model_option,
+    read_cost_model,
+    warn,
+)
+from kvreshard.cli.output import bytes_text, tell, write_json
 from kvreshard.cli.plan import WayOption
 from kvreshard.cli.scale import check_room, fit
-from kvreshard.cli.terminal import bytes_text, write_json
 from kvreshard.cli.verify_view import Run, run_document, show_run
 from kvreshard.model import KvReshardError
 from kvreshard.model.text import counted, escaped
 from kvreshard.testing.ranks import LocalRanks, ProcessRanks, RankDiedError, Ranks
 from kvreshard.testing.scenario import make_requests
+from kvreshard.testing.trial import Progress as Report
 from kvreshard.testing.trial import memory_needed, run_trial
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
@@ -62,9 +74,9 @@ class VerifyError(KvReshardError):
 
 
 def verify(
-    model: Annotated[str, typer.Option(help="Id of the catalog, or path of a config.json.")] = "gemma-4-26b-a4b",
-    prefill: Annotated[str, typer.Option(help="Prefill engine, as in tp=4,pp=2,page=16.")] = "tp=4",
-    decode: Annotated[str, typer.Option(help="Decode engine, as in tp=8,order=HND.")] = "tp=8",
+    model: Annotated[str, model_option()] = "gemma-4-26b-a4b",
+    prefill: Annotated[str, engine_option("Prefill engine, as in tp=4,pp=2,page=16.")] = "tp=4",
+    decode: Annotated[str, engine_option("Decode engine, as in tp=8,order=HND.")] = "tp=8",
     requests: Annotated[int, typer.Option(min=1, help="Requests in flight at once.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 512,
     layers: Annotated[
@@ -79,10 +91,10 @@ def verify(
     push: Annotated[bool, typer.Option("--push", help="Prefill ranks write, instead of decode ranks reading.")] = False,
     way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
     cost_model: CostModelFile = None,
-    draft: Annotated[str | None, typer.Option(help="Model of a draft whose caches come behind: id or path.")] = None,
+    draft: Draft = None,
     seed: Annotated[int, typer.Option(min=0, help="Of tables, lengths and contents.")] = 0,
     yes: Annotated[bool, typer.Option("--yes", help="Start however many processes it takes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
     if push and way is WayOption.STAGED:
@@ -101,14 +113,15 @@ def verify(
     made = make_requests(fitted.prefill, fitted.decode, requests, tokens, seed)
     started_s = time.monotonic()
     what = f"verifying {model}: {prefill} -> {decode}, {counted(num_ranks, 'rank')} with {bytes_text(fitted.pool_bytes)} of pages together"
-    with Stages(what, num_ranks) as stages:
+    with show_stages(what) as report:
         try:
+            report("start", 0, num_ranks)
             with make_ranks(transport, num_ranks, memory_needed(fitted.prefill, fitted.decode), device) as ranks:
                 ranks.connect_all()
-                stages("start", num_ranks, num_ranks)
+                report("start", num_ranks, num_ranks)
                 result = run_trial(
                     ranks, fitted.prefill, fitted.decode, made,
-                    push=push, way=way.value if way else None, cost=cost, seed=seed, progress=stages,
+                    push=push, way=way.value if way else None, cost=cost, seed=seed, progress=report,
                 )  # fmt: skip
         except RankDiedError as error:
             raise VerifyError(f"the verification could not be finished: {error}") from None
@@ -145,47 +158,31 @@ def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int, de
     return ProcessRanks(num_ranks, memory_bytes, devices=[device] * num_ranks)
 
 
-class Stages:
-    """A bar for each stage on stderr, or one line if that is no terminal. Called with a stage, steps done and steps in all."""
+@contextmanager
+def show_stages(what: str) -> Iterator[Report]:
+    """A bar for each stage on stderr, or one line if that is no terminal. Gives what is called with a stage, steps done and steps in all."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        tell(escaped(what))
+        yield lambda stage, done, total: None
+        return
+    tasks: dict[str, TaskID] = {}
+    columns = (
+        SpinnerColumn(finished_text="[green]+[/]"),
+        TextColumn("{task.description:28}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
 
-    def __init__(self, what: str, num_ranks: int) -> None:
-        console = Console(stderr=True)
-        columns = (
-            SpinnerColumn(finished_text="[green]+[/]"),
-            TextColumn("{task.description:28}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console) if console.is_terminal else None
-        if self._progress is None:
-            tell(escaped(what))
-        self._tasks: dict[str, TaskID] = {}
-        self._last = ""
-        self("start", 0, num_ranks)
+        def report(stage: str, done: int, total: int) -> None:
+            for task in progress.tasks:  # a stage that begins ends the one before
+                if task.id != tasks.get(stage):
+                    progress.update(task.id, completed=task.total)
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(STAGES.get(stage, stage), total=total)
+            progress.update(tasks[stage], completed=done, total=total)
 
-    def __enter__(self) -> Stages:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._finish(self._last)
-            self._progress.stop()
-            self._progress.console.print()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how far a stage is; one that begins ends the one before."""
-        if self._progress is None:
-            return
-        if stage not in self._tasks:
-            self._finish(self._last)
-            self._tasks[stage] = self._progress.add_task(STAGES.get(stage, stage), total=total)
-            self._last = stage
-        self._progress.update(self._tasks[stage], completed=done, total=total)
-
-    def _finish(self, stage: str) -> None:
-        if self._progress is not None and stage in self._tasks:
-            task = self._progress.tasks[self._tasks[stage]]
-            self._progress.update(task.id, completed=task.total)
+        yield report
+    console.print()

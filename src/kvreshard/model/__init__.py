@@ -1,7 +1,7 @@
 """The nouns: what an engine holds, in which pages, at which address. No I/O; NumPy and the wire codec only."""
 
 from kvreshard.model.address import AxisMap, Digit, canonical
-from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, WireError
+from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, UsageError, WireError
 from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, Region, Shard
 from kvreshard.model.merge import merge_ranks
@@ -27,6 +27,7 @@ __all__ = [
     "Region",
     "Shard",
     "Slab",
+    "UsageError",
     "WireError",
     "canonical",
     "count_within",

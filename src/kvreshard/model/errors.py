@@ -11,6 +11,10 @@ class KvReshardError(Exception):
     """Base of every error that a user can cause or must act upon."""
 
 
+class UsageError(KvReshardError, TypeError):
+    """A function was given something of another type than it takes: a tuple in place of a `PageTable`, a dictionary in place of a layout."""
+
+
 class LayoutError(KvReshardError):
     """One engine's layout contradicts itself: a bad size, a cell outside its page, a page outside its region."""
 

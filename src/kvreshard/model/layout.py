@@ -18,19 +18,18 @@ Everything is checked once, here, by `layout_check`. Raises LayoutError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
-import numpy as np
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.column import Column
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
 from kvreshard.model.fields import Fields
-from kvreshard.model.loops import extent_of, int64s, row_kinds
+from kvreshard.model.loops import extent_of
 from kvreshard.model.outline import Int64s, Outline, Slab, outline_of
 
 MAX_ADDRESS = 2**63
@@ -235,51 +234,28 @@ class EngineLayout:
         return found
 
     @cached_property
-    def holder_numbers(self) -> Int64s:
-        """A number that fields of equal geometry on every rank share, shape (fields,)."""
-        which = np.zeros(len(self.fields), dtype=np.int64)
-        for outline in self.outlines:
-            held = self.fields.names.numbers(outline.fields.all)
-            found, first = row_kinds((which[held], outline.geometry_of.array))
-            # Numbers of their own: those of fields that this outline does not hold stay as they are.
-            which[held] = found + (int(which.max()) + 1 if len(first) else 0)
-        # Fields of one geometry in each outline have one in each rank; what is left to compare are the few kinds of those.
-        which, first = row_kinds((which,))
-        numbers: dict[object, int] = {}
-        known = []
-        for row in first:
-            held_by = tuple(
-                (rank, self.geometry_numbers[id(geometry)]) for rank, geometry in self.holders(self.fields.names[row])
-            )
-            known.append(numbers.setdefault(held_by, len(numbers)))
-        return int64s(known)[which] if known else which
-
-    def holders(self, field: str) -> Iterator[tuple[int, Geometry]]:
-        """Each rank that holds a part of the field, with its geometry."""
-        number_in: dict[int, int | None] = {}
-        for outline in self.outlines:
-            shard = outline.fields.number_of.get(field)
-            number_in[id(outline)] = None if shard is None else outline.geometry_of[shard]
-        for rank in self.ranks:
-            number = number_in[id(rank.outline)]
-            if number is not None:
-                yield rank.rank, rank.geometries[number]
-
-    @cached_property
     def outlines(self) -> tuple[Outline, ...]:
         """The distinct outlines of the ranks, as objects."""
         return tuple({id(rank.outline): rank.outline for rank in self.ranks}.values())
 
     @cached_property
-    def held_fields(self) -> tuple[str, ...]:
-        """The names of the fields that some rank holds a part of, in the order of `fields`."""
-        names = self.fields.names
-        if any(outline.fields == names for outline in self.outlines):
-            return names.all
-        held = np.zeros(len(names), dtype=bool)
-        for outline in self.outlines:
-            held[names.numbers(outline.fields.all)] = True
-        return tuple(names[number] for number in np.flatnonzero(held).tolist())
+    def holding_of(self) -> Mapping[str, int]:
+        """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
+        `fields`.
+        """
+        places: dict[str, list[tuple[int, int]]] = {name: [] for name in self.fields.names}
+        for rank in self.ranks:
+            for field, geometry in zip(rank.outline.fields, rank.outline.geometry_of, strict=True):
+                places[field].append((rank.rank, geometry))
+        numbers: dict[object, int] = {}
+        return {field: numbers.setdefault(tuple(found), len(numbers)) for field, found in places.items() if found}
+
+    def holders(self, field: str) -> Mapping[int, Geometry]:
+        """Rank -> how it holds its part of a field, for every rank that does."""
+        found = ((rank, rank.outline.fields.number_of.get(field)) for rank in self.ranks)
+        return {
+            rank.rank: rank.geometries[rank.outline.geometry_of[number]] for rank, number in found if number is not None
+        }
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

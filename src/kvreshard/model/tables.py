@@ -16,6 +16,7 @@ from msgspec.structs import force_setattr
 from numpy.typing import ArrayLike, NDArray
 
 from kvreshard.model.errors import BindError
+from kvreshard.model.expect import expect
 
 
 class PageTable(msgspec.Struct, frozen=True, eq=False):
@@ -68,9 +69,17 @@ class Request(msgspec.Struct, frozen=True):
     dst_new_pages: Mapping[str, NDArray[np.int64]]
 
     def __post_init__(self) -> None:
+        for name, tables in (("src_tables", self.src_tables), ("dst_tables", self.dst_tables)):
+            expect(tables, Mapping, name, "block tables by the name of their group")
+            for group, table in tables.items():
+                expect(table, PageTable, f"{name}['{group}']", "PageTable(pages, num_tokens)")
         for group, intervals in self.intervals.items():
             end = 0
-            for start, stop in intervals:
+            for interval in intervals:
+                expect(
+                    interval, (tuple, list), f"an interval of group '{group}'", "(first token, token behind the last)"
+                )
+                start, stop = interval
                 if start < end or stop <= start:
                     raise BindError(
                         f"group '{group}': token intervals {list(intervals)} must be ascending, disjoint and not empty"

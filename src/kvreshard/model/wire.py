@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 
 from kvreshard.model.errors import LayoutError, WireError
+from kvreshard.model.expect import did_you_mean, expect
 from kvreshard.model.field import Field
 from kvreshard.model.fields import Fields
 from kvreshard.model.form import Form
@@ -144,6 +145,7 @@ def encode(layout: EngineLayout, encoding: Encoding = "msgpack", version: int | 
 
 def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
     """The layout that `encode` wrote. Raises WireError or LayoutError; never anything else."""
+    expect(message, (bytes, bytearray, memoryview), "a layout message", "what `encode` wrote")
     if len(message) > MAX_MESSAGE_BYTES:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
     try:
@@ -154,7 +156,9 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
         else:
             body = msgspec.convert(LAYOUT.rise(_trees[encoding].decode(message)), _Layout)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}") from None
+        raise WireError(
+            f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{did_you_mean(error, _Layout)}"
+        ) from None
     check_sizes(
         body.engine,
         len(body.ranks),

@@ -2,6 +2,7 @@
 
 from kvreshard.plan.bind import bind
 from kvreshard.plan.byte_ranges import ByteRanges
+from kvreshard.plan.compile import compile_routes
 from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.fill import find_holes, find_unwritten
@@ -22,6 +23,7 @@ __all__ = [
     "Route",
     "bind",
     "compile_route",
+    "compile_routes",
     "elect",
     "find_holes",
     "find_unwritten",

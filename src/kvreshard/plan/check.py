@@ -1,41 +1,36 @@
-"""Is a route right, whoever made it?
+"""Proof that a route is right, whoever made it.
 
-The proof looks at the finished route and at both layouts, not at how the route was made:
+It looks at the finished route and at both layouts. With the election it shares what an ownership is (`cover.turn`), and nothing else:
 
 1. Each lane says of every field what the layouts say: encoding, element size, axis maps, page strides, addresses.
 2. Bounds: from base address to the last cell of the last page lies inside one region on each side.
-3. Exact cover, per field that the destination rank holds: each box lies inside what its source rank holds, no two boxes
-   share a cell, and together they have as many cells as the destination's shard.
+3. Exact cover, per field that the destination rank holds: each box lies inside what its source rank holds, no two boxes share a cell,
+   and together they have as many cells as the destination's shard.
 
 Raises LayoutMismatch with all findings (the first few in full), each naming field, axis and both values.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
-from itertools import combinations
+from fractions import Fraction
 from math import prod
-from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Rank, Shard
-from kvreshard.model.loops import row_kinds
-from kvreshard.model.outline import Int64s
-from kvreshard.model.ownership import Ownership
-from kvreshard.plan.alike import Seen, shape_of
-from kvreshard.plan.cover import count_common, exact_period, overlaps
-from kvreshard.plan.lane import Lane
-from kvreshard.plan.match import SHOWN
-from kvreshard.plan.route import Route
+from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
+from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.plan.cover import count_common, exact_period, turn
+from kvreshard.plan.lane import Lane, LaneAxis
+from kvreshard.plan.match import SHOWN, differences
 
-# Of one field. More are first looked at together: which of them have cells in common at all.
-FEW_LANES = 4
-
-Placed = tuple[int, Lane]
-"""A lane, and its place among those of the route."""
+if TYPE_CHECKING:
+    from kvreshard.plan.route import Route
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
@@ -53,73 +48,59 @@ def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
 def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[str]:
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
-    seen = Seen(src, dst)
-    lanes_of: dict[int, tuple[tuple[str, ...], list[Placed]]] = {}
-    for position, lane in enumerate(route.lanes):
+    lanes_of = defaultdict[str, list[int]](list)
+    for number, lane in enumerate(route.lanes):
         if lane.dst_rank != rank.rank:
             yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
-        yield from seen.differences(lane.fields)
-        yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source", seen)
-        yield from _lane_faults(lane, rank, dst, "destination", seen)
-        names = seen.drawn(lane)
-        lanes_of.setdefault(id(names), (names, []))[1].append((position, lane))
-    drawn, drawn_by = _drawn_by(
-        [(seen.named(names, rank, dst).shards, lanes) for names, lanes in lanes_of.values()], rank
-    )
-    outline = rank.outline
-    is_matched = np.ones(len(drawn), dtype=np.int64)
-    if not src.fields.names.have_all(outline.fields.all):
-        is_matched[:] = [name in src.fields.names for name in outline.fields]
-    for row in row_kinds((outline.geometry_of.array, is_matched, drawn))[1]:
-        if is_matched[row]:
-            lanes = [lane for _, lane in sorted(drawn_by[int(drawn[row])], key=itemgetter(0))]
-            yield from _cover_faults(outline.fields[row], rank.geometries[outline.geometry_of[row]], lanes, rank, dst)
+        yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
+        yield from _lane_faults(lane, rank, dst, "destination")
+        for name in lane.fields:
+            lanes_of[name].append(number)
+    # Fields of one geometry that the same lanes have are covered alike: one of them is looked at.
+    covered = defaultdict[tuple[int, ...], list[tuple[object, Geometry]]](list)
+    for name, shard in rank.shard_by_field.items():
+        given, field = src.field_by_name.get(name), dst.field_by_name[name]
+        if given is None:
+            continue
+        for found in differences(src.engine, given, dst.engine, field):
+            yield f"field '{name}'{found}"
+        numbers, kind = tuple(lanes_of[name]), (field.axes, shard.geometry)
+        if kind not in covered[numbers]:
+            covered[numbers].append(kind)
+            lanes = [route.lanes[number] for number in numbers]
+            fitting = [lane for lane in lanes if _shape_of(lane.axes) == _shape_of(field.axes)]
+            yield from _cover_faults(field, shard.geometry, fitting, rank)
 
 
-def _drawn_by(lanes_of: Sequence[tuple[Int64s, list[Placed]]], rank: Rank) -> tuple[Int64s, Sequence[Sequence[Placed]]]:
-    """Per shard of a rank a number, and what that stands for: the lanes that have it, each as often as it does."""
-    numbers = np.zeros(len(rank.outline.fields), dtype=np.int64)
-    for number, (shards, _) in enumerate(lanes_of, 1):
-        numbers[shards] = number
-    # Mostly a field is of one family, once.
-    if int(np.count_nonzero(numbers)) == sum(len(shards) for shards, _ in lanes_of):
-        return numbers, [(), *(lanes for _, lanes in lanes_of)]
-    drawing: list[tuple[Placed, ...]] = [()] * len(numbers)
-    for shards, lanes in lanes_of:
-        for shard in shards.tolist():
-            drawing[shard] = (*drawing[shard], *lanes)
-    return np.arange(len(numbers), dtype=np.int64), drawing
+def _shape_of(axes: Sequence[Axis] | Sequence[LaneAxis]) -> list[tuple[str, int | None]]:
+    return [(axis.name, axis.extent) for axis in axes]
 
 
-def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str, seen: Seen) -> Iterator[str]:
-    """One side of a lane. What its fields share, they share by geometry and axes: that is looked at once for each."""
-    bases = lane.bases.src if side == "source" else lane.bases.dst
-    names = lane.fields
-    named = seen.named(names, rank, layout)
-    yield from (f"field '{name}', {side} rank {rank.rank}: does not hold the field" for name in named.lacking)
-    reach = 0  # of the longest kind; kinds that differ in it differ from the lane too, which is a fault of theirs
-    for number, field in named.kinds:
-        behind = yield from _geometry_faults(lane, field, rank.geometries[number], rank, layout, side)
-        reach = max(reach, min(behind, MAX_ADDRESS - 1))
-    if len(bases) != len(names):
-        yield f"field '{names[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(names)} fields"
-    shards = named.shards
-    if not len(bases) == len(shards) == len(names):
-        return
-    is_moved = bases != rank.bases[shards]
-    if named.least_room_bytes >= reach and not np.logical_or.reduce(is_moved):
-        return
-    for index in np.flatnonzero(is_moved | (named.room_bytes < reach)).tolist():
-        shard = rank.shards[int(shards[index])]
-        yield from _place_faults(shard, int(bases[index]), reach, rank, side)
+def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
+    """One side of a lane, field by field; what is said of a geometry and a shape is looked at once."""
+    bases = (lane.bases.src if side == "source" else lane.bases.dst).tolist()
+    if len(bases) != len(lane.fields):
+        yield f"field '{lane.fields[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(lane.fields)} fields"
+    reach_of: list[tuple[object, int]] = []
+    for name, base in zip(lane.fields, bases, strict=False):
+        shard = rank.shard_by_field.get(name)
+        if shard is None:
+            yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
+            continue
+        field = layout.field_by_name[name]
+        kind = shard.geometry, field.axes, field.element_bytes
+        reach = next((reach for known, reach in reach_of if known == kind), None)
+        if reach is None:
+            reach = yield from _geometry_faults(lane, field, shard.geometry, rank, layout, side)
+            reach_of.append((kind, reach))
+        yield from _place_faults(shard, base, reach, rank, side)
 
 
 def _geometry_faults(
     lane: Lane, field: Field, geometry: Geometry, rank: Rank, layout: EngineLayout, side: str
 ) -> Generator[str, None, int]:
     """What a lane says of a field's geometry; returns the bytes from its first cell to behind the pool's last one."""
-    source = side == "source"
-    who = f"field '{field.name}', {side} rank {rank.rank}"
+    source, who = side == "source", f"field '{field.name}', {side} rank {rank.rank}"
     if field.element_bytes != lane.element_bytes:
         yield f"{who}: elements of {lane.element_bytes} bytes, its layout says {field.element_bytes}"
     maps = tuple(axis.src if source else axis.dst for axis in lane.axes)
@@ -128,8 +109,8 @@ def _geometry_faults(
             yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
-    if [(axis.name, axis.extent) for axis in lane.axes] != shape_of(field):
-        yield f"{who}: axes {[(a.name, a.extent) for a in lane.axes]}, its layout has {shape_of(field)}"
+    if _shape_of(lane.axes) != _shape_of(field.axes):
+        yield f"{who}: axes {_shape_of(lane.axes)}, its layout has {_shape_of(field.axes)}"
     if field.sequence is not None:
         yield from _sequence_faults(lane, field.sequence, who, source)
     stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
@@ -179,65 +160,64 @@ def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iter
             )
 
 
-def _cover_faults(name: str, geometry: Geometry, lanes: list[Lane], rank: Rank, dst: EngineLayout) -> Iterator[str]:
-    field = dst.fields.called(name)
-    held = {mapped.axis: mapped.owned for mapped in geometry.axes}
+def _cover_faults(field: Field, geometry: Geometry, lanes: Sequence[Lane], rank: Rank) -> Iterator[str]:
+    """Whether the boxes of a field lie in what their sources hold, share no cell, and are together what the rank holds of it."""
     for lane in lanes:
         for axis in lane.axes:
-            both = (axis.chosen, axis.src.owned)
-            whole = _count(axis.extent, exact_period(axis.extent, both), axis.chosen)
-            if whole != count_common(axis.extent, *both):
+            if not _lies_on(axis.extent, axis.chosen):
+                yield f"field '{field.name}', axis '{axis.name}': {axis.chosen} is no part of an axis {_end(axis.extent)}"
+            elif _share(axis.extent, axis.chosen, axis.src.owned) != _share(axis.extent, axis.chosen, axis.chosen):
                 yield (
-                    f"field '{name}', axis '{axis.name}': {axis.chosen} is read from rank {lane.src_rank}, "
+                    f"field '{field.name}', axis '{axis.name}': {axis.chosen} is read from rank {lane.src_rank}, "
                     f"which holds only {axis.src.owned}"
                 )
     for first, second in _overlapping(lanes):
-        pairs = zip(first.axes, second.axes, strict=True)
-        if all(count_common(a.extent, a.chosen, b.chosen, a.dst.owned) for a, b in pairs):
-            axes = ", ".join(
-                f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True)
-            )
-            yield (
-                f"field '{name}': ranks {first.src_rank} and {second.src_rank} both write the same cells "
-                f"(overlap: {axes})"
-            )
-    periods_of = {
-        axis.name: exact_period(
-            axis.extent,
-            [held[axis.name], *(a.chosen for lane in lanes for a in lane.axes if a.name == axis.name)],
-        )
-        for axis in field.axes
-    }
-    wanted = prod(_count(axis.extent, periods_of[axis.name], held[axis.name]) for axis in field.axes)
-    written = sum(
-        prod(_count(axis.extent, periods_of[axis.name], axis.chosen, axis.dst.owned) for axis in lane.axes)
-        for lane in lanes
-    )
+        axes = ", ".join(f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True))
+        yield f"field '{field.name}': ranks {first.src_rank} and {second.src_rank} both write the same cells (overlap: {axes})"
+    held = [(axis, mapped.owned) for axis, mapped in zip(field.axes, geometry.axes, strict=True)]
+    wanted = prod([_share(axis.extent, owned, owned) for axis, owned in held])
+    written = sum([prod([_share(axis.extent, axis.chosen, axis.dst.owned) for axis in lane.axes]) for lane in lanes])
     if written < wanted:
-        parts = "; ".join(
-            f"rank {lane.src_rank} gives {', '.join(f'{a.name} {a.chosen}' for a in lane.axes)}" for lane in lanes
-        )
+        given = [f"rank {lane.src_rank} gives {', '.join(f'{a.name} {a.chosen}' for a in lane.axes)}" for lane in lanes]
         yield (
-            f"field '{name}': a hole, {wanted - written} of {wanted} cells (per period) of rank {rank.rank} have no "
-            f"source; it holds {', '.join(f'{n} {o}' for n, o in held.items())}, and {parts or 'nobody gives anything'}"
+            f"field '{field.name}': a hole, {1 - written / wanted} of the cells of rank {rank.rank} have no source; it holds "
+            f"{', '.join(f'{axis.name} {owned}' for axis, owned in held)}, and {'; '.join(given) or 'nobody gives anything'}"
         )
+
+
+def _lies_on(extent: int | None, owned: Ownership) -> bool:
+    """Whether an ownership is one of an axis: an interval before its end; of a sequence, turns or all of it."""
+    if extent is None:
+        return isinstance(owned, Cyclic) or owned == Interval(0, None)
+    return isinstance(owned, Interval) and owned.stop is not None and owned.stop <= extent
+
+
+def _end(extent: int | None) -> str:
+    return "without end" if extent is None else f"of {extent}"
+
+
+def _share(extent: int | None, first: Ownership, second: Ownership) -> Fraction:
+    """Which share of all coordinates of an axis both hold."""
+    return Fraction(count_common(extent, first, second), exact_period(extent, (first, second)))
 
 
 def _overlapping(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Lane]]:
-    """Pairs of lanes of one field whose elected boxes have cells in common, whatever the destination holds of them."""
-    if len(lanes) <= FEW_LANES:
-        yield from combinations(lanes, 2)  # to look at a pair costs less than to find out whether it must be
-        return
-    pairs = np.tri(len(lanes), k=-1, dtype=bool).T
+    """Pairs of lanes of one field whose boxes have cells in common: coordinates along every axis."""
+    both = ~np.tri(len(lanes), dtype=bool)
     for along in zip(*(lane.axes for lane in lanes), strict=True):
-        number = {owned: index for index, owned in enumerate(dict.fromkeys(axis.chosen for axis in along))}
-        which = np.array([number[axis.chosen] for axis in along])
-        pairs &= overlaps(along[0].extent, list(number))[which][:, which]
-    for first, second in np.argwhere(pairs).tolist():
+        if not both.any():
+            return
+        both &= overlap_table(along[0].extent, [axis.chosen for axis in along])
+    for first, second in np.argwhere(both).tolist():
         yield lanes[first], lanes[second]
 
 
-def _count(extent: int | None, period: int, *owners: Ownership) -> int:
-    """Cells of one common period, scaled from the owners' own period."""
-    own = exact_period(extent, owners)
-    return count_common(extent, *owners) * (period // own)
+def overlap_table(extent: int | None, owners: Sequence[Ownership]) -> NDArray[np.bool_]:
+    """Which of some ownerships have coordinates in common, shape (n, n)."""
+    turns = np.array([turn(extent, owned) for owned in owners], dtype=np.int64)
+    start, size, period = turns.T[:, :, None]
+    # Of two turns the phases agree again and again, modulo the greatest divisor that their periods share.
+    shared = np.gcd(period, period.T)
+    ahead = (start.T - start) % shared
+    found: NDArray[np.bool_] = (ahead < size) | (ahead + size.T > shared)
+    return found

@@ -293,12 +293,17 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def name_fields(names: Iterable[str]) -> str:
+    """`field_patterns` in one line."""
+    return " ".join(field_patterns(names))
+
+
+def field_patterns(names: Iterable[str]) -> list[str]:
     """Field names with their first number collected: `layers.{0-4,6}.attn.{k,v}`.
 
-    >>> name_fields(["layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"])
-    'layers.{0-1}.{k,v}'
-    >>> name_fields(["draft", "layers.7.latent"])
-    'draft layers.7.latent'
+    >>> field_patterns(["layers.0.k", "layers.0.v", "layers.1.k", "layers.1.v"])
+    ['layers.{0-1}.{k,v}']
+    >>> field_patterns(["draft", "layers.7.latent"])
+    ['draft', 'layers.7.latent']
     """
     numbers: dict[tuple[str, str], list[int]] = {}
     for name in names:
@@ -311,7 +316,7 @@ def name_fields(names: Iterable[str]) -> str:
     endings: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (start, ending), found in numbers.items():
         endings.setdefault((start, tuple(found)), []).append(ending)
-    return " ".join(_one_name(start, found, after) for (start, found), after in endings.items())
+    return [_one_name(start, found, after) for (start, found), after in endings.items()]
 
 
 def _one_name(start: str, numbers: tuple[int, ...], endings: list[str]) -> str:

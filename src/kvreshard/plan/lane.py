@@ -1,7 +1,7 @@
 """What does one destination rank read from one source rank, as one box, and how do its pages overlap?
 
 A `Lane` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
-tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept (`kept`).
+tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept (`pattern_cache`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Coordinates, Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, count_in_windows
-from kvreshard.plan.kept import Kept
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern
+from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.refine import Strip, count_cuts, refine
 
 # Interleaves that do not divide one another meet within a few laps, or a page costs about the same in each.
@@ -77,7 +77,7 @@ class Lane:
     src_span: Span
     dst_span: Span
     choice: Choice | None = None
-    kept: Kept = field(default_factory=Kept, compare=False, repr=False)
+    pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False, repr=False)
 
     @cached_property
     def along(self) -> LaneAxis | None:
@@ -92,7 +92,7 @@ class Lane:
     def pattern(self, overlap: Overlap) -> Pattern:
         """The runs where a source page and a destination page overlap; kept for the next time."""
         # The bases are the lane's own object, and stay so in every choice of it.
-        return self.kept.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.kept_bytes)
+        return self.pattern_cache.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.kept_bytes)
 
     def _make_pattern(self, overlap: Overlap) -> Pattern:
         return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])

@@ -1,4 +1,4 @@
-"""Do two engines mean the same fields, in the same form?
+"""Match: the fields of two engines, by name and form.
 
 1. Fields match by name. One on one side only is refused, or a warning where the side that has it calls it optional.
 2. Matching fields must agree in axes, extents, tokens per index, element size and encoding.
@@ -15,9 +15,9 @@ import msgspec
 
 from kvreshard.model.encoding_options import remedy_for
 from kvreshard.model.errors import LayoutMismatch
+from kvreshard.model.expect import expect
 from kvreshard.model.field import Field
 from kvreshard.model.layout import EngineLayout
-from kvreshard.model.loops import row_kinds
 
 SHOWN = 8
 SHOWN_FIELDS = 3
@@ -32,26 +32,19 @@ class Match(msgspec.Struct, frozen=True):
 
 def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     """Raises LayoutMismatch with every finding, each once with the fields that it is true of (the first few in full)."""
+    for what, layout in (("the source's layout", src), ("the destination's layout", dst)):
+        expect(layout, EngineLayout, what, "what `kvreshard.describe` or `kvreshard.decode_layout` returns")
     findings: defaultdict[str, list[str]] = defaultdict(list)
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
-    found_of: dict[tuple[int, int], list[str]] = {}
-    if len(src.fields) == len(dst.fields) and src.fields.names.have_all(dst.fields.names.all):
-        pairs = shape_pairs(src, dst, dst.fields.names.all).values()
-        if not any(differences(src.engine, one, dst.engine, other) for one, other in pairs):
-            return Match(dst.held_fields, ())
-    held = set(dst.held_fields)
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
             (warnings if field.optional else findings)[_one_sided(field, dst, src, is_needed=True)].append(field.name)
             continue
-        shapes = src.fields.kind_of(field.name), dst.fields.kind_of(field.name)
-        if shapes not in found_of:
-            found_of[shapes] = differences(src.engine, other, dst.engine, field)
-        for finding in found_of[shapes]:
+        for finding in differences(src.engine, other, dst.engine, field):
             findings[finding].append(field.name)
-        if field.name in held:
+        if field.name in dst.holding_of:
             names.append(field.name)
     for field in src.fields:
         if field.name not in dst.field_by_name:
@@ -62,26 +55,19 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     return Match(tuple(names), tuple(_told(warnings)))
 
 
-def shape_pairs(
-    src: EngineLayout, dst: EngineLayout, names: tuple[str, ...]
-) -> Mapping[tuple[int, int], tuple[Field, Field]]:
-    """Every pair of shapes that fields of these names, which both engines have, are of: their kinds, and the first field of each."""
-    kinds = src.fields.kinds_of(names), dst.fields.kinds_of(names)
-    _, rows = row_kinds(kinds)
-    return {
-        (int(kinds[0][row]), int(kinds[1][row])): (src.fields.called(names[row]), dst.fields.called(names[row]))
-        for row in rows
-    }
+def quoted(names: Sequence[str]) -> str:
+    """The first few names.
+
+    >>> quoted(["a", "b", "c", "d", "e"])
+    "'a', 'b', 'c' and 2 more"
+    """
+    more = f" and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
+    return ", ".join(f"'{name}'" for name in names[:SHOWN_FIELDS]) + more
 
 
 def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:
     """Each finding behind the fields that it is true of."""
-    told = []
-    for finding, names in findings.items():
-        quoted = ", ".join(f"'{name}'" for name in names[:SHOWN_FIELDS])
-        more = f" and {len(names) - SHOWN_FIELDS} more" if len(names) > SHOWN_FIELDS else ""
-        told.append(f"field{'s' * (len(names) > 1)} {quoted}{more}{finding}")
-    return told
+    return [f"field{'s' * (len(names) > 1)} {quoted(names)}{finding}" for finding, names in findings.items()]
 
 
 def _one_sided(field: Field, having: EngineLayout, lacking: EngineLayout, *, is_needed: bool) -> str:
@@ -103,6 +89,8 @@ def differences(src_engine: str, src: Field, dst_engine: str, dst: Field) -> lis
 
     Sizes beside two encodings are told too, which is all that is known of a page of unknown inside; they may follow from them.
     """
+    if (src.axes, src.element_bytes, src.encoding) == (dst.axes, dst.element_bytes, dst.encoding):
+        return []
     found = []
 
     def differ(what: str, src_value: object, dst_value: object, remedy: str) -> None:

@@ -139,7 +139,7 @@ class GroupPair:
         if not self._are_shared:
             return range(len(lanes))
         key = "holders", piece.overlap, tuple([lane.bases for lane in lanes])
-        found: tuple[int, ...] = lanes[0].kept.get(
+        found: tuple[int, ...] = lanes[0].pattern_cache.get(
             self,
             key,
             lambda: tuple(n for n, lane in enumerate(lanes) if _holds(lane, piece)),
@@ -150,7 +150,7 @@ class GroupPair:
     def pages(self, piece: Piece, lanes: tuple[Lane, ...]) -> tuple[PageOf, ...]:
         """What some of the lanes copy where two spans overlap as in this piece; kept for the next request."""
         key = piece.overlap, tuple([lane.bases for lane in lanes])
-        return lanes[0].kept.get(self, key, lambda: tuple(self._make_pages(piece, lanes)), _kept_bytes)
+        return lanes[0].pattern_cache.get(self, key, lambda: tuple(self._make_pages(piece, lanes)), _kept_bytes)
 
     def _make_pages(self, piece: Piece, lanes: tuple[Lane, ...]) -> Iterator[PageOf]:
         together: dict[tuple[int, ...], list[_Runs]] = {}

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
+from kvreshard.model.expect import expect
 from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
 from kvreshard.model.tables import PageTable, Request, Tokens
@@ -58,6 +59,8 @@ class Touched(msgspec.Struct, frozen=True, eq=False):
 
 def check_request(route: Route, request: Request) -> None:
     """Raises BindError unless every lane of the route can be bound."""
+    expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
+    expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     _check_group_names(route, request)
     touched: tuple[list[Touched], list[Touched]] = [], []
     for pair in route.pairs:

@@ -1,43 +1,36 @@
-"""From a pair of engines to everything that a destination rank needs to know about its sources.
+"""Route: everything that one destination rank reads from one source engine.
 
-`compile_route`:
-1. match fields by name (`match`), 2. elect sources (`election`), 3. make a `Lane` per source and box (`lane`), 4. prove that
-the lanes cover the destination exactly once and stay in bounds (`check`).
+`compile_route`: 1. match fields by name (`match`), 2. elect sources (`election`), 3. make a `Lane` per source and box, each read in the way
+that costs less (`cost`), 4. prove that the lanes cover the destination exactly once and stay in bounds (`check`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
-from kvreshard.model.outline import Int64s
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
-from kvreshard.plan.budget import (
-    CUT_STEPS,
-    FIELD_STEPS,
-    KEPT_STEPS,
-    LANE_STEPS,
-    NEST_STEPS,
-    RUN_STEPS,
-    TURN_STEPS,
-    Budget,
-)
+from kvreshard.plan.budget import Budget
+from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose
-from kvreshard.plan.election import Election, elect
-from kvreshard.plan.family import Box, Family
-from kvreshard.plan.kept import Kept
+from kvreshard.plan.election import Box, Election, Family, elect
 from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.pattern import Bases
+from kvreshard.plan.pattern_cache import PatternCache
 
-# The proof compares the lanes of a field with one another: 512 source ranks of eight kinds of fields make that many pairs.
-MAX_LANE_PAIRS = 1 << 20
+# Steps of a lane, each of its fields, and each other lane of the same fields, with which the proof compares it.
+LANE_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
+# Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
+TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,11 @@ class Route:
         """The lanes, together where they share both block tables and cut the sequence alike."""
         return make_pairs(self.lanes)
 
-    def drop_kept(self) -> None:
-        """Keep nothing of what its lanes have computed: nobody will read by it."""
+    def drop_patterns(self) -> None:
+        """Drop what its lanes have computed: nobody will read by it."""
         owners: set[Hashable] = {*(lane.bases for lane in self.lanes), *self.pairs}
-        for kept in {lane.kept for lane in self.lanes}:
-            kept.drop(owners)
+        for cache in {lane.pattern_cache for lane in self.lanes}:
+            cache.drop(owners)
 
 
 def compile_route(
@@ -78,49 +71,42 @@ def compile_route(
     election: Election | None = None,
     cost: CostModel = CostModel(),  # noqa: B008 (frozen)
     way: Way | None = None,
-    kept: Kept | None = None,
+    pattern_cache: PatternCache | None = None,
 ) -> Route:
     """The proved route of one destination rank. Raises LayoutMismatch naming field, axis, both values and the remedy.
 
     `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
-    whether it is read directly or through staging; `way` forces it. `kept`: where what the lanes compute stays, if routes share it.
+    whether it is read directly or through staging; `way` forces it. `pattern_cache`: what the lanes compute stays there, if routes share it.
     """
-    from kvreshard.plan.check import prove
-
     if dst_rank not in dst.rank_by_number:
         raise LayoutMismatch(
             f"engine '{dst.engine}' has no rank {dst_rank}; its ranks are {sorted(dst.rank_by_number)}"
         )
     matched = match_fields(src, dst)
     table = election if election is not None else elect(src, dst, matched.names)
-    num_pairs = sum(len(boxes) ** 2 // 2 for (rank, _), boxes in table.boxes.items() if rank == dst_rank)
-    if num_pairs > MAX_LANE_PAIRS:
-        raise LayoutMismatch(
-            f"rank {dst_rank} of engine '{dst.engine}' would read so many parts from the {len(src.ranks)} ranks of engine "
-            f"'{src.engine}' that {num_pairs} pairs of them had to be compared, more than {MAX_LANE_PAIRS}; use fewer ranks, "
-            "or sizes that divide one another"
-        )
-    budget = Budget(src, dst)
-    kept, places = Kept() if kept is None else kept, _Places(dst.rank_by_number[dst_rank])
-    lanes = tuple(
-        _decide(_lane(src, dst, family, src_rank, dst_rank, box, budget, kept, places), cost, way, budget)
-        for index, family in enumerate(table.families)
-        for src_rank, box in table.boxes.get((dst_rank, index), ())
-    )
-    route = Route(src.engine, dst.engine, dst_rank, lanes, table.reporters, matched.warnings, dst.groups)
+    cache, budget = PatternCache() if pattern_cache is None else pattern_cache, Budget(src, dst)
+    lanes: list[Lane] = []
+    for index, family in enumerate(table.families):
+        boxes = table.boxes.get((dst_rank, index), ())
+        each_lane = LANE_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
+        budget.spend(family.fields[0], len(boxes) * each_lane, "too many boxes that one rank reads")
+        for src_rank, box in boxes:
+            lane = _lane(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, cache)
+            lanes.append(_decide(lane, cost, way, budget))
+    route = Route(src.engine, dst.engine, dst_rank, tuple(lanes), table.reporters, matched.warnings, dst.groups)
     prove(route, src, dst)
     return route
 
 
 def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lane:
-    field = lane.fields[0]
-    along = lane.along
+    """The lane with the way that costs less for a typical page. Raises LayoutMismatch where finding a page's runs takes too long."""
+    field, along = lane.fields[0], lane.along
     longest = 1 if along is None else max(along.chosen.period, along.dst.owned.period)
     turns = OVERLAPS_LOOKED_AT * (min(lane.src_span.indices, lane.dst_span.indices) // longest + 1)
     budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
     window = lane.typical_window()
     cuts, kept = lane.work(*window)
-    budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many stretches")
+    budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many intervals")
     pattern = lane.pattern(lane.overlap_of(*window))
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(field, steps, "pages that overlap in too many runs")
@@ -128,19 +114,15 @@ def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lan
 
 
 def _lane(
+    src_rank: Rank,
+    dst_rank: Rank,
     src: EngineLayout,
     dst: EngineLayout,
     family: Family,
-    src_rank: int,
-    dst_rank: int,
     box: Box,
-    budget: Budget,
-    kept: Kept,
-    places: _Places,
+    pattern_cache: PatternCache,
 ) -> Lane:
-    steps = LANE_STEPS + FIELD_STEPS * len(family.fields)
-    budget.spend(family.fields[0], steps, "too many parts that one rank reads")
-    src_geometry, dst_geometry = family.src[src_rank], family.dst[dst_rank]
+    src_geometry, dst_geometry = family.src[src_rank.rank], family.dst[dst_rank.rank]
     axes = tuple(
         LaneAxis(axis.name, axis.extent, src_map, dst_map, chosen)
         for axis, src_map, dst_map, chosen in zip(
@@ -151,12 +133,12 @@ def _lane(
     along = next((axis for axis in axes if axis.extent is None), None)
     state = Span(1, 1, 1, None)
     return Lane(
-        src_rank=src_rank,
-        dst_rank=dst_rank,
+        src_rank=src_rank.rank,
+        dst_rank=dst_rank.rank,
         src_group=src.group_by_name[src_geometry.group],
         dst_group=dst.group_by_name[dst_geometry.group],
         fields=family.fields,
-        bases=places.of(src.rank_by_number[src_rank], family.fields),
+        bases=_bases(src_rank, dst_rank, family.fields),
         element_bytes=family.shape.element_bytes,
         src_page_stride_bytes=src_geometry.page_stride_bytes,
         dst_page_stride_bytes=dst_geometry.page_stride_bytes,
@@ -165,29 +147,20 @@ def _lane(
         keep_partial=sequence.keep_partial if sequence else False,
         src_span=_span(family, src, along.src, along.chosen) if along else state,
         dst_span=_span(family, dst, along.dst, Interval(0, None)) if along else state,
-        kept=kept,
+        pattern_cache=pattern_cache,
     )
 
 
-class _Places:
-    """Where fields begin on both sides; what the lanes of a family share is found once."""
-
-    def __init__(self, dst: Rank) -> None:
-        self._dst = dst
-        self._starts: dict[int, Int64s] = {}
-        self._regions: dict[tuple[int, int], Int64s] = {}
-
-    def of(self, src: Rank, fields: tuple[str, ...]) -> Bases:
-        """Of fields of a family, which has one tuple of them."""
-        dst, family = self._dst, id(fields)
-        from_shards, to_shards = (rank.outline.fields.numbers(fields) for rank in (src, dst))
-        starts, regions = self._starts.get(family), self._regions.get((family, id(src.outline)))
-        if starts is None:
-            starts = self._starts[family] = dst.bases[to_shards]
-        if regions is None:
-            from_regions, to_regions = src.outline.region_of.array[from_shards], dst.outline.region_of.array[to_shards]
-            regions = self._regions[family, id(src.outline)] = from_regions * len(dst.addresses) + to_regions
-        return Bases(src.bases[from_shards], starts, regions)
+def _bases(src: Rank, dst: Rank, fields: Sequence[str]) -> Bases:
+    """Where fields begin on both sides, with a number for each pair of regions."""
+    shards = [(src.shard_by_field[name], dst.shard_by_field[name]) for name in fields]
+    numbers: dict[tuple[str, str], int] = {}
+    regions = [numbers.setdefault((one.region, other.region), len(numbers)) for one, other in shards]
+    return Bases(
+        np.array([src.base_address(shard) for shard, _ in shards], dtype=np.int64),
+        np.array([dst.base_address(shard) for _, shard in shards], dtype=np.int64),
+        np.array(regions, dtype=np.int64),
+    )
 
 
 def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:

@@ -170,7 +170,7 @@ def _image_of(lane: Lane, overlaps: tuple[Overlap, ...]) -> Image:
     """Kept for the next request."""
     max_gap_bytes = 0 if lane.choice is None else lane.choice.max_gap_bytes
     key = "image", max_gap_bytes, overlaps
-    return lane.kept.get(
+    return lane.pattern_cache.get(
         lane.bases, key, lambda: make_image([lane.pattern(one) for one in overlaps], max_gap_bytes), Image.kept_bytes
     )
 

@@ -27,7 +27,6 @@ from kvreshard.model.form import Form
 from kvreshard.model.parts import MAX_RANKS
 from kvreshard.model.text import Name, plain
 from kvreshard.session import notes
-from kvreshard.session.board import ENTRY_BYTES
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.seal import KEY_BYTES, incarnation_of
 
@@ -38,20 +37,21 @@ MAX_CARD_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
 MAX_LEASE_SLOTS = 1 << 32
+MAILBOX_ENTRY_BYTES = 64
 
 
 class RankCard(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one rank: its transport's metadata, the address and slots of its lease table, and its board of answers.
+    """How to reach one rank: its transport's metadata, the address and slots of its lease table, and its mailbox of digests.
 
-    A rank without `board_entries`, as earlier versions announce themselves, answers no questions.
+    A rank without `mailbox_entries` answers no digest requests.
     """
 
     rank: int
     metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
     lease_address: Annotated[int, msgspec.Meta(ge=0)]
     lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
-    board_address: Annotated[int, msgspec.Meta(ge=0)] = 0
-    board_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)] = 0
+    mailbox_address: Annotated[int, msgspec.Meta(ge=0)] = 0
+    mailbox_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)] = 0
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -175,10 +175,10 @@ def decode_card(message: bytes) -> EngineCard:
                 f"engine '{card.engine}', rank {rank.rank}: a lease table of {rank.lease_slots} words at address "
                 f"{rank.lease_address} does not end below address 2**63"
             )
-        if rank.board_address + rank.board_entries * ENTRY_BYTES > 2**63:
+        if rank.mailbox_address + rank.mailbox_entries * MAILBOX_ENTRY_BYTES > 2**63:
             raise WireError(
-                f"engine '{card.engine}', rank {rank.rank}: a board of {rank.board_entries} entries at address "
-                f"{rank.board_address} does not end below address 2**63"
+                f"engine '{card.engine}', rank {rank.rank}: a mailbox of {rank.mailbox_entries} entries at address "
+                f"{rank.mailbox_address} does not end below address 2**63"
             )
     return card
 

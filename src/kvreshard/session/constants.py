@@ -25,6 +25,8 @@ from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 
 FORM = "kvreshard.constants"
 VERSION = 4
+# Constants of thousands of hosts take less.
+MAX_BYTES = 1 << 20
 FILE_NAME = "constants.json"
 
 
@@ -120,7 +122,8 @@ def save_constants(path: Path, host: str, model: CostModel) -> None:
 def _read(path: Path) -> _File:
     """The file, without hosts if it is of another version."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES)  # one that is longer is cut, and so no JSON
         head = msgspec.json.decode(content, type=_Head)
         is_ours = head.form == FORM and head.version == VERSION
         found = msgspec.json.decode(content, type=_File) if is_ours else _File(head.form, head.version, {})

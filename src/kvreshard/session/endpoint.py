@@ -2,15 +2,15 @@
 
 One thread per rank, which never waits for a peer. Each turn:
 
-1. take the orders that were handed in;
+1. take the commands that were handed in;
 2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out, but after standing still
    (a stopped process, a suspended machine) only when what had been sent meanwhile has been heard;
 3. see whether a call into the transport's library does not come back: then all loads come to their end, those of which something may
    still be written with their pages quarantined;
 4. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
-   well or badly, and leave a record of those that failed; answer some of the questions of readers;
+   well or badly; give whoever watches (`observer`) a turn;
 5. renew the leases that are wanted here, each source's as often as its own time asks for, also for some time while the engine is paused;
-6. rest until something happens, briefly while leases are offered (a source must answer), long otherwise.
+6. rest until something happens, briefly while leases are published (a source must answer), long otherwise.
 
 The engine's thread only submits and collects, and sees whether the session's thread comes back from its turns: where it does not, all loads have
 failed within `load_timeout_s` and `settle_timeout_s` together. `turn` is the whole loop body, for tests without a thread.
@@ -26,35 +26,33 @@ from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.board import AnswerBoard
 from kvreshard.session.card import EngineCard
-from kvreshard.session.events import Events
-from kvreshard.session.holder import LeaseHolder
+from kvreshard.session.commands import (
+    Acquire,
+    Cancel,
+    CheckResult,
+    Command,
+    EndpointOptions,
+    Failure,
+    Load,
+    Publish,
+    Release,
+    Renew,
+    Results,
+    Revoke,
+    StopRenewing,
+)
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.jobs import Jobs
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import (
-    Cancel,
-    CheckResult,
-    EndpointOptions,
-    Failure,
-    Grant,
-    Load,
-    Offer,
-    Order,
-    Release,
-    Results,
-    Revoke,
-    Unwatch,
-    Watch,
-)
-from kvreshard.session.outbox import Outbox
-from kvreshard.session.own_leases import OwnLeases
-from kvreshard.session.peer import Peer, Self
+from kvreshard.session.local_leases import LocalLeases
+from kvreshard.session.observer import LoadObserver, Observer
+from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
-from kvreshard.session.recorder import Crash, Recorder, is_recorded
+from kvreshard.session.remote_leases import RemoteLeases
+from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
+from kvreshard.session.source_keys import SourceKeys
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
@@ -65,7 +63,6 @@ logger = get_logger(__name__)
 REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
-MAX_OBSTACLES_LOGGED = 64
 CLOSE_S = 0.2
 
 
@@ -87,22 +84,21 @@ class Endpoint:
         staging: Staging | None = None,
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
-        recorder: Recorder | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._rank, self._transport, self._memory = rank, transport, memory
         self._options, self._staging, self._clock = options, staging, clock
         self._scratch = Scratch()
-        self._own = OwnLeases(rank, transport, memory, table, clock)
-        self._recorder = recorder
-        self._obstacles: set[str] = set()
+        self._observer = observer or Observer()
+        self._own = LocalLeases(rank, transport, self._observer, table, clock)
         self._peers = peers or Peers(options, clock, self.wake)
-        self._holder = LeaseHolder(transport, self._peers, options.heartbeat_s)
+        self._remote_leases = RemoteLeases(transport, self._peers, options.heartbeat_s)
         self._source_keys = SourceKeys()
-        self._me: Self | None = None
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._me: LocalRank | None = None
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs = Jobs(self.wake)
         self._collected_s = clock()
-        self._outbox = Outbox()
+        self._results = ResultQueue()
         self._is_expecting = self._is_attentive = False
         self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
@@ -114,18 +110,13 @@ class Endpoint:
         self._thread: threading.Thread | None = None
 
     @property
-    def board(self) -> AnswerBoard:
-        """Where readers find the answers to their questions."""
-        return self._own.board
-
-    @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Memory of the endpoint itself that the transport must know."""
-        return (self._scratch.region, self._own.board.region)
+        """Memory of the endpoint and its observer that the transport must know."""
+        return (self._scratch.region, *self._observer.regions)
 
     def introduce(self, card: EngineCard, layout: EngineLayout) -> None:
         """Say which engine this rank belongs to; loads wait for it."""
-        self._me = Self(card, layout, self._rank, self._transport, self._memory, self._staging)
+        self._me = LocalRank(card, layout, self._rank, self._transport, self._memory, self._staging)
         self.wake()
 
     def start(self) -> None:
@@ -133,21 +124,21 @@ class Endpoint:
         self._thread = threading.Thread(target=self._run, name=f"kvreshard-session-{self._rank}", daemon=True)
         self._thread.start()
 
-    def submit(self, order: Order) -> None:
-        """Hand in an order; does not wait."""
-        if isinstance(order, Load):
-            self._outbox.expect(order.request)
-        elif isinstance(order, Grant):
+    def submit(self, command: Command) -> None:
+        """Hand in a command; does not wait."""
+        if isinstance(command, Load):
+            self._results.expect(command.request)
+        elif isinstance(command, Acquire):
             # The step that hands this in ends with the parameters that name the word.
-            self._own.book.foretell(order.slot, order.word)
-        self._orders.put(order)
+            self._own.book.write_early(command.slot, command.word)
+        self._commands.put(command)
         self.wake()
 
     def collect(self, patience_s: float = 0.0) -> Results:
         """What has ended since the last call. While loads are under way, waits so long for the first to end."""
         self._collected_s = self._clock()
         self._look_at_session()
-        return self._outbox.take(patience_s)
+        return self._results.take(patience_s)
 
     def wake(self) -> None:
         """End the current rest."""
@@ -166,11 +157,11 @@ class Endpoint:
     @property
     def num_kept(self) -> int:
         """Requests that are loaded and whose source waits for a word."""
-        return self._holder.num_kept
+        return self._remote_leases.num_kept
 
     @property
     def num_leases(self) -> int:
-        """Leases that are granted or offered here."""
+        """Leases that are acquired or published here."""
         return len(self._own.book)
 
     def close(self) -> None:
@@ -178,8 +169,7 @@ class Endpoint:
         self._stopping = True
         self.wake()
         self._peers.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self._observer.close()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
@@ -196,10 +186,10 @@ class Endpoint:
     def _turn(self) -> float:
         now_s = self._clock()
         self._event.clear()
-        self._take_orders(now_s)
+        self._take_commands(now_s)
         self._own.hear(now_s)
         self._own.expire(now_s)
-        self._outbox.free(self._own.book.take_finished())
+        self._results.free(self._own.book.take_finished())
         self._look_at_transport(now_s)
         over, at_rest = self._jobs.advance(now_s)
         for job in over:
@@ -210,16 +200,16 @@ class Endpoint:
         for job in at_rest:
             job.close()
             self._free_scratch(job)
-            self._outbox.settle(job.load.request)
-        has_questions = self._own.answer(None if self._me is None else self._me.layout)
+            self._results.settle(job.load.request)
+        has_more = self._me is not None and self._observer.work(self._own.book, self._me.layout)
         self._peers.sweep(self._jobs.peers)
-        self._holder.send_releases(self._me, now_s)
+        self._remote_leases.send_releases(self._me, now_s)
         self._tell_keys()
         quiet_s = self._renew(now_s)
         self._attend()
-        if has_questions:
+        if has_more:
             return 0.0
-        if self._own.book.num_offered:
+        if self._own.book.num_published:
             return min(REST_WITH_LEASES_S, quiet_s)
         return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
 
@@ -227,9 +217,9 @@ class Endpoint:
         """On the engine's thread: loads end in time also if the session's does not come back, say from a copy on a hung device."""
         stuck = self._watchdog.stuck()
         if stuck is not None:
-            self._outbox.give_up(Failure("fault", stuck.text, is_quarantined=True))
+            self._results.give_up(Failure("fault", stuck.text, is_quarantined=True))
             if not self._is_told_stuck:
-                self._outbox.note_stuck(stuck.call)
+                self._results.note_stuck(stuck.call)
         self._is_told_stuck = stuck is not None
 
     def _look_at_transport(self, now_s: float) -> None:
@@ -237,13 +227,13 @@ class Endpoint:
         stuck = self._transport.stuck()
         if stuck is not None:
             if self._stuck is None:
-                self._outbox.note_stuck(stuck.call)
+                self._results.note_stuck(stuck.call)
             self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
         self._stuck = stuck
 
     def _attend(self) -> None:
-        """Tell the transport when its pace changes, and of every offer: its reader is on the way."""
-        is_attentive = bool(self._jobs or self._own.book.num_offered)
+        """Tell the transport when its pace changes, and of every published lease: its reader is on the way."""
+        is_attentive = bool(self._jobs or self._own.book.num_published)
         if is_attentive != self._is_attentive or self._is_expecting:
             self._transport.set_attentive(is_attentive)
         self._is_attentive, self._is_expecting = is_attentive, False
@@ -257,61 +247,54 @@ class Endpoint:
                 rest_s = REST_WITH_LOADS_S
             self._event.wait(rest_s)
 
-    def _take_orders(self, now_s: float) -> None:
+    def _take_commands(self, now_s: float) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                order = self._orders.get_nowait()
+                command = self._commands.get_nowait()
                 try:
-                    self._obey(order, now_s)
-                except Exception as error:  # an order that cannot be obeyed must not take the others with it
-                    logger.exception("%s", order)
-                    if isinstance(order, Load):
-                        self._holder.unwatch(order.request)
-                        self._fail(order, to_failure(error))
+                    self._execute(command, now_s)
+                except Exception as error:  # a command that fails must not take the others with it
+                    logger.exception("%s", command)
+                    if isinstance(command, Load):
+                        self._remote_leases.stop_renewing(command.request)
+                        self._fail(command, to_failure(error))
 
-    def _obey(self, order: Order, now_s: float) -> None:
-        match order:
-            case Grant():
-                self._own.book.grant(order.request, order.slot, order.word)
-            case Offer():
+    def _execute(self, command: Command, now_s: float) -> None:
+        match command:
+            case Acquire():
+                self._own.book.acquire(command.request, command.slot, command.word)
+            case Publish():
                 self._is_expecting = True
-                if not self._own.book.offer(order.request, order.ttl_s, now_s, order.tables):
-                    self._outbox.free({order.request: "revoked"})
+                if not self._own.book.publish(command.request, command.ttl_s, now_s, command.tables):
+                    self._results.free({command.request: "revoked"})
             case Revoke():
-                self._own.book.revoke(order.request)
+                self._own.book.revoke(command.request)
             case _:
-                self._obey_reader(order, now_s)
+                self._execute_for_reader(command, now_s)
 
-    def _obey_reader(self, order: Order, now_s: float) -> None:
-        match order:
+    def _execute_for_reader(self, command: Command, now_s: float) -> None:
+        match command:
             case Load():
-                self._load(order, now_s)
+                self._load(command, now_s)
             case Release():
-                if self._me is None or not self._own.release(self._me.name, order):
-                    self._holder.release(order)
+                if self._me is None or not self._own.release(self._me.name, command):
+                    self._remote_leases.release(command)
             case Cancel():
-                self._holder.cancel(order.request)
-                self._jobs.stop(order.request, Failure("cancelled", "the request was aborted"), now_s)
-            case Watch():
-                self._watch(order)
-            case Unwatch():
-                self._holder.unwatch(order.request)
-                self._source_keys.forget(order.request)
+                self._remote_leases.cancel(command.request)
+                self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)
+            case Renew():
+                self._source_keys.ask(command)
+                self._remote_leases.start_renewing(command, self._me)
+            case StopRenewing():
+                self._remote_leases.stop_renewing(command.request)
+                self._source_keys.forget(command.request)
 
     def _tell_keys(self) -> None:
         """Tell the engine which sources have been met that it asked for, or could not be."""
         me = self._me
         if me is not None and len(self._source_keys):
             keys, unmet = self._source_keys.take(lambda remote: self._peers.get(me, remote))
-            self._outbox.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
-
-    def _watch(self, watch: Watch) -> None:
-        """Unless the source's host has too many others that have not answered: then nobody is asked, and the request fails."""
-        if self._source_keys.ask(watch):
-            self._holder.watch(watch, self._me)
-        elif watch.asks_key:
-            text = f"{MAX_PER_HOST} other engines that were named at {watch.remote.address.host} have not answered; are they there?"
-            self._outbox.meet({}, {watch.request: Failure("handshake", text)})
+            self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
 
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
@@ -320,20 +303,19 @@ class Endpoint:
             self._refuse(load, load.refusal)
             return
         meeting = self._peers.get(self._me, load.remote)
-        events = Events(self._clock)
-        events.add("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
         layout, options, take = self._me.layout, self._options, self._scratch.take
-        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, events))
-        self._holder.begin(load)
+        observer = self._observer.ordered(load)
+        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, observer))
+        self._remote_leases.begin(load)
 
     def _refuse(self, load: Load, failure: Failure) -> None:
         """The engine knows that its source cannot be met: nobody is asked again for it."""
-        self._holder.unwatch(load.request)
+        self._remote_leases.stop_renewing(load.request)
         self._source_keys.forget(load.request)
         self._fail(load, failure)
-        events = Events(self._clock)
-        events.add("refused", failure.text)
-        self._record(load, None, events, failure)
+        observer = self._observer.ordered(load)
+        observer.noted("refused", failure.text)
+        self._tell_failed(observer, load, None, failure)
 
     def _finish(self, job: Job) -> None:
         """A load is over."""
@@ -342,13 +324,12 @@ class Endpoint:
         if not job.is_given_up:
             self._free_scratch(job)
         self._let_go(job, is_good=not failed)
-        self._tell_obstacle(job)
         if isinstance(outcome, Failure):
-            self._fail(job.load, outcome, job.check)
-            self._record(job.load, job.peer, job.events, outcome)
+            self._fail(job.load, outcome, job.observer.check)
+            self._tell_failed(job.observer, job.load, job.peer, outcome)
             self._look_after(job, outcome)
         elif outcome is not None:
-            self._outbox.end(request, outcome, job.check)
+            self._results.end(request, outcome, job.observer.check)
 
     def _let_go(self, job: Job, *, is_good: bool) -> None:
         """Whatever goes wrong with what is said to the source, the request must end."""
@@ -356,7 +337,7 @@ class Endpoint:
             return
         is_kept = is_good and not (job.is_stopped or job.load.gives_back)
         try:
-            self._holder.end(self._me, job.load, job.peer, is_good=is_good, is_kept=is_kept)
+            self._remote_leases.end(self._me, job.load, job.peer, is_good=is_good, is_kept=is_kept)
         except Exception:
             logger.exception("request %s: its source is not told that it is over", job.load.request)
 
@@ -370,24 +351,14 @@ class Endpoint:
     def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
         source = f"engine {load.remote.engine} at {str(load.remote.address).removeprefix('tcp://')}"
         logger.warning("request %s was not loaded from %s (%s): %s", load.request, source, failure.kind, failure.text)
-        self._outbox.end(load.request, failure, check)
+        self._results.end(load.request, failure, check)
 
-    def _tell_obstacle(self, job: Job) -> None:
-        if job.obstacle and job.obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
-            self._obstacles.add(job.obstacle)
-            logger.warning("loads are not compared with their source: %s", job.obstacle)
-
-    def _record(self, load: Load, peer: Peer | None, events: Events, failure: Failure) -> None:
-        """Leave a record of a failed load."""
-        if self._recorder is None or self._me is None or not is_recorded(failure):
+    def _tell_failed(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
+        """Tell the load's observer that it has failed."""
+        if self._me is None:
             return
         card = peer.card if peer is not None else self._me.refused.get(load.remote)
-        self._recorder.record(
-            Crash(
-                load, self._rank, failure, self._me.card, card, peer is not None, events,
-                0 if self._staging is None else self._staging.size_bytes, self._options.allow_mismatch,
-            )
-        )  # fmt: skip
+        observer.failed(failure, self._me.card, card, is_routed=peer is not None)
 
     def _free_scratch(self, job: Job) -> None:
         if job.scratch_address is not None:
@@ -397,4 +368,4 @@ class Endpoint:
         """Renew the leases that are wanted; how long nobody need be told."""
         if self._me is None or now_s > self._collected_s + self._options.paused_renewal_s:
             return REST_IDLE_S  # an engine that never goes on must not hold its sources' blocks for ever
-        return self._holder.renew(self._me, now_s)
+        return self._remote_leases.renew(self._me, now_s)

@@ -4,24 +4,21 @@ MEETING its source, then PULLING its bytes, then over. A job that is stopped (ca
 until everything that was posted has settled: only then are its pages given back. What has not settled within the bound is
 given up: the job ends as failed with its pages quarantined, and stays known until its reads settle after all.
 
-A load that is among the configured share is compared with its source before it is over (`check`).
+Whoever watches the load (`observer`) may look at what has landed before the load is over, and reject it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
-from kvreshard.session.check import CHECK_BYTES, Check, DigestError, check_steps, find_obstacle, is_chosen
-from kvreshard.session.events import Events
+from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
 from kvreshard.session.handshake import HandshakeError
-from kvreshard.session.lease import WORD_BYTES
-from kvreshard.session.orders import CheckResult, EndpointOptions, Failure, FailureKind, Load
+from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
-from kvreshard.session.question import readable
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
@@ -30,8 +27,7 @@ from kvreshard.transport.base import Transfer, TransferState, TransportError
 class Job:
     """One load on its way. `scratch`: takes a place for so many words, or None while there is none.
 
-    `check`: how the comparison with the source ended, None if there was none; `obstacle` says why one was skipped. `is_given_up`: it is
-    over, and its reads have not come to rest.
+    `is_given_up`: it is over, and its reads have not come to rest.
     """
 
     load: Load
@@ -41,20 +37,17 @@ class Job:
     options: EndpointOptions
     wake: Callable[[], None]
     scratch: Callable[[int], int | None]
-    events: Events
+    observer: LoadObserver
     peer: Peer | None = None
     outcome: Moved | Failure | None = None
     scratch_address: int | None = None
-    check: CheckResult | None = None
-    obstacle: str = ""
     is_given_up: bool = False
     _steps: Steps | None = None
     _waiting: Transfer | None = None
     _posted: list[Transfer] = field(default_factory=list)
     _stopped: Failure | None = None
     _stopped_s: float = 0.0
-    _now_s: float = 0.0
-    _is_compared: bool = False
+    _has_landed: bool = False
 
     @property
     def is_settled(self) -> bool:
@@ -82,7 +75,8 @@ class Job:
         """Go on only as long as something may still move."""
         if self.outcome is None and self._stopped is None:
             self._stopped, self._stopped_s = failure, now_s
-            self.events.add("cancelled" if failure.kind == "cancelled" else "failed", f"{failure.kind}: {failure.text}")
+            event = "cancelled" if failure.kind == "cancelled" else "failed"
+            self.observer.noted(event, f"{failure.kind}: {failure.text}")
             if self.peer is not None:
                 for transfer in self._posted:
                     self.peer.mover.transport.cancel(transfer)
@@ -91,10 +85,9 @@ class Job:
         """Do what can be done without waiting; sets `outcome` when the job is over."""
         if self.outcome is not None:
             return
-        self._now_s = now_s
         if self._stopped is None and now_s >= self.ordered_s + self.options.load_timeout_s:
             where = "reading" if self.peer is not None else "meeting its source"
-            where = "being compared with its source" if self._is_compared else where
+            where = "being compared with its source" if self._has_landed else where
             text = f"not loaded within {self.options.load_timeout_s:g} s; it was {where}: is the source alive and reachable?"
             self.stop(Failure("timeout", text), now_s)
         try:
@@ -117,18 +110,15 @@ class Job:
     def _meet(self) -> None:
         if self.meeting.done():
             self.peer = self.meeting.result()
-            self.events.add("met", f"reads from ranks {', '.join(map(str, self.peer.route.src_ranks)) or 'none'}")
+            self.observer.noted("met", f"reads from ranks {', '.join(map(str, self.peer.route.src_ranks)) or 'none'}")
 
     def _pull(self, peer: Peer) -> None:
         if self._steps is None:
             self._check_seal(peer)
-            words, is_checked = len(peer.route.src_ranks), self._is_checked()
-            self.scratch_address = self.scratch(words + (CHECK_BYTES // WORD_BYTES if is_checked else 0))
+            self.scratch_address = self.scratch(len(peer.route.src_ranks))
             if self.scratch_address is None:
                 return
-            proof = peer.lease_proof(self.load.lease, self.scratch_address)
-            check_address = self.scratch_address + words * WORD_BYTES
-            self._steps = self._load_steps(peer, proof, check_address if is_checked else None)
+            self._steps = self._load_steps(peer, peer.lease_proof(self.load.lease, self.scratch_address))
         while self._waiting is None or self._waiting.state is not TransferState.PENDING:
             try:
                 self._waiting = next(self._steps)
@@ -145,45 +135,16 @@ class Job:
         named = lease.request, lease.slot, lease.word
         check_seal(peer.card.key, source, named, self.load.transfer.src_tables, self.load.seal)
 
-    def _is_checked(self) -> bool:
-        moves = any(len(intervals) for intervals in self.load.transfer.intervals.values())
-        return moves and is_chosen(self.load.request, self.options.digest_share)
-
-    def _load_steps(self, peer: Peer, proof: LeaseProof, check_address: int | None) -> Steps:
-        tell = self.events.add
+    def _load_steps(self, peer: Peer, proof: LeaseProof) -> Steps:
+        tell = self.observer.noted
         moved = yield from pull_steps(peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note, tell)
         tell("read", f"{moved.num_bytes} bytes, the lease held on every rank that was read")
-        if check_address is not None:
-            yield from self._check_steps(peer, check_address)
+        self._has_landed = True
+        yield from self.observer.landed(Landing(peer, self.dst, self._track, self.wake))
         return moved
 
-    def _check_steps(self, peer: Peer, address: int) -> Generator[Transfer | None, None, None]:
-        mine, cards = self.dst.rank_by_number[peer.route.dst_rank], peer.card.rank_by_number
-        self.obstacle = find_obstacle(peer.route, peer.layout, cards, mine, peer.mover.memory)
-        memory = readable(peer.mover.memory, mine)
-        if self.obstacle or memory is None:
-            self.check = "skipped"
-            self.events.add("not checked", self.obstacle)
-            return
-        check = Check(
-            self.load.lease, cards, memory, address, self.options.digest_timeout_s, self.wake, lambda: self._now_s
-        )
-        self._is_compared = True
-        self.events.add("checking", "comparing digests with the source")
-        try:
-            num_bytes = yield from check_steps(check, peer.mover, peer.route, self.load.transfer, self._track)
-        except DigestError as error:
-            self.check = error.result
-            if error.result == "skipped":
-                self.obstacle = f"engine '{peer.remote.engine}': {error}"
-                self.events.add("not checked", self.obstacle)
-                return
-            raise
-        self.check = "equal"
-        self.events.add("checked", f"{num_bytes} bytes are equal")
-
     def _track(self, transfer: Transfer) -> None:
-        """A read of the board: one of many, of which only the outcome is told, and none is remembered that is over."""
+        """A transfer of the observer's: one of many, of which none is remembered that is over."""
         self._posted = [one for one in self._posted if one.state is TransferState.PENDING]
         if transfer.state is TransferState.PENDING:
             self._posted.append(transfer)
@@ -192,11 +153,11 @@ class Job:
     def _note(self, transfer: Transfer) -> None:
         self._posted.append(transfer)
         what = f"{transfer.num_descriptors} pieces, {transfer.num_bytes} bytes, {transfer.peer}"
-        self.events.add("posted", what)
+        self.observer.noted("posted", what)
 
         def settled(done: Transfer) -> None:
             if done.error is not None:
-                self.events.add("transfer failed", f"{what}: {done.error}")
+                self.observer.noted("transfer failed", f"{what}: {done.error}")
             self.wake()
 
         transfer.add_done_callback(settled)
@@ -208,7 +169,7 @@ class Job:
         elif now_s >= self._stopped_s + self.options.settle_timeout_s:
             text = f"{failure.text}; reads did not settle within {self.options.settle_timeout_s:g} s: pages are quarantined"
             self.outcome = Failure(failure.kind, text, is_quarantined=True)
-            self.events.add("quarantined", text)
+            self.observer.noted("quarantined", text)
 
 
 _KINDS: tuple[tuple[type[BaseException], FailureKind], ...] = (
@@ -216,7 +177,7 @@ _KINDS: tuple[tuple[type[BaseException], FailureKind], ...] = (
     (LayoutMismatch, "mismatch"),
     (SealError, "seal"),
     (StaleLease, "stale lease"),
-    (DigestError, "digest"),
+    (RejectedLoad, "digest"),
     (BindError, "request"),
     (TransportError, "transfer"),
     (KvReshardError, "mismatch"),

@@ -16,8 +16,8 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
+from kvreshard.session.commands import Failure
 from kvreshard.session.job import Job
-from kvreshard.session.orders import Failure
 from kvreshard.session.peer import Peer
 
 

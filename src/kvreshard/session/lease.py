@@ -1,9 +1,9 @@
-"""How does a source rank know when a request's pages may be freed, and how can a reader tell that they were not?
+"""The leases of one source rank: when a request's pages may be freed, and the word by which a reader knows that they were not.
 
 A one-sided read cannot be revoked, so a generation belongs to the lease:
 
-1. `grant`: while the request still computes, its word is written into a slot of the rank's registered `LeaseTable`.
-2. `offer`: the request has finished; its pages are kept until every reporter has reported, or the lease runs out. Heartbeats
+1. `acquire`: while the request still computes, its word is written into a slot of the rank's registered `LeaseTable`.
+2. `publish`: the request has finished; its pages are kept until every reporter has reported, or the lease runs out. Heartbeats
    renew it.
 3. Before the pages are said to be free, the word is cleared. A reader reads the word after its last data read; another word
    than it was told means that the pages may have been reused.
@@ -13,7 +13,7 @@ is put back when its former time has come.
 
 Reports are sets: a report names its consumer, its reporter and all reporters that this rank will hear from. Duplicates, late
 reports and reports that do not know the word change nothing; each consumer engine (a router's retry) has its own set. A
-report may come before the offer, since the reader may be faster than this rank's next step.
+report may come before `publish`, since the reader may be faster than this rank's next step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WORD_BYTES = 8
 FREE = 0
 Cause = Literal["reported", "expired", "revoked"]
 # A consumer that never reports must not fill memory with sets of its own.
-MAX_CONSUMERS_PER_GRANT = 64
-# Ended leases whose time stays in the heap, beside as many as are offered: leases may last a day.
+MAX_CONSUMERS_PER_LEASE = 64
+# Ended leases whose time stays in the heap, beside as many as are published: leases may last a day.
 MAX_ENDED = 1024
 
 
@@ -64,7 +64,7 @@ class LeaseTable:
 
 
 @dataclass(slots=True)
-class _Grant:
+class _Lease:
     slot: int
     word: int
     deadline_s: float | None = None
@@ -79,22 +79,22 @@ class LeaseBook:
 
     def __init__(self, table: LeaseTable) -> None:
         self._table = table
-        self._grants: dict[str, _Grant] = {}
-        self._num_offered = 0
-        # (deadline when it was put in, number, request, grant). One entry for each lease that is offered, and some that are over.
-        self._deadlines: list[tuple[float, int, str, _Grant]] = []
+        self._leases: dict[str, _Lease] = {}
+        self._num_published = 0
+        # (deadline when it was put in, number, request, lease). One entry for each lease that is published, and some that are over.
+        self._deadlines: list[tuple[float, int, str, _Lease]] = []
         self._numbers = itertools.count()
         self._finished: dict[str, Cause] = {}
 
     def __len__(self) -> int:
-        return len(self._grants)
+        return len(self._leases)
 
     @property
-    def num_offered(self) -> int:
+    def num_published(self) -> int:
         """Leases whose pages are kept for readers."""
-        return self._num_offered
+        return self._num_published
 
-    def grant(self, request: str, slot: int, word: int) -> None:
+    def acquire(self, request: str, slot: int, word: int) -> None:
         """Write a request's word; one of its former life is cleared. Raises KvReshardError for a slot outside the table or a word that
         means free.
         """
@@ -103,82 +103,82 @@ class LeaseBook:
                 f"request '{request}': lease slot {slot} of {len(self._table)} with word {word:#x}; a slot must be in the "
                 "table and a word positive"
             )
-        former = self._grants.get(request)
+        former = self._leases.get(request)
         if former is not None:
-            self._num_offered -= former.deadline_s is not None
+            self._num_published -= former.deadline_s is not None
             if self._table[former.slot] == former.word:
                 self._table[former.slot] = FREE
-        self._grants[request] = _Grant(slot, word)
+        self._leases[request] = _Lease(slot, word)
         self._table[slot] = word
 
-    def foretell(self, slot: int, word: int) -> None:
-        """Write a word before its grant is made, on whatever thread: a reader may be faster than this book's owner."""
+    def write_early(self, slot: int, word: int) -> None:
+        """Write a word before its lease is acquired, on whatever thread: a reader may be faster than this book's owner."""
         if 0 <= slot < len(self._table) and FREE < word < 2**64:
             self._table[slot] = word
 
     def holds(self, request: str, word: int) -> bool:
-        """Whether the request has a grant with this word, so that its pages are still its own."""
-        grant = self._grants.get(request)
-        return grant is not None and grant.word == word
+        """Whether the request has a lease with this word, so that its pages are still its own."""
+        lease = self._leases.get(request)
+        return lease is not None and lease.word == word
 
     def tables(self, request: str) -> Mapping[str, PageTable] | None:
-        """The block tables that were offered under the request's lease, by group; None before the offer."""
-        grant = self._grants.get(request)
-        return None if grant is None or grant.deadline_s is None else grant.tables
+        """The block tables that were published under the request's lease, by group; None before `publish`."""
+        lease = self._leases.get(request)
+        return None if lease is None or lease.deadline_s is None else lease.tables
 
-    def offer(self, request: str, ttl_s: float, now_s: float, tables: Mapping[str, PageTable] | None = None) -> bool:
-        """Keep the pages for `ttl_s` seconds after now or the last heartbeat. `tables`: which pages. False: the request has no grant."""
-        grant = self._grants.get(request)
-        if grant is None:
+    def publish(self, request: str, ttl_s: float, now_s: float, tables: Mapping[str, PageTable] | None = None) -> bool:
+        """Keep the pages for `ttl_s` seconds after now or the last heartbeat. `tables`: which pages. False: the request has no lease."""
+        lease = self._leases.get(request)
+        if lease is None:
             return False
-        if grant.deadline_s is None:
-            self._num_offered += 1
-        grant.ttl_s, grant.deadline_s, grant.tables = ttl_s, now_s + ttl_s, tables or {}
-        heapq.heappush(self._deadlines, (grant.deadline_s, next(self._numbers), request, grant))
-        if grant.is_complete:
+        if lease.deadline_s is None:
+            self._num_published += 1
+        lease.ttl_s, lease.deadline_s, lease.tables = ttl_s, now_s + ttl_s, tables or {}
+        heapq.heappush(self._deadlines, (lease.deadline_s, next(self._numbers), request, lease))
+        if lease.is_complete:
             self._end(request, "reported")
         return True
 
     def revoke(self, request: str) -> None:
-        """End a lease: of one that was never offered (the request was aborted) nothing is reported; of another its readers fail."""
-        grant = self._grants.get(request)
-        if grant is not None and grant.deadline_s is not None:
+        """End a lease: of one that was never published (the request was aborted) nothing is reported; of another its readers fail."""
+        lease = self._leases.get(request)
+        if lease is not None and lease.deadline_s is not None:
             self._end(request, "revoked")
-        elif grant is not None:
-            del self._grants[request]
-            self._table[grant.slot] = FREE
+        elif lease is not None:
+            del self._leases[request]
+            self._table[lease.slot] = FREE
 
     def report(self, report: Report) -> None:
         """Take a report; the lease ends when all of its consumer's reporters have reported."""
-        grant = self._grants.get(report.request)
-        if grant is None or grant.word != report.word or report.reporter not in report.reporters:
+        lease = self._leases.get(report.request)
+        if lease is None or lease.word != report.word or report.reporter not in report.reporters:
             return
-        if report.consumer not in grant.reported and len(grant.reported) >= MAX_CONSUMERS_PER_GRANT:
+        if report.consumer not in lease.reported and len(lease.reported) >= MAX_CONSUMERS_PER_LEASE:
             return
-        reported = grant.reported.setdefault(report.consumer, set())
+        reported = lease.reported.setdefault(report.consumer, set())
         if len(reported) >= MAX_RANKS:
             return
         reported.add(report.reporter)
         if reported.issuperset(report.reporters):
-            grant.is_complete = True
-            if grant.deadline_s is not None:
+            lease.is_complete = True
+            if lease.deadline_s is not None:
                 self._end(report.request, "reported")
 
     def renew(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Renew the leases of a heartbeat whose words are right."""
         for request, word in heartbeat.leases:
-            grant = self._grants.get(request)
-            if grant is not None and grant.word == word and grant.deadline_s is not None:
-                grant.deadline_s = max(grant.deadline_s, now_s + grant.ttl_s)
+            lease = self._leases.get(request)
+            if lease is not None and lease.word == word and lease.deadline_s is not None:
+                lease.deadline_s = max(lease.deadline_s, now_s + lease.ttl_s)
 
     def expire(self, now_s: float) -> None:
         """End the leases whose time has run out."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, number, request, grant = heapq.heappop(self._deadlines)
-            if self._grants.get(request) is not grant or grant.deadline_s is None:
+            _, number, request, lease = heapq.heappop(self._deadlines)
+            if self._leases.get(request) is not lease or lease.deadline_s is None:
                 continue
-            if grant.deadline_s > now_s:  # renewed, or offered again
-                heapq.heappush(self._deadlines, (grant.deadline_s, number, request, grant))
+            if lease.deadline_s > now_s:  # renewed, or published again
+                heapq.heappush(self._deadlines, (lease.deadline_s, number, request, lease))
             else:
                 self._end(request, "expired")
 
@@ -188,10 +188,10 @@ class LeaseBook:
         return finished
 
     def _end(self, request: str, cause: Cause) -> None:
-        grant = self._grants.pop(request)
-        self._num_offered -= 1
-        self._table[grant.slot] = FREE
+        lease = self._leases.pop(request)
+        self._num_published -= 1
+        self._table[lease.slot] = FREE
         self._finished[request] = cause
-        if len(self._deadlines) > 2 * self._num_offered + MAX_ENDED:
-            self._deadlines = [entry for entry in self._deadlines if self._grants.get(entry[2]) is entry[3]]
+        if len(self._deadlines) > 2 * self._num_published + MAX_ENDED:
+            self._deadlines = [entry for entry in self._deadlines if self._leases.get(entry[2]) is entry[3]]
             heapq.heapify(self._deadlines)

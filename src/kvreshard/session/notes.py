@@ -1,9 +1,8 @@
 """What do ranks tell one another through the transport's notifications, and how is a stranger's message survived?
 
-Three kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly), a `Heartbeat`
-(these requests are still wanted) and a `Question` (what is the digest of these cells of a request?). All carry the leases'
-words, which only those know who were told: a rank cannot free another's pages by a guess. A side that does not know questions
-stays silent. `read_note` gives None for everything that is not exactly one of them; nothing raises.
+Two kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly) and a `Heartbeat`
+(these requests are still wanted). Both carry the leases' words, which only those know who were told: a rank cannot free another's
+pages by a guess. `read_note` gives None for everything that is not exactly one of them; nothing raises.
 
 Notes of an earlier version are read: a later one may only add values at the end that have defaults. A note is written in the
 newest version that both sides know, which a reader learns from the source's card (`reads_notes`).
@@ -12,11 +11,8 @@ newest version that both sides know, which a reader learns from the source's car
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated
 
 import msgspec
-
-from kvreshard.model.ownership import MAX_SIZE
 
 VERSION = 1
 # Well below the transport's limit of 64 KiB per notification. A lease takes its name, its word, and what says so.
@@ -44,32 +40,9 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     leases: tuple[tuple[str, int], ...]
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
-Word = Annotated[int, msgspec.Meta(ge=0)]
-Owned = tuple[Count, Count | None, Count | None]
-"""An ownership: (start, stop or None, None) is an interval, (start, run, step) a cyclic set."""
-
-
-class Question(msgspec.Struct, frozen=True, array_like=True, tag="question"):
-    """What is the digest, under `key`, of these cells of `request`? The answer goes to the board, under `token`.
-
-    `fields`: congruent fields of the source rank. `within`: per axis, ownerships that a coordinate must satisfy beside the
-    rank's own. `intervals`: tokens. Which pages they lie in is what the source offered under the lease, not the reader's to say.
-    """
-
-    version: int
-    request: str
-    word: Word
-    token: Word
-    key: bytes
-    fields: tuple[str, ...]
-    within: tuple[tuple[Owned, ...], ...]
-    intervals: tuple[tuple[Count, Count], ...]
-
-
-Note = Report | Heartbeat | Question
+Note = Report | Heartbeat
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Report | Heartbeat | Question)
+_decoder = msgspec.msgpack.Decoder(Report | Heartbeat)
 
 
 def write_note(note: Note) -> bytes:

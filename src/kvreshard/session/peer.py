@@ -1,4 +1,4 @@
-"""A source engine that this rank has met (`Peer`), and this rank as its peers see it (`Self`)."""
+"""A source engine that this rank has met (`Peer`), and this rank as its peers see it (`LocalRank`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, LayoutMismatch
 from kvreshard.model.logs import get_logger
-from kvreshard.plan.kept import Kept
+from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.route import Route
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.pull import LeaseProof
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Transport, TransportError
@@ -58,10 +58,10 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Self:
+class LocalRank:
     """This rank: its engine's card and layout, its memory and what it moves bytes with.
 
-    `refused`: cards of engines that could not be worked with, for the record of a failed load. `kept`: what the routes from all of
+    `refused`: cards of engines that could not be worked with, for the record of a failed load. `pattern_cache`: what the routes from all of
     its sources keep.
     """
 
@@ -72,7 +72,7 @@ class Self:
     memory: LocalMemory
     staging: Staging | None
     refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
-    kept: Kept = field(default_factory=Kept, compare=False)
+    pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False)
 
     @property
     def name(self) -> tuple[str, str]:
@@ -82,7 +82,7 @@ class Self:
 
 def disconnect(peer: Peer) -> None:
     """Make the transport forget a peer's ranks, and keep nothing of its route."""
-    peer.route.drop_kept()
+    peer.route.drop_patterns()
     for name in peer.mover.peers.values():
         with contextlib.suppress(TransportError):
             peer.mover.transport.remove_peer(name)

@@ -6,7 +6,9 @@
 4. Tell the other side how it went. Nobody waits for that.
 
 Step 1 is `handshake_client`'s: one thread for all engines. Steps 2 and 3 run on `NUM_WORKERS` threads, and only for engines that have
-answered. An engine that nobody here wants any more before it has answered is not asked further (`cancel`).
+answered. An engine that nobody here wants any more before it has answered is not asked further (`cancel`). At most `MAX_PER_HOST` engines of
+one host are asked at once, whether for a load or to give a lease back: whoever may send requests names hosts, and one that never answers must
+not have all handshakes.
 
 The outcome is a `Peer` or an error that names what differs; both are kept, an error for a while only, so that requests do not
 ask again one by one. A life of an engine is one peer, at whatever address it was asked.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, InvalidStateError
 
@@ -28,12 +31,12 @@ from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, check_facts
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.handshake import HandshakeError, card_hello, outcome_hello, read_card
 from kvreshard.session.handshake_client import HandshakeClient
 from kvreshard.session.hello import MAX_HELLO_BYTES
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peer import Peer, Self, disconnect
+from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.workers import Workers
 from kvreshard.transport.base import TransportError
 
@@ -44,6 +47,8 @@ NUM_WORKERS = 4
 SWEEP_S = 60.0
 MAX_REFUSED = 16
 MAX_WARNED = 1000
+# More than the engines of one machine that can start at one moment.
+MAX_PER_HOST = 32
 
 
 class Peers:
@@ -57,7 +62,7 @@ class Peers:
         options: EndpointOptions,
         clock: Callable[[], float],
         wake: Callable[[], None],
-        connect: Callable[[Self, RemoteEngine, EngineCard, EndpointOptions], Peer] | None = None,
+        connect: Callable[[LocalRank, RemoteEngine, EngineCard, EndpointOptions], Peer] | None = None,
     ) -> None:
         self._options = options
         self._clock = clock
@@ -65,7 +70,8 @@ class Peers:
         self._connect = connect or connect_engine
         self._known: dict[RemoteEngine, Future[Peer]] = {}
         self._asked: dict[RemoteEngine, Future[bytes]] = {}
-        # Those that were met, by (engine, incarnation) and by the engine's name. The lock is for both.
+        self._num_of_host: Counter[str] = Counter()
+        # Those that were met, by (engine, incarnation) and by the engine's name. The lock is for both, and for the counts.
         self._lives: dict[tuple[str, str], RemoteEngine] = {}
         self._named: dict[str, frozenset[RemoteEngine]] = {}
         self._lock = threading.Lock()
@@ -90,7 +96,7 @@ class Peers:
         """Engines that are being asked and have not answered."""
         return self._client.num_asking
 
-    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
+    def get(self, me: LocalRank, remote: RemoteEngine) -> Future[Peer]:
         """The peer, now or later; its exception says why there is none."""
         remote = self._as_known(remote)
         self._used_s[remote] = self._clock()
@@ -102,6 +108,11 @@ class Peers:
             return found
         self._failed_s.pop(remote, None)
         self._known[remote] = peer = Future[Peer]()
+        host = remote.address.host
+        if not self._count(host):
+            text = f"{MAX_PER_HOST} other engines that were named at {host} have not answered; are they there?"
+            self._end(remote, peer, HandshakeError(text))
+            return peer
         self._asked[remote] = asked = self._ask_card(me, remote)
         asked.add_done_callback(lambda reply: self._on_reply(me, remote, reply, peer))
         return peer
@@ -137,7 +148,7 @@ class Peers:
         if found is not None:
             disconnect(found)
 
-    def doubt(self, me: Self, peer: Peer) -> None:
+    def doubt(self, me: LocalRank, peer: Peer) -> None:
         """Ask whether a peer is still there; one that is not is forgotten in a later `sweep`."""
         if peer in self._doubted:
             return
@@ -168,7 +179,20 @@ class Peers:
         self._workers.close()
         self._client.close()
 
-    def _ask_card(self, me: Self, remote: RemoteEngine) -> Future[bytes]:
+    def _count(self, host: str) -> bool:
+        """One more engine of a host is asked. False: it must not be, too many have not answered."""
+        with self._lock:
+            is_free = self._num_of_host[host] < MAX_PER_HOST
+            self._num_of_host[host] += is_free
+        return is_free
+
+    def _discount(self, host: str) -> None:
+        with self._lock:
+            self._num_of_host[host] -= 1
+            if not self._num_of_host[host]:
+                del self._num_of_host[host]
+
+    def _ask_card(self, me: LocalRank, remote: RemoteEngine) -> Future[bytes]:
         hello, options = card_hello(me.card.engine, me.rank), self._options
         return self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_CARD_BYTES, options.keys)
 
@@ -179,7 +203,7 @@ class Peers:
         """
         return self._lives.get((remote.engine, remote.incarnation), remote)
 
-    def _doubt_former(self, me: Self, remote: RemoteEngine) -> None:
+    def _doubt_former(self, me: LocalRank, remote: RemoteEngine) -> None:
         """Other lives of an engine that has answered: most likely it has restarted, but two engines may have been given one name.
 
         Only once the new one has answered: a reference to a life that is gone, or that never was, must not end the routes of the
@@ -219,9 +243,10 @@ class Peers:
 
     # Below: on other threads.
 
-    def _on_reply(self, me: Self, remote: RemoteEngine, reply: Future[bytes], peer: Future[Peer]) -> None:
+    def _on_reply(self, me: LocalRank, remote: RemoteEngine, reply: Future[bytes], peer: Future[Peer]) -> None:
         """A listener has answered, or will not."""
         self._asked.pop(remote, None)
+        self._discount(remote.address.host)
         if reply.cancelled():
             peer.cancel()
         elif (error := reply.exception()) is not None:
@@ -229,7 +254,7 @@ class Peers:
         elif not self._workers.submit(lambda: self._meet(me, remote, reply.result(), peer)):
             peer.cancel()
 
-    def _meet(self, me: Self, remote: RemoteEngine, reply: bytes, peer: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, reply: bytes, peer: Future[Peer]) -> None:
         """Steps 2 to 4."""
         try:
             card = check_life(remote, read_card(remote.address, reply))
@@ -272,7 +297,7 @@ class Peers:
                 peer.set_exception(outcome)
         self._wake()
 
-    def _tell(self, me: Self, remote: RemoteEngine, text: str, *, is_good: bool) -> None:
+    def _tell(self, me: LocalRank, remote: RemoteEngine, text: str, *, is_good: bool) -> None:
         """A courtesy: whatever goes wrong with it, the handshake has ended as it has."""
         hello, options = outcome_hello(me.card.engine, me.rank, text, is_good), self._options
 
@@ -320,17 +345,17 @@ def describe_route(route: Route) -> str:
     )
 
 
-def connect_engine(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+def connect_engine(me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
     """Steps 2 and 3. Raises KvReshardError or TransportError."""
     check_facts(me.card, card, options.allow_mismatch)
     layout = card.decode_layout()
-    route = compile_route(layout, me.layout, me.rank, cost=options.cost, kept=me.kept)
+    route = compile_route(layout, me.layout, me.rank, cost=options.cost, pattern_cache=me.pattern_cache)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
     names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
     cards = card.rank_by_number
     try:
         me.transport.add_peers({name: cards[rank].metadata for rank, name in names.items()})
     except TransportError:
-        route.drop_kept()
+        route.drop_patterns()
         raise
     return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))

@@ -16,8 +16,8 @@ import contextlib
 from kvreshard.model.logs import get_logger
 from kvreshard.session import notes
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import RemoteLease
 from kvreshard.session.notes import Report, write_note
-from kvreshard.session.orders import RemoteLease
 from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvreshard.session.card import EngineCard
-from kvreshard.session.orders import RemoteEngine
+from kvreshard.session.commands import RemoteEngine
 
 # Five of them may be late or lost.
 RENEWALS_PER_LEASE = 6

@@ -1,7 +1,6 @@
 """Which requests wait to hear that their source was met, and with which key it seals.
 
-1. `ask`: a request waits for its source. Requests of one source share its handshake. At most `MAX_PER_HOST` sources of one host
-   are waited for: whoever may send requests names hosts, and one that never answers must not have all handshakes.
+1. `ask`: a request waits for its source. Requests of one source share its handshake.
 2. `take`, once a turn: the requests whose source has been met, with its key, and those whose source could not be met.
 3. `forget`: a request does not wait any more.
 
@@ -12,16 +11,12 @@ more sources are waited for.
 from __future__ import annotations
 
 import queue
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvreshard.session.orders import RemoteEngine, Watch
+from kvreshard.session.commands import RemoteEngine, Renew
 from kvreshard.session.peer import Peer
-
-# More than the engines of one machine that can start at one moment.
-MAX_PER_HOST = 32
 
 
 @dataclass(slots=True)
@@ -38,7 +33,6 @@ class SourceKeys:
     def __init__(self) -> None:
         self._asked: dict[RemoteEngine, _Asked] = {}
         self._source: dict[str, RemoteEngine] = {}
-        self._num_of_host: Counter[str] = Counter()
         # Sources whose handshake is to be asked for, and those whose handshake is over, as the threads of handshakes tell.
         self._to_ask: dict[RemoteEngine, None] = {}
         self._over: queue.SimpleQueue[RemoteEngine] = queue.SimpleQueue()
@@ -47,19 +41,15 @@ class SourceKeys:
         """Requests that wait."""
         return len(self._source)
 
-    def ask(self, watch: Watch) -> bool:
-        """A request waits for its source. False: too many other sources of that host have not answered, and this one must not be asked."""
-        request, remote = watch.request, watch.remote
+    def ask(self, command: Renew) -> None:
+        """A request waits for its source."""
+        request, remote = command.request, command.remote
         self.forget(request)
         if remote not in self._asked:
-            if self._num_of_host[remote.address.host] >= MAX_PER_HOST:
-                return False
-            self._num_of_host[remote.address.host] += 1
             self._asked[remote] = _Asked()
             self._to_ask[remote] = None
         self._source[request] = remote
-        self._asked[remote].requests[request] = watch.asks_key
-        return True
+        self._asked[remote].requests[request] = command.asks_key
 
     def forget(self, request: str) -> None:
         """A request waits no longer."""
@@ -103,7 +93,3 @@ class SourceKeys:
     def _drop(self, remote: RemoteEngine) -> None:
         del self._asked[remote]
         self._to_ask.pop(remote, None)
-        host = remote.address.host
-        self._num_of_host[host] -= 1
-        if not self._num_of_host[host]:
-            del self._num_of_host[host]

@@ -1,4 +1,4 @@
-"""What must every transport do?
+"""The suite of tests that every transport must pass.
 
 `TransportContract` is a suite of tests. A transport passes it by a subclass with a `ranks` fixture, which may live
 as long as the module:

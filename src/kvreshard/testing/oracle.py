@@ -1,4 +1,4 @@
-"""What must a transfer leave in the destination's memory? The slow answer, straight from the definition.
+"""The slow oracle: what a transfer must leave in the destination's memory, straight from the definition.
 
 For each destination cell: find a source rank that holds it, read there, write here. No intersection of intervals, no
 merging, no election; coordinates are listed one by one and addresses computed digit by digit in plain Python. This file

@@ -1,4 +1,4 @@
-"""Which pieces does a transport's test copy, and what must all memory be afterwards?"""
+"""The pieces that a transport's tests copy, and what all memory must be afterwards."""
 
 from __future__ import annotations
 

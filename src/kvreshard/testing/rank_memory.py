@@ -1,6 +1,6 @@
 """The memory of one rank of a test: on the processor or on a device, with a copy that the controller sees.
 
-1. `HostBlock` is memory of this process. The controller sees the same bytes, at once.
+1. `Block` is memory of this process. The controller sees the same bytes, at once.
 2. `DeviceBlock` is a tensor of a device. The controller sees a copy in host memory: `download` makes it equal to the device, `upload` the
    device equal to it.
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,16 +23,12 @@ from kvreshard.transport.local import HostMemory, LocalMemory
 PLAIN_COPY_BYTES = 512 << 20
 
 
-class Block(Protocol):
-    """The memory of a rank: one region."""
+class Block:
+    """`size_bytes` of this process's memory from `address`: one region, and what zeroes and permutes it."""
 
-    @property
-    def region(self) -> MemoryRegion:
-        """Where it lies, as the rank's transport registers it."""
-
-    @property
-    def memory(self) -> LocalMemory:
-        """What zeroes and permutes it."""
+    def __init__(self, address: int, size_bytes: int, device: str = "cpu", memory: LocalMemory | None = None) -> None:
+        self.region = MemoryRegion(address, size_bytes, device)
+        self.memory = memory or HostMemory()
 
     def enter(self) -> None:
         """Make the calling thread one of its device's threads."""
@@ -46,61 +41,38 @@ class Block(Protocol):
 
     def make_resident(self, address: int, num_bytes: int) -> None:
         """Touch every page of a part, as an engine that has started has: a transfer would pay for it otherwise."""
-
-
-class HostBlock:
-    """`size_bytes` of this process's memory from `address`, which the controller sees too."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.region = MemoryRegion(address, size_bytes)
-        self.memory = HostMemory()
-
-    def enter(self) -> None:
-        """See `Block.enter`."""
-
-    def upload(self) -> None:
-        """See `Block.upload`."""
-
-    def download(self) -> None:
-        """See `Block.download`."""
-
-    def make_resident(self, address: int, num_bytes: int) -> None:
-        """See `Block.make_resident`."""
         pages = np.ndarray(
             -(-num_bytes // 4096), np.uint8, memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), 0, 4096
         )
         pages[:] = pages.copy()
 
 
-class DeviceBlock:
-    """As much memory of a device as `mirror` has bytes, which the controller sees."""
+class DeviceBlock(Block):
+    """As much memory of a device as `mirror` has bytes, which the controller sees. It is resident from the start."""
 
     def __init__(self, mirror: NDArray[np.uint8], device: str) -> None:
         self._device, self._mirror = device, mirror
         self.tensor = allocate(mirror.nbytes, device)
-        self.region = MemoryRegion(self.tensor.data_ptr(), mirror.nbytes, device)
-        self.memory = TensorMemory([self.tensor])
+        self._tensors = TensorMemory([self.tensor])
+        super().__init__(self.tensor.data_ptr(), mirror.nbytes, device, self._tensors)
 
     def enter(self) -> None:
-        """See `Block.enter`."""
         enter_device(self._device)
 
     def upload(self) -> None:
-        """See `Block.upload`."""
-        self.memory.write(self.region.address, self._mirror)
+        self._tensors.write(self.region.address, self._mirror)
 
     def download(self) -> None:
-        """See `Block.download`."""
-        self.memory.read(self.region.address, self._mirror)
+        self._tensors.read(self.region.address, self._mirror)
 
     def make_resident(self, address: int, num_bytes: int) -> None:
-        """See `Block.make_resident`: memory of a device is resident from the start."""
+        return
 
 
 def make_block(num_bytes: int, device: str) -> tuple[NDArray[np.uint8], Block]:
     """Memory of this process on a device, and the array in which its bytes are seen, shape (num_bytes,). Raises TransportError."""
     seen = np.zeros(num_bytes, dtype=np.uint8)
-    return seen, HostBlock(int(seen.ctypes.data), num_bytes) if device == "cpu" else DeviceBlock(seen, device)
+    return seen, Block(int(seen.ctypes.data), num_bytes) if device == "cpu" else DeviceBlock(seen, device)
 
 
 def time_plain_copy(num_bytes: int, device: str = "cpu") -> float:

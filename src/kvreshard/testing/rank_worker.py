@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from kvreshard.model import KvReshardError, LayoutMismatch
 from kvreshard.model.request_form import RequestForm
 from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
-from kvreshard.testing.rank_memory import Block, DeviceBlock, HostBlock
+from kvreshard.testing.rank_memory import Block, DeviceBlock
 from kvreshard.testing.rank_mover import Load, Outcome, RankMover
 from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
 
@@ -276,7 +276,7 @@ def main(arguments: list[str]) -> None:
     channel = socket.socket(fileno=int(arguments[0]))
     seen = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
     try:
-        block = HostBlock(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
+        block = Block(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
     except TransportError as error:
         with contextlib.suppress(EOFError, ConnectionError):  # the first call is answered, and the rank ends
             receive_frame(channel)

@@ -37,7 +37,7 @@ import kvreshard
 from kvreshard.model import LayoutMismatch
 from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.testing import rank_worker
-from kvreshard.testing.rank_memory import HostBlock
+from kvreshard.testing.rank_memory import Block
 from kvreshard.testing.rank_worker import Answer, Call, RankWorker, Report
 from kvreshard.transport.base import Direction, Transport, TransportError
 
@@ -182,7 +182,7 @@ class LocalRanks(Ranks):
             def make(rank: int = rank) -> Transport:
                 return make_transport(rank)
 
-            self._workers.append(RankWorker(HostBlock(memory.ctypes.data, memory_bytes), make))
+            self._workers.append(RankWorker(Block(memory.ctypes.data, memory_bytes), make))
             self.open(rank)
 
     def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:

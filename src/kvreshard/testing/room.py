@@ -1,4 +1,4 @@
-"""How much memory may a trial or a replay take on this machine without taking it from somebody else?
+"""How much memory a trial or a replay may take on this machine without taking it from somebody else.
 
 1. What the kernel says could be given out without swapping: `MemAvailable`, page cache that can be dropped included
    (Linux, Documentation/filesystems/proc.rst).

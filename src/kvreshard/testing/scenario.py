@@ -1,10 +1,12 @@
-"""Which requests does a trial move, and where do their pages lie?
-
-Like a busy engine's: pages in random order, shared among groups and requests, lookahead pages at the end, pages dropped in
-front of a window, every third request with a prefix that the destination has already, lengths that end inside a page.
+"""Requests that a trial moves or a plan is priced for, and where their pages lie.
 
 1. `pages_needed`: how many pages a pool must have for so many requests of so many tokens.
-2. `make_requests`: the requests, deterministic from a seed. Raises BindError if a pool is too small.
+2. `make_requests`: like a busy engine's, deterministic from a seed. Pages are in random order, shared among groups and requests, with
+   lookahead pages at the end and pages dropped in front of a window; every third request has a prefix that the destination has already;
+   lengths end inside a page.
+3. `plain_request`: one request in a fresh pool, its pages in ascending order.
+
+Raises BindError if a pool is too small.
 """
 
 from __future__ import annotations
@@ -91,6 +93,23 @@ def make_requests(
     return tuple(requests)
 
 
+def plain_request(src: EngineLayout, dst: EngineLayout, num_tokens: int, num_present: int = 0) -> Request:
+    """A request of `num_tokens` tokens, of which the destination has the first `num_present` already."""
+    shapes = _shapes(dst)
+    src_tables, dst_tables = _plain_tables(src, _shapes(src), num_tokens), _plain_tables(dst, shapes, num_tokens)
+    return Request(
+        src_tables,
+        dst_tables,
+        {name: _interval(shape, num_tokens, num_present) for name, shape in shapes.items()},
+        {name: _new_pages(shape, dst_tables[name], num_present) for name, shape in shapes.items()},
+    )
+
+
+def _plain_tables(layout: EngineLayout, shapes: Mapping[str, _Shape], num_tokens: int) -> dict[str, PageTable]:
+    free = {pool: sorted(pages, reverse=True) for pool, pages in _free_pages(layout, np.random.default_rng(0)).items()}
+    return {group.name: _table(layout, shapes[group.name], num_tokens, 0, free[group.pool]) for group in layout.groups}
+
+
 def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
     rings: dict[str, int | None] = {}
     capacity: dict[str, int] = {}
@@ -132,18 +151,24 @@ def _tables(
     free: dict[str, list[int]],
     rng: np.random.Generator,
 ) -> dict[str, PageTable]:
-    tables = {}
-    for group in layout.groups:
-        first, last = shapes[group.name].logical_pages(num_tokens, int(rng.integers(0, MAX_LOOKAHEAD_PAGES + 1)))
-        pool = free[group.pool]
-        if last - first > len(pool):
-            raise BindError(
-                f"pool '{group.pool}' of engine '{layout.engine}' has {len(pool)} free pages, group '{group.name}' needs "
-                f"{last - first}; describe it with more pages, or move fewer tokens"
-            )
-        pages = [pool.pop() for _ in range(last - first)]
-        tables[group.name] = PageTable(np.array(pages, dtype=np.int64), num_tokens, first)
-    return tables
+    return {
+        group.name: _table(
+            layout, shapes[group.name], num_tokens, int(rng.integers(0, MAX_LOOKAHEAD_PAGES + 1)), free[group.pool]
+        )
+        for group in layout.groups
+    }
+
+
+def _table(layout: EngineLayout, shape: _Shape, num_tokens: int, lookahead: int, free: list[int]) -> PageTable:
+    """One group's block table, its pages taken from the end of `free`."""
+    first, last = shape.logical_pages(num_tokens, lookahead)
+    if last - first > len(free):
+        raise BindError(
+            f"pool '{shape.group.pool}' of engine '{layout.engine}' has {len(free)} free pages, group '{shape.group.name}' needs "
+            f"{last - first}; describe it with more pages, or move fewer tokens"
+        )
+    pages = [free.pop() for _ in range(last - first)]
+    return PageTable(np.array(pages, dtype=np.int64), num_tokens, first)
 
 
 def _interval(shape: _Shape, num_tokens: int, present: int) -> list[Tokens]:

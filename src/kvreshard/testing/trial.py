@@ -1,4 +1,4 @@
-"""Does a pair of engines really exchange a cache, byte for byte, over a real transport?
+"""One trial of a pair of engines: a cache is exchanged over a real transport and compared byte for byte.
 
 One trial, with one rank per process (NIXL) or all ranks in this process (memory); all memory of one kind, the processor's or a device's:
 

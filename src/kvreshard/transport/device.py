@@ -3,7 +3,7 @@
 1. `TensorMemory` sees each storage below its tensors as bytes once. What is zeroed is a slice of one of them.
 2. A permute is one kernel (`device_kernel`) on a CUDA device that has Triton, as vLLM's have. Elsewhere it is one indexed copy per field, of
    views with the steps of the loops. Elements are as wide as all addresses and steps allow.
-3. A digest gathers a few rows at a time on the device and copies them from there.
+3. A digest is summed on the device, some rows at a time.
 
 All of it runs on a stream of this module's own, and waits for that stream alone: it never waits for the engine's steps, and no step waits for
 it. What it writes are pages that no step uses: vLLM gives a page to a load when the steps that may still write it have ended (0.32.0,
@@ -15,9 +15,8 @@ Refused, with TransportError: addresses outside the tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from kvreshard.plan.copies import Int64s
 from kvreshard.plan.stage import Move
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import move_sides
-from kvreshard.transport.words import Rows, reach
 
 if TYPE_CHECKING:
     import torch
@@ -110,30 +108,6 @@ def _numbers_on(column: Int64s, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(column)).to(device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorWords:
-    """Words of a tensor, which has their bytes as its last axis. Those of the axes `backwards` are in the opposite order."""
-
-    tensor: torch.Tensor
-    word: np.dtype[Any]
-    backwards: tuple[int, ...]
-    on_stream: AbstractContextManager[Any]
-
-    def take(self, rows: Rows, rest: Sequence[slice]) -> NDArray[np.unsignedinteger]:
-        """See `transport.words.Words.take`. Waits for the device."""
-
-        parts = [slice(None), *rest]
-        for axis in self.backwards:
-            if axis < len(parts):
-                count, part = self.tensor.shape[axis], parts[axis]
-                parts[axis] = slice(count - part.stop, count - part.start)
-        with self.on_stream:
-            picked = self.tensor[tuple(parts)]
-            chosen = rows if isinstance(rows, slice) else _numbers_on(rows, picked.device)
-            found = picked[chosen].contiguous().cpu().numpy().view(self.word)[..., 0]
-        return np.flip(found, self.backwards)
-
-
 class TensorMemory:
     """The storages below `tensors`, on any device. `has_kernel`: whether a permute is one kernel; None: if it can be on this device."""
 
@@ -207,18 +181,24 @@ class TensorMemory:
             storage[first : first + content.nbytes].copy_(torch.from_numpy(content))
 
     def reaches(self, device: str) -> bool:
-        """See `verify.memory.Memory.reaches`."""
+        """See `tools.memory.Memory.reaches`."""
         return device in self._devices
 
-    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> TensorWords:
-        """See `verify.memory.Memory.words`."""
-        low, _ = reach(counts, steps, word_bytes)
-        # A tensor's steps are not negative: such an axis is read from its other end.
-        backwards = tuple(axis for axis, step in enumerate(steps) if step < 0)
-        forwards = [abs(step) for step in steps]
-        width = gcd(self._aligned_bytes, word_bytes, address + low, *forwards)
-        view = self._view(address + low, list(counts), forwards, word_bytes, width)
-        return TensorWords(view, np.dtype(f"<u{word_bytes}"), backwards, self._on_stream(view.device))
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """See `tools.memory.Memory.weighted_sums`. The device gathers, weighs and sums; only the sums are copied from it."""
+        import torch
+
+        low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
+        rows, runs = rows - rows.min(), runs - runs.min()
+        num_starts = int(rows.max() + runs.max()) + 1
+        storage, first = self._find(low, low + num_starts - 1 + run_bytes)
+        unit = torch.int16 if unit_bytes == 2 else torch.int8
+        with self._on_stream(storage.device):
+            every = storage.as_strided([num_starts, run_bytes], [1, 1], first)
+            there = [_numbers_on(numbers, storage.device) for numbers in (rows, runs, weights.reshape(-1))]
+            units = every[(there[0][:, None] + there[1]).reshape(-1)].view(unit).reshape(len(rows), -1)
+            sums: Int64s = (units * there[2]).sum(1).cpu().numpy()
+        return sums
 
     def _find(self, low: int, high: int) -> tuple[torch.Tensor, int]:
         """The storage of addresses `[low, high)`, as bytes, and where in it they begin."""

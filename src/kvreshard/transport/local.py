@@ -9,7 +9,6 @@ Nothing is checked here: addresses come from a proved route and a checked reques
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvreshard.plan.copies import Int64s
 from kvreshard.plan.stage import Move
-from kvreshard.transport.words import ArrayWords, words_of
 
 
 class LocalMemory(Protocol):
@@ -32,7 +30,7 @@ class LocalMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that the processor reaches by address. `reaches` and `words` let `verify` digest it."""
+    """Memory that the processor reaches by address. `reaches` and `weighted_sums` let `tools` digest it."""
 
     def read(self, low: int, high: int) -> NDArray[np.uint8]:
         """The bytes of addresses `[low, high)`, shape (high - low,), not copied."""
@@ -42,9 +40,19 @@ class HostMemory:
         """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
         return device == "cpu"
 
-    def words(self, address: int, word_bytes: int, counts: Sequence[int], steps: Sequence[int]) -> ArrayWords:
-        """See `verify.memory.Memory.words`."""
-        return words_of(self.read, address, word_bytes, counts, steps)
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """See `tools.memory.Memory.weighted_sums`."""
+        low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
+        rows, runs = rows - rows.min(), runs - runs.min()
+        content = self.read(low, low + int(rows.max() + runs.max()) + run_bytes)
+        # A run as one opaque element, of which one begins at every byte: NumPy copies it whole, whatever its alignment. Short runs are read as
+        # numbers where they are aligned, which is several times as fast.
+        is_number = run_bytes in (1, 2, 4, 8) and not ((rows % run_bytes).any() or (runs % run_bytes).any())
+        element, step = (f"<i{run_bytes}", run_bytes) if is_number else (f"V{run_bytes}", 1)
+        every = np.ndarray((content.size - run_bytes) // step + 1, element, content, strides=step)
+        units = every[(rows // step)[:, None] + runs // step].view(f"<i{unit_bytes}").reshape(len(rows), -1)
+        sums: Int64s = np.einsum("ru,u->r", units, weights.reshape(-1))
+        return sums
 
     def zero(self, start: Int64s, stop: Int64s) -> None:
         """See `LocalMemory.zero`."""

@@ -25,10 +25,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvreshard import __version__
 from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
+from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
 from kvreshard.vllm.start_check import check_start
 from kvreshard.vllm.worker import WorkerSide
@@ -111,7 +111,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.allocate(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """This step's orders."""
+        """This step's commands."""
         return self._scheduling.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -134,8 +134,8 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """See `SchedulerSide.has_orders`."""
-        return self._scheduling.has_orders
+        """See `SchedulerSide.has_commands`."""
+        return self._scheduling.has_commands
 
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
@@ -160,7 +160,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         return None if part is None else ReshardHandshake(part)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Pass the orders on; loads go on by themselves."""
+        """Pass the commands on; loads go on by themselves."""
         if isinstance(self._connector_metadata, ReshardMetadata):
             self._working.obey(self._connector_metadata)
 

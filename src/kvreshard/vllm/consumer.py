@@ -1,10 +1,11 @@
-"""The decode side in vLLM's scheduler: how many tokens can be loaded, and which order goes to the ranks?
+"""The decode side in vLLM's scheduler: how many tokens can be loaded, and which command goes to the ranks?
 
 1. A request with `do_remote_prefill` arrives: its parameters are read; the ranks meet its source and renew its lease.
 2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`): the longest prefix that is the same
    text, that the source still has whole, and that this engine may resume from: the last token is always computed here. Texts are
    compared under the source's key, which the ranks have when they have met it (`meet`). Until then the request waits without blocks.
-   If the source cannot be met, a load is ordered that must fail, so that the engine's policy decides.
+   If the source cannot be met, a load is ordered that must fail, so that the engine's policy decides. Pictures, audio, video and salts are
+   compared under the same key, before vLLM next looks for prefix hits.
 3. Blocks are allocated: a load goes out, or a release if nothing is to be loaded.
 4. It is aborted before its end: a release, or a cancelled load whose blocks stay until nothing moves any more.
 
@@ -17,37 +18,29 @@ while a step that is under way may still write them (0.32.0, `Scheduler.defer_bl
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvreshard.model.logs import get_logger
-from kvreshard.model.tables import PageTable, Tokens
-from kvreshard.model.tables import Request as Transfer
-from kvreshard.session.orders import Cancel, Failure, Load, Order, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, Renew, StopRenewing
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.first_tokens import first_token
-from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
+from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.items import Positions
+from kvreshard.vllm.known_sources import KnownSources, Source
 from kvreshard.vllm.loadable import LoadableTokens
 from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.source_hosts import SourceHosts
+from kvreshard.vllm.transfers import make_transfer, read_block_ids
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-
-Source = tuple[RemoteEngine, RemoteLease]
-# Sources whose keys are known: who was forgotten is asked again. Spent leases: further choices of a request come together, retries within minutes.
-MAX_KEYS, MAX_SPENT = 4096, 10_000
 
 
 @dataclass(slots=True)
@@ -56,6 +49,7 @@ class _Waiting:
     `num_loadable`: tokens from the start, once known; `refusal`: why they must not be read all the same.
     """
 
+    request: Request
     prefill: RemotePrefill
     key: bytes | None = None
     unmet: Failure | None = None
@@ -72,8 +66,8 @@ class _Waiting:
 
 
 class Consumer:
-    """`me`: this engine and its incarnation. `num_backoff_tokens`, `whole_prompts`, `positions`: see `LoadableTokens`. `note_fallback`: hears why a request is computed
-    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'standstill' or
+    """`me`: this engine and its incarnation; `own_key`: its key, where it has one. `num_backoff_tokens`, `whole_prompts`, `positions`: see `LoadableTokens`. `note_fallback`: hears why a request is computed
+    here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'deadlock' or
     'pool'. `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
     `compares`: prompts are compared; otherwise what is as long counts as equal. `placeholders`: token ids that stand for pictures, audio or video.
     """
@@ -90,13 +84,14 @@ class Consumer:
         adapters: Adapters | None = None,
         partial_loads: PartialLoads | None = None,
         compares: bool = True,
+        own_key: bytes | None = None,
         hosts: SourceHosts | None = None,
         positions: Positions = Positions.PLAIN,
         placeholders: frozenset[int] = frozenset(),
     ) -> None:
         self._me, self._may_load, self._compares = me, may_load, compares
         self._hosts = hosts or SourceHosts()
-        self._keys: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._known = KnownSources(own_key)
         self._groups = tuple(groups)
         self.missing_items = MissingItems(positions, placeholders)
         self._loadable = LoadableTokens(
@@ -108,9 +103,8 @@ class Consumer:
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
         self._of_source: dict[Source, set[str]] = {}
-        self._spent: OrderedDict[Source, None] = OrderedDict()
 
-    def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Order]:
+    def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
         try:
             prefill = read_params(params)
@@ -119,21 +113,23 @@ class Consumer:
             self.missing_items.arrive_unknown(request, str(error))
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
-        self.missing_items.arrive(request, prefill.prompt)
+        key = self._known.key_of(prefill.remote)
+        if key is not None:
+            self._compare_items(request, prefill, key)
         if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
-            self._fall_back(request.request_id, "itself", prefill)
+            self._fall_back(request, "itself", prefill, key)
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
             yield Release(prefill.remote, prefill.lease)
             return
         if not self._hosts.allows(prefill.remote.address.host):
-            self._fall_back(request.request_id, "host", prefill)
+            self._fall_back(request, "host", prefill, key)
             logger.warning(
                 "request %s will be computed here: it names %s as its source, which is not among source_hosts; nobody is asked there",
                 *(request.request_id, prefill.remote.address),
             )
             return
         if not self._may_load:
-            self._fall_back(request.request_id, "role", prefill)
+            self._fall_back(request, "role", prefill, key)
             logger.warning(
                 "request %s will be computed here: a router sent the prefill of engine %s to an engine whose kv_role is kv_producer, which "
                 "does not load; send it to a kv_consumer, or make this engine kv_both",
@@ -141,8 +137,8 @@ class Consumer:
             )
             yield Release(prefill.remote, prefill.lease)
             return
-        if (prefill.remote, prefill.lease) in self._spent:
-            self._fall_back(request.request_id, "spent", prefill)
+        if self._known.is_spent((prefill.remote, prefill.lease)):
+            self._fall_back(request, "spent", prefill, key)
             logger.info(
                 "request %s will be computed here: this engine has given its prefill back before, after it had been loaded, had failed to "
                 "load or was not needed",
@@ -152,38 +148,41 @@ class Consumer:
         if self.missing_items.is_hopeless(request.request_id):
             yield Release(prefill.remote, prefill.lease)
             return
-        key = self._keys.get((prefill.remote.engine, prefill.remote.incarnation))
         self._forget(request.request_id)
-        self._waiting[request.request_id] = _Waiting(prefill, key)
+        self._waiting[request.request_id] = _Waiting(request, prefill, key)
         self._of_source.setdefault((prefill.remote, prefill.lease), set()).add(request.request_id)
-        yield Watch(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
+        yield Renew(request.request_id, prefill.remote, prefill.lease, asks_key=self._compares and key is None)
 
-    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
+    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> Iterator[Command]:
         """The ranks have met the sources of some requests, whose keys these are, and could not meet those of others.
 
-        A key that is not the source's, of a former request with the same id, is good for nothing and is not kept for others.
+        Ranks may differ, and say so one after the other. A key that is not the source's, of a former request with the same id, opens nothing.
         """
         for request_id, key in keys.items():
             waiting = self._waiting.get(request_id)
-            if waiting is None:
+            if waiting is None or waiting.key == key:
                 continue
-            waiting.key, remote = key, waiting.prefill.remote
-            if incarnation_of(key) == remote.incarnation:
-                self._keys[remote.engine, remote.incarnation] = key
-                if len(self._keys) > MAX_KEYS:
-                    self._keys.popitem(last=False)
+            waiting.key = key
+            self._known.keep_key(key)
+            if waiting.num_loadable is None:
+                self._compare_items(waiting.request, waiting.prefill, key)
+                if self.missing_items.is_hopeless(request_id):
+                    yield from self._release(request_id, waiting)
         for request_id, failure in unmet.items():
-            if request_id in self._waiting:
-                self._waiting[request_id].unmet = failure
+            waiting = self._waiting.get(request_id)
+            if waiting is not None:
+                if waiting.key is None and waiting.unmet is None:
+                    self._compare_items(waiting.request, waiting.prefill, None)
+                waiting.unmet = failure
 
-    def clean_up(self, params: Mapping[str, Any]) -> Iterator[Order]:
+    def clean_up(self, params: Mapping[str, Any]) -> Iterator[Command]:
         """Give back the source of a request that never got here, or has ended with an error: vLLM names it once more, to abort it at once."""
         try:
             prefill = read_params(params)
         except ParamsError as error:
             logger.debug("nothing is given back for a request that was turned away: %s", error)
             return
-        if (prefill.remote, prefill.lease) not in self._spent:
+        if not self._known.is_spent((prefill.remote, prefill.lease)):
             yield from self._give_back(prefill)
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
@@ -194,7 +193,8 @@ class Consumer:
         waiting.num_computed = num_computed
         if waiting.num_loadable is None:
             if self._compares and waiting.key is None:
-                if num_computed >= min(waiting.prefill.num_tokens, self._loadable.limit(request)):
+                prompt, limit = waiting.prefill.prompt, self._loadable.limit(request)
+                if num_computed >= min(waiting.prefill.num_tokens, limit) and not (prompt.items or prompt.salt):
                     return 0
                 if waiting.unmet is None:
                     return None
@@ -202,7 +202,7 @@ class Consumer:
             waiting.num_loadable = self._count(request, waiting)
         return max(0, waiting.num_loadable - num_computed)
 
-    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Order]:
+    def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Command]:
         """Blocks are there: load `num_external` tokens, or let the source go."""
         waiting = self._waiting.get(request.request_id)
         if waiting is None or waiting.is_loading:
@@ -214,7 +214,7 @@ class Consumer:
         waiting.is_loading = True
         self._loading.add(request.request_id)
         prefill = waiting.prefill
-        transfer = self._transfer(prefill, blocks, waiting.num_computed + num_external)
+        transfer = make_transfer(self._groups, prefill, blocks, waiting.num_computed + num_external)
         yield Load(
             request.request_id,
             prefill.remote,
@@ -225,11 +225,11 @@ class Consumer:
             refusal=waiting.refusal,
         )
 
-    def reset(self) -> Iterator[Order]:
+    def reset(self) -> Iterator[Command]:
         """Whatever waits to be loaded is computed here: other weights may have come."""
         for request_id, waiting in list(self._waiting.items()):
             if not waiting.is_loading:
-                self._fall_back(request_id, "reset", waiting.prefill)
+                self._fall_back(waiting.request, "reset", waiting.prefill, waiting.key)
                 logger.warning("request %s will be computed here: the cache was reset since it came", request_id)
                 yield from self._release(request_id, waiting)
 
@@ -243,10 +243,10 @@ class Consumer:
         """Whether requests wait to be loaded, and none is being loaded."""
         return bool(self._waiting) and not self.is_loading
 
-    def give_up_one(self) -> Iterator[Order]:
-        """The request that waits longest is computed here (see `standstill`)."""
+    def give_up_one(self) -> Iterator[Command]:
+        """The request that waits longest is computed here (see `deadlock`)."""
         request_id, waiting = next(iter(self._waiting.items()))
-        self._fall_back(request_id, "standstill", waiting.prefill)
+        self._fall_back(waiting.request, "deadlock", waiting.prefill, waiting.key)
         logger.warning(
             "request %s will be computed here: nothing is computed or loaded while blocks are held for other engines, which may wait "
             "for one another in a circle; its source %s gets its blocks back. Give these engines more blocks or less to prefill",
@@ -255,11 +255,11 @@ class Consumer:
         )
         yield from self._release(request_id, waiting)
 
-    def give_up(self, request_id: str) -> Iterator[Order]:
+    def give_up(self, request_id: str) -> Iterator[Command]:
         """A load that this engine's pool never has room for is computed here (see `admission`)."""
         waiting = self._waiting.get(request_id)
         if waiting is not None and not waiting.is_loading:
-            self._fall_back(request_id, "pool", waiting.prefill)
+            self._fall_back(waiting.request, "pool", waiting.prefill, waiting.key)
             logger.warning(
                 "request %s will be computed here: the whole pool is free, and vLLM does not find the blocks to load it, which are more "
                 "than to compute it where an engine has drafts; give this engine more blocks",
@@ -267,7 +267,7 @@ class Consumer:
             )
             yield from self._release(request_id, waiting)
 
-    def abort(self, request_id: str) -> Iterator[Order]:
+    def abort(self, request_id: str) -> Iterator[Command]:
         """The request has ended, in whatever way."""
         self.missing_items.end(request_id)
         waiting = self._waiting.get(request_id)
@@ -287,7 +287,7 @@ class Consumer:
         self._note_partial(request_id, "failure", 0, waiting.prefill)
         return True
 
-    def ended(self, request_id: str) -> Iterator[Order]:
+    def ended(self, request_id: str) -> Iterator[Command]:
         """The load is over on every rank: its source is given back, unless others here still have it."""
         waiting = self._forget(request_id)
         if waiting is not None:
@@ -300,7 +300,7 @@ class Consumer:
             return
         for group in self._groups:
             if group.page_tokens is not None:
-                first, _ = group.pages(_ids(blocks, group), 0)
+                first, _ = group.pages(read_block_ids(blocks, group), 0)
                 held = first_token(waiting.prefill, group)
                 if first * group.page_tokens < held:
                     yield group, -(-held // group.page_tokens)
@@ -315,9 +315,21 @@ class Consumer:
                 del self._of_source[source]
         return waiting
 
-    def _fall_back(self, request_id: str, cause: str, prefill: RemotePrefill) -> None:
+    def _fall_back(self, request: Request, cause: str, prefill: RemotePrefill, key: bytes | None) -> None:
         self._note_fallback(cause)
-        self._note_partial(request_id, cause, 0, prefill)
+        self._note_partial(request.request_id, cause, 0, prefill)
+        if key is None:
+            self._compare_items(request, prefill, None)
+
+    def _compare_items(self, request: Request, prefill: RemotePrefill, key: bytes | None) -> None:
+        """What stands behind the token ids, once the source's key is known, or once it is known that it will not be (None)."""
+        if not self._compares or not (prefill.prompt.items or prefill.prompt.salt):
+            return
+        prompt_key = None if key is None else prefill.prompt_key(key)
+        if prompt_key is None:
+            self.missing_items.arrive_unasked(request, prefill.prompt)
+        else:
+            self.missing_items.arrive(request, prefill.prompt, prompt_key)
 
     def _note_partial(
         self, request_id: str, cause: str, num_loaded: int, prefill: RemotePrefill, why: str = ""
@@ -338,21 +350,19 @@ class Consumer:
         elif num_external > 0 or num_loadable - num_loaded > self._largest_page:
             self._note_partial(request.request_id, "vllm", num_loaded, waiting.prefill)
 
-    def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Order]:
+    def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Command]:
         self._forget(request_id)
-        yield Unwatch(request_id)
+        yield StopRenewing(request_id)
         yield from self._give_back(waiting.prefill, waiting.is_unmet)
 
-    def _give_back(self, prefill: RemotePrefill, is_unmet: bool = False) -> Iterator[Order]:
+    def _give_back(self, prefill: RemotePrefill, is_unmet: bool = False) -> Iterator[Command]:
         """When the last request that has a source is over. Only here is it known which have arrived: ranks hear of them a step later.
 
         One that no rank could meet is not asked again for this.
         """
         source = prefill.remote, prefill.lease
         if source not in self._of_source and not is_unmet:
-            self._spent[source] = None
-            if len(self._spent) > MAX_SPENT:
-                self._spent.popitem(last=False)
+            self._known.spend(source)
             yield Release(*source)
 
     def _count(self, request: Request, waiting: _Waiting) -> int:
@@ -365,35 +375,3 @@ class Consumer:
         if found.partial:
             self._note_partial(name, found.partial, found.num_tokens, waiting.prefill, found.why)
         return found.num_tokens
-
-    def _transfer(self, prefill: RemotePrefill, blocks: KVCacheBlocks, num_tokens: int) -> Transfer:
-        tables: dict[str, PageTable] = {}
-        intervals: dict[str, list[Tokens]] = {}
-        new_pages: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
-        for group in self._groups:
-            ids = _ids(blocks, group)
-            first, pages = group.pages(ids, num_tokens)
-            held = set(pages)  # without the blocks behind a state that its drafts step into
-            fresh = [
-                block.block_id
-                for block in blocks.blocks[group.index]
-                if block.block_hash is None and not block.is_null and block.block_id in held
-            ]
-            start = max(self._first_missing(group, blocks, first, num_tokens), first_token(prefill, group))
-            tables[group.name] = PageTable(list(pages), num_tokens, first)
-            intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
-            new_pages[group.name] = np.array(fresh, dtype=np.int64)
-        return Transfer(prefill.tables(), tables, intervals, new_pages)
-
-    @staticmethod
-    def _first_missing(group: CacheGroup, blocks: KVCacheBlocks, first: int, num_tokens: int) -> int:
-        """The first token that the group does not have here, and has room for: its blocks with a hash are prefix hits."""
-        if group.page_tokens is None:
-            return 0 if group.ring_tokens is None else max(0, num_tokens - group.ring_tokens)
-        held = blocks.blocks[group.index]
-        fresh = next((i for i, b in enumerate(held) if b.block_hash is None and not b.is_null), len(held))
-        return max(first, fresh) * group.page_tokens
-
-
-def _ids(blocks: KVCacheBlocks, group: CacheGroup) -> list[int]:
-    return [NULL_BLOCK if block.is_null else block.block_id for block in blocks.blocks[group.index]]

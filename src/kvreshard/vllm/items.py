@@ -3,7 +3,8 @@
 Platforms send the decode engine the same expanded token ids and another item, or none, on purpose: what it needs of a picture is in the
 cache that it loads. So
 
-1. both sides list their items: where each stands, a digest of vLLM's hash of it, and a digest of what positions depend on.
+1. both sides list their items: where each stands, vLLM's hash of it, and a digest of what positions depend on. What travels of hash and digest
+   has the request's key (`give_key`), and both sides are compared under it.
 2. `compare` names the prefill's items that the decode engine lacks. It cannot compute their tokens: up to the end of the last one, all
    comes from the prefill, or the request is refused (`Comparison.num_needed`).
 3. An item that only the decode engine has is computed there: nothing is loaded from its first token on (`Comparison.num_loadable`).
@@ -38,7 +39,7 @@ _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One multimodal item: its first token and how many it has, a digest of vLLM's hash of it, and one of its grid.
+    """One multimodal item: its first token and how many it has, vLLM's hash of it, and a digest of its grid; or keyed digests of these two.
 
     `grid` is empty where positions do not depend on it, or where this process does not hold the item.
     """
@@ -86,7 +87,7 @@ def read_items(features: Iterable[MultiModalFeatureSpec], positions: Positions) 
         Item(
             int(feature.mm_position.offset),
             int(feature.mm_position.length),
-            _digest((feature.mm_hash or feature.identifier).encode()),
+            feature.mm_hash or feature.identifier,
             "" if positions is Positions.PLAIN else digest_grid(feature.data),
         )
         for feature in features
@@ -103,7 +104,7 @@ def digest_grid(data: Mapping[str, Any] | None) -> str:
     if any(part is None for part in parts.values()):
         return ""
     small = sorted((name, value) for name, part in parts.items() if (value := _small(part)) is not None)
-    return _digest(repr(small).encode()) if small else ""
+    return hashlib.blake2b(repr(small).encode(), digest_size=16).hexdigest() if small else ""
 
 
 def compare(
@@ -151,9 +152,17 @@ def isolate(request: Request, tag: str) -> None:
     request.update_block_hashes()
 
 
-def digest_salt(salt: str | None) -> str:
-    """A digest of a `cache_salt`; empty without one."""
-    return _digest(salt.encode()) if salt else ""
+def give_key(items: Iterable[Item], key: bytes) -> tuple[Item, ...]:
+    """The items with what travels of them: keyed digests in place of name and grid."""
+    return tuple(
+        Item(item.first, item.num_tokens, digest_with_key(item.name, key), digest_with_key(item.grid, key))
+        for item in items
+    )
+
+
+def digest_with_key(text: str, key: bytes) -> str:
+    """A keyed digest; empty for an empty text."""
+    return hashlib.blake2b(text.encode(), key=key, digest_size=16).hexdigest() if text else ""
 
 
 def _compare_grids(missing: Sequence[Item], mine: Sequence[Item]) -> str:
@@ -182,7 +191,3 @@ def _small(value: Any) -> Any:
         return value
     is_small = value.numel() <= (MAX_FLOATS if value.is_floating_point() else MAX_INTEGERS)
     return value.flatten().tolist() if is_small else None
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvreshard.session.seal import prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.first_tokens import first_token, is_entry_gone
 from kvreshard.vllm.groups import CacheGroup
@@ -72,9 +71,10 @@ class LoadableTokens:
         num_prompt, limit = int(request.num_prompt_tokens), self.limit(request)
         mine = read_prompt(request, self._adapters, self._positions)
         same = min(prefill.num_tokens, num_prompt)
-        if key is not None and prefill.is_sealed(key):
-            same = count_matching(prefill.prompt, mine, prompt_key(key, prefill.lease.request, prefill.lease.word))
-        same = self._missing_items.narrow(request, prefill.prompt, mine, same)
+        prompt_key = None if key is None else prefill.prompt_key(key)
+        if prompt_key is not None:
+            same = count_matching(prefill.prompt, mine, prompt_key)
+            same = self._missing_items.narrow(request, prefill.prompt, mine, same, prompt_key)
         count = max(0, int(min(same, prefill.num_tokens, limit)))
         none = self._find_obstacle(prefill, num_prompt, same, limit, count)
         if none is not None:

@@ -29,8 +29,8 @@ from typing import Any, get_args
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvreshard.session.commands import CheckResult, FailureKind, Results
 from kvreshard.session.lease import Cause
-from kvreshard.session.orders import CheckResult, FailureKind, Results
 from kvreshard.session.pull import Moved
 from kvreshard.transport.watchdog import CALLS
 from kvreshard.vllm.options import read_load_timeout
@@ -58,7 +58,7 @@ COUNTERS: Mapping[str, tuple[str, str | None]] = {
 }
 
 # What a counter's label may say. Series exist from the start: a rate over one that appears with its first event misses that event.
-_FALLBACKS = "itself", "host", "role", "spent", "reset", "standstill", "pool", "prompt", "state", "window"
+_FALLBACKS = "itself", "host", "role", "spent", "reset", "deadlock", "pool", "prompt", "state", "window"
 _PARTIAL_LOADS = *_FALLBACKS, "failure", "length", "logprobs", "vllm"
 
 LABEL_VALUES: Mapping[str, tuple[str, ...]] = {

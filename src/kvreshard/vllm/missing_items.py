@@ -1,7 +1,8 @@
 """Requests whose prefill has pictures, audio or video that the decode engine does not have: what they need, and when they are refused.
 
-1. `arrive`: the items are compared before vLLM looks for prefix hits. The blocks of a request that lacks some are hashed with a key of its own,
-   and so are those of a request whose prefill had a `cache_salt` that this one has not.
+1. `arrive`: the items are compared before vLLM looks for prefix hits, as soon as the key of their digests is known. The blocks of a request that
+   lacks some are hashed with a key of its own, and so are those of a request whose prefill had another `cache_salt`.
+   Without the key nothing is known of the items: the request is refused if its prefill had any (`arrive_unasked`).
 2. `narrow`: once the texts have been compared, what is another text's is not needed.
 3. `why_refused`: whenever vLLM is about to schedule the request, also after a failed load or a preemption.
 4. `end`: the request is over.
@@ -9,12 +10,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvreshard.vllm.items import Comparison, Positions, compare, digest_salt, find_unseen, isolate, read_items
+from kvreshard.vllm.items import (
+    Comparison,
+    Positions,
+    compare,
+    digest_with_key,
+    find_unseen,
+    give_key,
+    isolate,
+    read_items,
+)
 from kvreshard.vllm.prompt import Prompt, PromptDigest
 
 if TYPE_CHECKING:
@@ -35,20 +44,28 @@ class MissingItems:
     def __init__(self, positions: Positions, placeholders: frozenset[int]) -> None:
         self._positions, self._placeholders = positions, placeholders
         self._needed: dict[str, _Needed] = {}
-        self._salt_key = secrets.token_bytes(32)
 
-    def arrive(self, request: Request, theirs: PromptDigest) -> None:
-        """Keep in mind what cannot be computed here, and keep what will be loaded from requests that must not have it."""
-        mine = read_items(request.mm_features, self._positions)
+    def arrive(self, request: Request, theirs: PromptDigest, key: bytes) -> None:
+        """Keep in mind what cannot be computed here, and keep what will be loaded from requests that must not have it.
+
+        `key`: of the digests in `theirs`.
+        """
+        mine = give_key(read_items(request.mm_features, self._positions), key)
         self._note(request, compare(theirs.items, mine, int(request.num_prompt_tokens), None, self._positions))
-        tags = []
-        if request.request_id in self._needed:
-            tags.append(f"request {secrets.token_hex(16)}")
-        if theirs.salt and theirs.salt != digest_salt(request.cache_salt):
-            keyed = hashlib.blake2b(theirs.salt.encode(), key=self._salt_key, digest_size=16)
-            tags.append(f"salt {keyed.hexdigest()}")
-        if tags:
-            isolate(request, " ".join(tags))
+        has_other_salt = bool(theirs.salt) and theirs.salt != digest_with_key(request.cache_salt or "", key)
+        if has_other_salt or request.request_id in self._needed:
+            isolate(request, f"request {secrets.token_hex(16)}")
+
+    def arrive_unasked(self, request: Request, theirs: PromptDigest) -> None:
+        """The source's key is not known and will not be: whether items and salts are the same cannot be said."""
+        if theirs.items:
+            reason = (
+                "its prefill has pictures, audio or video, and whether this request has the same cannot be said, since its source could not be asked; "
+                "send it again without kv_transfer_params to have it computed from what it has here"
+            )
+            self._needed[request.request_id] = _Needed(None, reason)
+        if theirs.items or theirs.salt:
+            isolate(request, f"request {secrets.token_hex(16)}")
 
     def arrive_unknown(self, request: Request, why: str) -> None:
         """Nobody can say what the prefill has: a token that stands for a picture must have one here."""
@@ -63,11 +80,11 @@ class MissingItems:
         needed = self._needed.get(request_id)
         return needed is not None and needed.num_tokens is None
 
-    def narrow(self, request: Request, theirs: PromptDigest, mine: Prompt, num_same: int) -> int:
-        """How many of the first `num_same` tokens, on which the texts agree, may be loaded."""
+    def narrow(self, request: Request, theirs: PromptDigest, mine: Prompt, num_same: int, key: bytes) -> int:
+        """How many of the first `num_same` tokens, on which the texts agree, may be loaded. `key`: of the digests in `theirs`."""
         num_prompt = int(request.num_prompt_tokens)
         num_alike = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
-        found = compare(theirs.items, mine.items, num_prompt, num_alike, self._positions)
+        found = compare(theirs.items, give_key(mine.items, key), num_prompt, num_alike, self._positions)
         self._note(request, found)
         return num_same if found.num_loadable is None else min(num_same, found.num_loadable)
 

@@ -24,10 +24,11 @@ import msgspec
 
 from kvreshard.model import KvReshardError
 from kvreshard.plan.cost import CostModel, usual_cost
+from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.constants import host_facts, load_constants
 from kvreshard.session.keys import Keys, read_keys
-from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.renewals import RENEWALS_PER_LEASE
+from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.pace import Pace
 from kvreshard.vllm.source_hosts import SourceHosts
@@ -159,10 +160,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             peer_ttl_s=self.engine_ttl if self.engine_ttl > 0 else math.inf,
             allow_mismatch=self.allow_mismatch,
             keys=self.keys,
-            digest_share=self.digest_share,
-            digest_timeout_s=self.digest_timeout_s,
             cost=self.cost(device),
         )
+
+    @property
+    def observer(self) -> ObserverOptions:
+        """What is watched of a rank's loads."""
+        return ObserverOptions(self.digest_share, self.digest_timeout_s, self.staging_bytes, self.allow_mismatch)
 
     @property
     def nixl(self) -> NixlOptions:

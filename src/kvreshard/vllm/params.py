@@ -29,9 +29,9 @@ import msgspec
 from kvreshard.model import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import Name, plain
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import RemoteEngine, RemoteLease
-from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal
+from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
 from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
 
 VERSION = 1
@@ -138,6 +138,10 @@ class RemotePrefill:
     def is_sealed(self, key: bytes) -> bool:
         """Whether whoever has this key sealed it. Raises BindError."""
         return hmac.compare_digest(self.code, self.make_seal(key).code)
+
+    def prompt_key(self, key: bytes) -> bytes | None:
+        """The key of the digests in `prompt`, where `key` is the source's; None if that did not seal this. Raises BindError."""
+        return prompt_key(key, self.lease.request, self.lease.word) if self.is_sealed(key) else None
 
     def _facts(self) -> bytes:
         """What is said beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""

@@ -20,8 +20,8 @@ from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import get_logger
+from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import Offer, Order, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.seal import incarnation_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.choices import Choices
@@ -61,13 +61,13 @@ class Producer:
         self._slots = Slots(num_slots)
         self._adapters, self._positions = adapters or Adapters(), positions
         self._computing: dict[str, Request] = {}
-        self._offered: set[str] = set()
+        self._published: set[str] = set()
         self._choices = Choices()
         self.last_pages = LastPages(groups)
         self.address: Address | None = None
 
     @property
-    def is_offering(self) -> bool:
+    def is_publishing(self) -> bool:
         """Whether blocks are held, or will be, for other engines."""
         return bool(len(self._slots))
 
@@ -99,42 +99,42 @@ class Producer:
         request.max_tokens = 1
         params[TRUNCATED] = True
 
-    def schedule(self, request: Request) -> Iterator[Order]:
+    def schedule(self, request: Request) -> Iterator[Command]:
         """The request has got blocks: write its word, unless it has one."""
         if self._slots.find(request.request_id) is None:
-            grant = self._slots.take(request.request_id)
-            if grant is None:
+            lease = self._slots.take(request.request_id)
+            if lease is None:
                 logger.warning("no lease slot is free: request %s will not be offered", request.request_id)
             else:
                 if self._num_backoff_tokens < MIN_COMPUTED_TOKENS:
                     self.last_pages.expect(request.request_id, request.num_prompt_tokens)
                 self._computing[request.request_id] = request
-                yield grant
+                yield lease
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[dict[str, Any] | None, Order | None]:
-        """(parameters for the router, order for the ranks). The blocks stay if it is an offer, else they can be freed at once."""
+    ) -> tuple[dict[str, Any] | None, Command | None]:
+        """(parameters for the router, command for the ranks). The blocks stay if they are published, else they can be freed at once."""
         self._computing.pop(request.request_id, None)
-        grant = self._slots.find(request.request_id)
-        if grant is None:
+        lease = self._slots.find(request.request_id)
+        if lease is None:
             return None, None
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         num_tokens = count_settled(request)
         if not good or self.address is None or num_tokens < 1 or self._has_moved_on(request, num_tokens):
             self.freed(request.request_id)
-            return None, Revoke(grant.request)
+            return None, Revoke(lease.request)
         prompt = read_prompt(request, self._adapters, self._positions)
         params = self._choices.find(request.request_id, prompt, num_tokens)
         if params is not None:
             self.freed(request.request_id)
-            return params, Revoke(grant.request)
+            return params, Revoke(lease.request)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
-        prefill = self.describe(request, block_ids, RemoteLease(grant.request, grant.slot, grant.word), self.address)
+        prefill = self.describe(request, block_ids, RemoteLease(lease.request, lease.slot, lease.word), self.address)
         params = write_params(prefill, self._sizes, self._key)
-        self._offered.add(request.request_id)
+        self._published.add(request.request_id)
         self._choices.add(request.request_id, prompt, num_tokens, params)
-        return params, Offer(grant.request, self._lease_s, prefill.tables())
+        return params, Publish(lease.request, self._lease_s, prefill.tables())
 
     def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
         """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it, or a ring has none of the first of them.
@@ -174,16 +174,16 @@ class Producer:
             digest_prompt(read_prompt(request, self._adapters, self._positions), num_tokens, key),
         )
 
-    def reset(self) -> Iterator[Order]:
+    def reset(self) -> Iterator[Command]:
         """What is held for readers is theirs no longer: other weights may have come."""
-        if self._offered:
-            logger.warning("kvreshard: the cache was reset; %d prefills are no longer offered", len(self._offered))
-        for request_id in sorted(self._offered):
+        if self._published:
+            logger.warning("kvreshard: the cache was reset; %d prefills are no longer offered", len(self._published))
+        for request_id in sorted(self._published):
             self._choices.remove(request_id)
-            grant = self._slots.find(request_id)
-            if grant is not None:
-                yield Revoke(grant.request)
-        self._offered.clear()
+            lease = self._slots.find(request_id)
+            if lease is not None:
+                yield Revoke(lease.request)
+        self._published.clear()
 
     def find_request(self, lease: str) -> str:
         """The request that has the lease of this name."""
@@ -191,7 +191,7 @@ class Producer:
 
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
-        self._offered.discard(request_id)
+        self._published.discard(request_id)
         self._choices.remove(request_id)
         self.last_pages.release(request_id)
         self._slots.give(request_id)

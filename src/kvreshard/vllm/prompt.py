@@ -4,11 +4,11 @@ A router may send another text to the decode engine: a placeholder, or one token
 its prompt's prefixes, every `step` tokens and at the end; the decode side computes its own and takes the longest prefix on which
 both agree. Only those tokens are loaded, so that no tail of another text is ever kept.
 
-Digests have a key that the two engines share (`session.seal`), another one for each request: whoever reads them on their way can neither
-guess a text piece by piece nor compare those of two requests.
+All digests have a key that the two engines share (`session.seal`), another one for each request: whoever reads them on their way can neither
+guess a text piece by piece, nor tell whether a picture or a `cache_salt` is one that they know, nor compare those of two requests.
 
-A digest covers the token ids, the adapter (LoRA) and prompt embeddings. Multimodal items and the `cache_salt` are not in it: they travel
-beside it, since platforms send the decode engine another item, or none, on purpose (`kvreshard.vllm.items`).
+The digest of a prefix covers the token ids, the adapter (LoRA) and prompt embeddings. Multimodal items and the `cache_salt` are not in it: they
+travel beside it, since platforms send the decode engine another item, or none, on purpose (`kvreshard.vllm.items`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvreshard.vllm.items import Item
+from kvreshard.vllm.items import Item, digest_with_key, give_key
 
 DIGEST_BYTES = 8
 MIN_STEP_TOKENS = 16
@@ -31,8 +31,8 @@ MAX_ITEMS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens of a request, and what they do not say: multimodal items, the adapter (`adapters`), a digest of prompt embeddings, and a
-    digest of the `cache_salt`; empty where there is none.
+    """Tokens of a request, and what they do not say: multimodal items, the adapter (`adapters`), a digest of prompt embeddings, and
+    the `cache_salt`; empty where there is none.
     """
 
     token_ids: Sequence[int]
@@ -44,7 +44,7 @@ class Prompt:
 
 class PromptDigest(msgspec.Struct, frozen=True):
     """Digests of prefixes: `marks[i]` of the first `(i + 1) * step` tokens, `whole` of all `num_tokens`; hexadecimal. `items`: those
-    that begin among these tokens. `salt`: a digest of the `cache_salt`.
+    that begin among these tokens, with keyed digests. `salt`: a keyed digest of the `cache_salt`.
     """
 
     num_tokens: int
@@ -60,8 +60,8 @@ def digest_prompt(prompt: Prompt, num_tokens: int, key: bytes) -> PromptDigest:
     step = -(-num_tokens // MAX_MARKS // MIN_STEP_TOKENS) * MIN_STEP_TOKENS or MIN_STEP_TOKENS
     ends = [*range(step, num_tokens + 1, step), num_tokens]
     *marks, whole = _digests(prompt, ends, key)
-    items = tuple(item for item in prompt.items if item.first < num_tokens)
-    return PromptDigest(num_tokens, step, whole, tuple(marks), items, prompt.salt)
+    items = give_key((item for item in prompt.items if item.first < num_tokens), key)
+    return PromptDigest(num_tokens, step, whole, tuple(marks), items, digest_with_key(prompt.salt, key))
 
 
 def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:

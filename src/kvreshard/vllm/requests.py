@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.vllm.adapters import Adapters
-from kvreshard.vllm.items import Positions, digest_salt, read_items
+from kvreshard.vllm.items import Positions, read_items
 from kvreshard.vllm.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ MIN_COMPUTED_TOKENS = 1
 
 
 def read_prompt(request: Request, adapters: Adapters, positions: Positions = Positions.PLAIN) -> Prompt:
-    """All tokens of a request so far, with what stands for them: multimodal items, the adapter by its name and digest, prompt embeddings
-    and the `cache_salt` by their digests.
+    """All tokens of a request so far, with what stands for them: multimodal items, the adapter by its name and digest, prompt
+    embeddings by a digest, and the `cache_salt`.
 
     A prompt given as embeddings has no token ids; vLLM puts zeros there.
     """
@@ -28,7 +28,7 @@ def read_prompt(request: Request, adapters: Adapters, positions: Positions = Pos
         read_items(request.mm_features, positions),
         adapters.identify(request.lora_request),
         digest_embeds(request),
-        digest_salt(request.cache_salt),
+        request.cache_salt or "",
     )
 
 

@@ -1,6 +1,6 @@
-"""The scheduler's side of the connector: vLLM's hooks on one side, orders for the ranks on the other.
+"""The scheduler's side of the connector: vLLM's hooks on one side, commands for the ranks on the other.
 
-Every rank gets the same orders, once per engine step; block ids are the same on all of them. The engine's card, made of what
+Every rank gets the same commands, once per engine step; block ids are the same on all of them. The engine's card, made of what
 every rank says about itself, goes out with the first. What a request's life looks like is in `producer` and `consumer`; a
 `kv_both` engine is both.
 """
@@ -15,23 +15,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.card import encode_card
-from kvreshard.session.orders import Failure, Offer, Order
+from kvreshard.session.commands import Command, Failure, Publish
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.admission import Admission
 from kvreshard.vllm.consumer import Consumer
+from kvreshard.vllm.deadlock import DeadlockDetector
 from kvreshard.vllm.draft import has_draft
 from kvreshard.vllm.groups import read_groups
+from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.idleness import Idleness
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
-from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.refusal import refuse
 from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_placeholders, read_positions, read_sizes
 from kvreshard.vllm.source_hosts import SourceHosts
-from kvreshard.vllm.standstill import Standstill
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -48,7 +48,7 @@ class ReshardMetadata(KVConnectorMetadata):
     and the engine has a draft model (`WorkerSide.wait_for_draft`).
     """
 
-    orders: list[Order] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
     card: bytes | None = field(default=None, repr=False)  # it holds the engine's key, and vLLM logs steps that fail
     is_idle: bool = False
     waits_for_draft: bool = False
@@ -101,11 +101,11 @@ class SchedulerSide:
         groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
         backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
         adapters, positions = Adapters(vllm_config.lora_config), read_positions(vllm_config)
-        self._reception = Reception(vllm_config, engine, options)
+        self._handshake = EngineHandshake(vllm_config, engine, options)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
         self._producer = Producer(
             engine,
-            self._reception.key,
+            self._handshake.key,
             groups,
             read_sizes(parallel),
             backoff,
@@ -115,7 +115,7 @@ class SchedulerSide:
             positions,
         )
         self.stats = ReshardStats()
-        me = engine, self._reception.incarnation
+        me = engine, self._handshake.incarnation
         self._consumer = Consumer(
             me,
             groups,
@@ -124,6 +124,7 @@ class SchedulerSide:
             whole_prompts=needs_whole_prompts(vllm_config),
             may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
             adapters=adapters,
+            own_key=self._handshake.key,
             partial_loads=PartialLoads(self._count_partial),
             hosts=SourceHosts(options.source_hosts),
             positions=positions,
@@ -136,15 +137,15 @@ class SchedulerSide:
         self._admission = Admission()
         self._manager: KVCacheManager | None = None
         self._idleness = Idleness(parallel.data_parallel_size)
-        self._standstill = Standstill(options.kv_lease_duration)
+        self._deadlock = DeadlockDetector(options.kv_lease_duration)
         self._has_draft = has_draft(vllm_config)
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
         """What every rank says of itself: make the engine's card, and listen if others read from here."""
-        card = self._reception.make_card(parts)
+        card = self._handshake.make_card(parts)
         self._metadata.card = encode_card(card)
         if self._is_producer:
-            self._producer.address = self._reception.listen(card)
+            self._producer.address = self._handshake.listen(card)
 
     def arrive(self, request: Request) -> None:
         """A new request."""
@@ -152,9 +153,9 @@ class SchedulerSide:
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
         elif params.get("do_remote_prefill") and request.abort_immediately:
-            self._order(self._consumer.clean_up(params))
+            self._add(self._consumer.clean_up(params))
         elif params.get("do_remote_prefill"):
-            self._order(self._consumer.arrive(request, params))
+            self._add(self._consumer.arrive(request, params))
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that the ranks can load beyond what is computed; None: it cannot be said yet, go on with the next request."""
@@ -175,35 +176,35 @@ class SchedulerSide:
         self._admission.got_blocks(request.request_id)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
-            self._order(self._producer.schedule(request))
+            self._add(self._producer.schedule(request))
         elif params.get("do_remote_prefill"):
-            self._order(self._consumer.allocate(request, blocks, num_external))
+            self._add(self._consumer.allocate(request, blocks, num_external))
             self._keep_from_cache(request, blocks)
             params["do_remote_prefill"] = False  # one load per request, also if it is preempted later
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: (whether its blocks stay, parameters for the router)."""
         self._admission.end(request.request_id)
-        self._order(self._consumer.abort(request.request_id))
-        params, order = self._producer.finish(request, block_ids)
-        if order is not None:
-            self._metadata.orders.append(order)
-        return isinstance(order, Offer), params
+        self._add(self._consumer.abort(request.request_id))
+        params, command = self._producer.finish(request, block_ids)
+        if command is not None:
+            self._metadata.commands.append(command)
+        return isinstance(command, Publish), params
 
     @property
-    def has_orders(self) -> bool:
+    def has_commands(self) -> bool:
         """Whether the ranks have not been told something yet, so that vLLM makes a step, though nothing can be computed.
 
         A paused engine makes none for requests that arrive: their leases would run out, since no rank knows that it shall renew them.
         """
-        return bool(self._metadata.orders)
+        return bool(self._metadata.commands)
 
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
         scheduled, is_looking = tuple(num_scheduled), self._admission.is_looking
-        is_still = not scheduled and is_looking and self._producer.is_offering and self._consumer.is_waiting
-        if self._standstill.step(is_still):
-            self._order(self._consumer.give_up_one())
+        is_still = not scheduled and is_looking and self._producer.is_publishing and self._consumer.is_waiting
+        if self._deadlock.step(is_still):
+            self._add(self._consumer.give_up_one())
         self._give_up_what_never_fits()
         metadata, self._metadata = self._metadata, ReshardMetadata()
         metadata.is_idle = self._idleness.step(scheduled, finished)
@@ -217,12 +218,12 @@ class SchedulerSide:
         if isinstance(meta, ReshardWorkerMetadata):
             self._hear_quarantine(meta)
             if meta.keys or meta.unmet:
-                self._consumer.meet(meta.keys, meta.unmet)
+                self._add(self._consumer.meet(meta.keys, meta.unmet))
         for request_id in output.failed_recving or ():
             if self._consumer.fail(request_id):
                 self._admission.fail(request_id)
         for request_id in output.finished_recving or ():
-            self._order(self._consumer.ended(request_id))
+            self._add(self._consumer.ended(request_id))
         if output.finished_sending:
             # Ranks know leases by their names; vLLM goes on with what is in the output now.
             output.finished_sending = {self._producer.find_request(lease) for lease in output.finished_sending}
@@ -231,8 +232,8 @@ class SchedulerSide:
 
     def reset(self) -> bool:
         """vLLM's cache was reset; False while loads are under way that may bring back what was there before."""
-        self._order(self._producer.reset())
-        self._order(self._consumer.reset())
+        self._add(self._producer.reset())
+        self._add(self._consumer.reset())
         return not self._consumer.is_loading
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -243,10 +244,10 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop listening."""
-        self._reception.close()
+        self._handshake.close()
 
-    def _order(self, orders: Iterable[Order]) -> None:
-        self._metadata.orders.extend(orders)
+    def _add(self, commands: Iterable[Command]) -> None:
+        self._metadata.commands.extend(commands)
 
     def _count_partial(self, cause: str, num_tokens: int) -> None:
         self.stats.count("partial_loads", cause)
@@ -269,7 +270,7 @@ class SchedulerSide:
         num_held = 0 if pool is None else pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
         never = self._admission.step(is_pool_free=num_held <= self._quarantine.num_blocks)
         if never is not None:
-            self._order(self._consumer.give_up(never))
+            self._add(self._consumer.give_up(never))
 
     def _keep_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Blocks that a window leaves incomplete must not serve prefix hits: vLLM would take them for whole.

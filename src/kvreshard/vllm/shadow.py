@@ -8,7 +8,7 @@ A first step on a running fleet, on both sides of a pair:
 2. a finished prefill's `kv_transfer_params` carry one more field, `kvreshard_shadow`: where this engine hands out its layout,
    and what its block lists mean;
 3. for each request that the decode side loads, a thread beside the engine's compiles the route, binds the request, and compares
-   the copies with those that NixlConnector posted (`shadow_report`). No byte of the cache is read or written.
+   the copies with those that NixlConnector posted (`tools/shadow_report.py`). No byte of the cache is read or written.
 
 Nothing of this can fail a request: what goes wrong here is logged once, and the shadow is silent from then on.
 """
@@ -27,10 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from kvreshard.model.logs import get_logger
+from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.options import Options, read_options
-from kvreshard.vllm.reception import RankPart
-from kvreshard.vllm.shadow_scheduler import ShadowOrders, ShadowScheduler
+from kvreshard.vllm.shadow_scheduler import ShadowCommands, ShadowScheduler
 from kvreshard.vllm.shadow_worker import ShadowWorker
 from kvreshard.vllm.start_check import check_outputs
 
@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 Given = ParamSpec("Given")
 
 PARAMS = "kvreshard_shadow"
-ORDERS = "kvreshard_shadow"
+COMMANDS = "kvreshard_shadow"
 
 
 class ShadowHandshake(KVConnectorHandshakeMetadata):
@@ -113,10 +113,10 @@ class ShadowConnector(NixlPullConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """NixlConnector's, with our orders beside."""
+        """NixlConnector's, with our commands beside."""
         metadata = super().build_connector_meta(scheduler_output)
         if self._scheduler_shadow is not None:
-            setattr(metadata, ORDERS, self._scheduler_shadow.take_orders())
+            setattr(metadata, COMMANDS, self._scheduler_shadow.take_commands())
         return metadata
 
     def request_finished_all_groups(
@@ -162,10 +162,10 @@ class ShadowConnector(NixlPullConnector):
         return ShadowHandshake(theirs, self._worker_shadow.part)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """NixlConnector's; our orders are remembered."""
-        orders = getattr(self._connector_metadata, ORDERS, None)
-        if self._worker_shadow is not None and isinstance(orders, ShadowOrders):
-            self._shadow(self._worker_shadow.remember, orders)
+        """NixlConnector's; our commands are remembered."""
+        commands = getattr(self._connector_metadata, COMMANDS, None)
+        if self._worker_shadow is not None and isinstance(commands, ShadowCommands):
+            self._shadow(self._worker_shadow.remember, commands)
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

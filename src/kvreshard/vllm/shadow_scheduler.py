@@ -1,4 +1,4 @@
-"""The shadow in the scheduler's process: the same requests as orders of ours, which only the shadow's workers hear."""
+"""The shadow in the scheduler's process: the same requests as commands of ours, which only the shadow's workers hear."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.session.card import encode_card
+from kvreshard.session.commands import Load, RemoteLease
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import Load, RemoteLease
+from kvreshard.tools.shadow import ShadowLoad
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import read_groups
+from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
-from kvreshard.vllm.reception import RankPart, Reception
 from kvreshard.vllm.requests import count_backoff, count_settled, needs_whole_prompts, read_sizes
 from kvreshard.vllm.source_hosts import SourceHosts
 
@@ -27,23 +28,8 @@ if TYPE_CHECKING:
 NO_SLOT, NO_WORD = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowLoad:
-    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load.
-
-    `why_not`: why this connector would not load it, if it would not; `lost`: what the last token looks at and has no page for.
-    """
-
-    load: Load | None
-    request: str
-    num_tokens: int
-    their_tokens: int
-    why_not: str = ""
-    lost: str = ""
-
-
 @dataclass(slots=True)
-class ShadowOrders:
+class ShadowCommands:
     """What the workers of the shadow hear in one step."""
 
     loads: list[ShadowLoad] = field(default_factory=list)
@@ -59,13 +45,13 @@ class ShadowScheduler:
         backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
         self._sizes = read_sizes(parallel)
         self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
-        self._reception = Reception(vllm_config, engine, options)
+        self._handshake = EngineHandshake(vllm_config, engine, options)
         adapters = Adapters(vllm_config.lora_config)
-        self._producer = Producer(engine, self._reception.key, groups, self._sizes, backoff, 1.0, 1, adapters)
+        self._producer = Producer(engine, self._handshake.key, groups, self._sizes, backoff, 1.0, 1, adapters)
         self._fallback = ""
         self._groups = groups
         self._consumer = Consumer(
-            (engine, self._reception.incarnation),
+            (engine, self._handshake.incarnation),
             groups,
             backoff,
             self._note_fallback,
@@ -77,14 +63,14 @@ class ShadowScheduler:
         )
         self._address: Address | None = None
         self._counts: dict[str, tuple[int, int, int]] = {}
-        self._orders = ShadowOrders()
+        self._commands = ShadowCommands()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
         """Make the card, and hand it out beside NixlConnector's own listener."""
-        card = self._reception.make_card(parts)
-        self._orders.card = encode_card(card)
+        card = self._handshake.make_card(parts)
+        self._commands.card = encode_card(card)
         if self._is_producer:
-            self._address = self._reception.listen(card, default_port=0)
+            self._address = self._handshake.listen(card, default_port=0)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> None:
         """A request whose prefill was done elsewhere."""
@@ -100,13 +86,13 @@ class ShadowScheduler:
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks are there, and NixlConnector will load `num_external` tokens into them."""
         ours, theirs, num_computed = self._counts.pop(request.request_id, (0, num_external, 0))
-        orders = list(self._consumer.allocate(request, blocks, ours))
-        load = next((order for order in orders if isinstance(order, Load)), None)
+        commands = list(self._consumer.allocate(request, blocks, ours))
+        load = next((order for order in commands if isinstance(order, Load)), None)
         # Orders without a load let the source go: all but the last token, which is computed in any case, is there.
-        is_served = load is not None or (orders and not self._fallback)
+        is_served = load is not None or (commands and not self._fallback)
         why = "" if is_served else f"it would be computed here ({self._fallback or 'no parameters of ours'})"
         lost = self._find_lost(request, blocks, num_computed + num_external)
-        self._orders.loads.append(ShadowLoad(load, request.request_id, ours, theirs, why, lost))
+        self._commands.loads.append(ShadowLoad(load, request.request_id, ours, theirs, why, lost))
 
     def _find_lost(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> str:
         """What vLLM misses when it computes the last token again, after a load of all of them (docs/design/0024)."""
@@ -126,7 +112,7 @@ class ShadowScheduler:
             return None
         lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
         prefill = self._producer.describe(request, block_ids, lease, self._address)
-        return write_params(prefill, self._sizes, self._reception.key)
+        return write_params(prefill, self._sizes, self._handshake.key)
 
     def ended(self, request: Request) -> None:
         """The request is over."""
@@ -134,14 +120,14 @@ class ShadowScheduler:
         for _ in self._consumer.ended(request.request_id):
             pass  # nothing is given back: NixlConnector keeps the lease
 
-    def take_orders(self) -> ShadowOrders:
+    def take_commands(self) -> ShadowCommands:
         """Everything that the workers have to know by now."""
-        orders, self._orders = self._orders, ShadowOrders()
-        return orders
+        commands, self._commands = self._commands, ShadowCommands()
+        return commands
 
     def close(self) -> None:
         """Stop listening."""
-        self._reception.close()
+        self._handshake.close()
 
     def _note_fallback(self, cause: str) -> None:
         self._fallback = cause

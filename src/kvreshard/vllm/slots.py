@@ -1,4 +1,4 @@
-"""Which lease slot, which word and which name does a prefill's lease get? Decided once per engine, for all of its ranks.
+"""The lease slot, the word and the name of each prefill's lease, decided once per engine for all of its ranks.
 
 A lease has the name of its request. That of a request whose id no peer would take, since it is too long or has characters that
 cannot be seen, is what can be shown of the id, and a digest of all of it.
@@ -11,7 +11,7 @@ import secrets
 from collections import deque
 
 from kvreshard.model.text import MAX_NAME, is_name, plain
-from kvreshard.session.orders import Grant
+from kvreshard.session.commands import Acquire
 
 DIGEST_BYTES = 16
 
@@ -21,25 +21,25 @@ class Slots:
 
     def __init__(self, num_slots: int) -> None:
         self._free = deque(range(num_slots))
-        self._granted: dict[str, Grant] = {}
+        self._leases: dict[str, Acquire] = {}
         self._requests: dict[str, str] = {}
 
     def __len__(self) -> int:
-        """Slots that are granted."""
-        return len(self._granted)
+        """Slots in use."""
+        return len(self._leases)
 
-    def take(self, request: str) -> Grant | None:
-        """The request's grant, a new one if it has none; None when all slots are taken."""
-        if request not in self._granted:
+    def take(self, request: str) -> Acquire | None:
+        """The request's lease, a new one if it has none; None when all slots are taken."""
+        if request not in self._leases:
             if not self._free:
                 return None
-            grant = Grant(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
-            self._granted[request], self._requests[grant.request] = grant, request
-        return self._granted[request]
+            lease = Acquire(lease_name(request), self._free.popleft(), secrets.randbits(63) | 1)
+            self._leases[request], self._requests[lease.request] = lease, request
+        return self._leases[request]
 
-    def find(self, request: str) -> Grant | None:
-        """The grant that the request has."""
-        return self._granted.get(request)
+    def find(self, request: str) -> Acquire | None:
+        """The lease that the request has."""
+        return self._leases.get(request)
 
     def find_request(self, lease: str) -> str:
         """The request that has the lease of this name; the name itself if none has it any more."""
@@ -47,10 +47,10 @@ class Slots:
 
     def give(self, request: str) -> None:
         """The request's lease is over on every rank."""
-        grant = self._granted.pop(request, None)
-        if grant is not None:
-            del self._requests[grant.request]
-            self._free.append(grant.slot)
+        lease = self._leases.pop(request, None)
+        if lease is not None:
+            del self._requests[lease.request]
+            self._free.append(lease.slot)
 
 
 def lease_name(request: str) -> str:

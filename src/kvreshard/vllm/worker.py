@@ -1,7 +1,7 @@
 """The side of the connector that every rank has: its memory, its NIXL agent and its session.
 
 When vLLM hands over the cache views, they are described, registered and put on this rank's card. After that the engine's
-thread only passes orders on and collects what has ended; everything else is the session's own thread.
+thread only passes commands on and collects what has ended; everything else is the session's own thread.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvreshard.model import wire
 from kvreshard.model.logs import get_logger
 from kvreshard.session.card import RankCard, decode_card
+from kvreshard.session.commands import Publish
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import Offer
-from kvreshard.session.recorder import Recorder
 from kvreshard.session.staging import Staging
+from kvreshard.tools.observer import RankObserver
+from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.device import TensorMemory, enter_device
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
-from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
 from kvreshard.vllm.start_check import check_outer_role
 
@@ -86,14 +87,16 @@ class WorkerSide:
         table, buffer = LeaseTable(self._options.lease_slots), self._make_buffer(devices)
         self._buffer = buffer  # the session knows it by address only
         tensors = [*kv_caches.values(), *([] if buffer is None else [buffer])]
+        memory = HostMemory() if devices <= {"cpu"} else TensorMemory(tensors)
+        observer = RankObserver(rank.rank, memory, self._options.observer, recorder=self._make_recorder())
         endpoint = Endpoint(
             rank.rank,
             transport,
-            HostMemory() if devices <= {"cpu"} else TensorMemory(tensors),
+            memory,
             self._options.endpoint(self._devices[0] if self._devices else "cpu"),
             table=table,
             staging=None if buffer is None else Staging(buffer.data_ptr(), buffer.nbytes),
-            recorder=self._make_recorder(),
+            observer=observer,
         )
         regions = [MemoryRegion(region.address, region.size_bytes, region.device) for region in rank.regions]
         regions += [table.region, *endpoint.regions]
@@ -108,8 +111,8 @@ class WorkerSide:
                 transport.metadata(),
                 table.region.address,
                 len(table),
-                endpoint.board.region.address,
-                len(endpoint.board),
+                observer.mailbox.region.address,
+                len(observer.mailbox),
             ),
             read_facts(self._vllm_config),
         )
@@ -120,16 +123,16 @@ class WorkerSide:
         )
 
     def obey(self, metadata: ReshardMetadata) -> None:
-        """Pass this step's orders on."""
+        """Pass this step's commands on."""
         if self._endpoint is None:
-            self._unread |= {order.request for order in metadata.orders if isinstance(order, Offer)}
+            self._unread |= {command.request for command in metadata.commands if isinstance(command, Publish)}
             return
         self._patience_s = PATIENCE_S if metadata.is_idle else 0.0
         if metadata.card is not None:
             card = decode_card(metadata.card)
             self._endpoint.introduce(card, card.decode_layout())
-        for order in metadata.orders:
-            self._endpoint.submit(order)
+        for command in metadata.commands:
+            self._endpoint.submit(command)
 
     def collect(self) -> KVConnectorTransferResults:
         """What has ended since the last step. A failed load is listed as received too, as vLLM wants it."""

@@ -9,6 +9,7 @@ from tests.unit.catalog.test_config import LATENT, PLAIN, changed, kinds, window
 
 from kvreshard.catalog import read_model
 from kvreshard.catalog.entries import geometry
+from kvreshard.catalog.families import FAMILIES
 from kvreshard.kinds import Attention, GatedDelta, Latent, ShortConv
 from kvreshard.model import LayoutError
 
@@ -184,3 +185,72 @@ def test_lfm2_in_both_forms_of_its_file() -> None:
 def test_further_types_refuse_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(LayoutError, match=told):
         read_model("m", raw)
+
+
+COHERE: dict[str, Any] = {**PLAIN, "model_type": "cohere2_moe", "head_dim": 128, "first_k_dense_replace": 5}
+V4: dict[str, Any] = {
+    **PLAIN, "model_type": "deepseek_v4", "head_dim": 480, "qk_rope_head_dim": 32, "compress_ratios": [0] * 4, "sliding_window": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (COHERE, "field 'first_k_dense_replace': is 5 of 4 layers; give at most as many"),
+        (V4, "field 'head_dim': is 480, of which 32 rotated; rows are known for 512 and 64 only"),
+        (changed(LLAMA_4, layer_types="full"), "field 'layer_types': is 'full'; give one entry per layer"),
+        ({"text_config": PLAIN, "dtype": "int4"}, "field 'dtype': is 'int4'; use one of"),
+        ({"text_config": changed(PLAIN, torch_dtype="int4")}, "field 'text_config.torch_dtype': is 'int4'; use one of"),
+        (changed(PLAIN, model_type="dbrx", attn_config=[8], n_layers=4, n_heads=32, d_model=4096), "field 'attn_config': is"),
+    ],
+)  # fmt: skip
+def test_the_field_at_fault_is_named_where_it_stands(raw: dict[str, Any], told: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        read_model("m", raw)
+    assert told in str(refused.value)
+
+
+def test_what_no_layer_needs_is_not_asked_for() -> None:
+    raw = changed(PLAIN, model_type="olmo_hybrid", layer_types=["full_attention"] * 4)
+    assert windows(read_model("m", raw)) == [None] * 4
+    with pytest.raises(LayoutError, match="linear_num_key_heads': is missing"):
+        read_model("m", changed(raw, layer_types=["full_attention"] * 3 + ["linear_attention"]))
+
+
+REFINED_WEB: dict[str, Any] = {
+    "model_type": "RefinedWeb", "torch_dtype": "bfloat16", "hidden_size": 512, "n_layer": 2, "n_head": 8, "n_head_kv": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "architecture", "is_doubted"),
+    [
+        (REFINED_WEB, "FalconForCausalLM", False),
+        (changed(GLM, model_type="bailing_moe"), "BailingMoeV2ForCausalLM", False),
+        (LFM, "Lfm2ForCausalLM", False),
+        (LFM, "Lfm2MoeForCausalLM", True),
+        (PLAIN, "MistralForCausalLM", True),
+    ],
+)
+def test_only_types_with_the_same_rules_stand_for_each_other(
+    raw: dict[str, Any], architecture: str, is_doubted: bool
+) -> None:
+    assert bool(read_model("m", {**raw, "architectures": [architecture]}).doubts) == is_doubted
+
+
+def test_the_last_layers_of_gemma_3n_read_the_cache_of_others() -> None:
+    types = ["sliding_attention", "full_attention"] * 3
+    raw = changed(
+        PLAIN, model_type="gemma3n_text", head_dim=256, num_hidden_layers=6, layer_types=types, sliding_window=512
+    )
+    model = read_model("m", {**raw, "num_kv_shared_layers": 2})
+    assert (windows(model), model.num_layers) == ([512, None, 512, None], 6)
+    assert windows(read_model("m", {**raw, "num_kv_shared_layers": 0})) == [512, None] * 3
+    with pytest.raises(LayoutError, match="num_kv_shared_layers': is 6 of 6 layers; one layer needs a cache"):
+        read_model("m", {**raw, "num_kv_shared_layers": 6})
+
+
+def test_types_that_are_known_for_their_head_size_only_have_no_rules() -> None:
+    others = [row for row in FAMILIES.values() if row.layers is None]
+    assert len(others) > 40
+    assert all(row.head_size is not None and not row.caches and row.kv_heads is None for row in others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvreshard.cli.doctor_line import Line
+from kvreshard.cli.doctor_host import Line
 
 
 def words(lines: Iterable[Line]) -> list[tuple[str, str]]:

@@ -105,6 +105,29 @@ def test_version_and_help(run) -> None:
         assert ("docs/howto/engines.md" in told.stdout) == (command in ("verify", "plan", "describe"))
 
 
+@pytest.mark.parametrize("command", [(), ("plan",), ("models",)])
+def test_the_short_form_of_help(run, command: tuple[str, ...]) -> None:
+    assert run(*command, "-h").stdout == run(*command, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("kvreshard pl", "plan"),
+        ("kvreshard plan --pref", "--prefill"),
+        ("kvreshard plan --model gemma-4-2", "gemma-4-26b-a4b"),
+        ("kvreshard models jamba", "jamba-1.5-mini"),
+        ("kvreshard plan --prefill tp=4,pag", "tp=4,page="),
+    ],
+)
+def test_a_shell_completes_words(words: str, wanted: str) -> None:
+    environment = {"_KVRESHARD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "kvreshard"], check=False, capture_output=True, text=True, env=os.environ | environment
+    )
+    assert (wanted in done.stdout.split(), done.stderr) == (True, "")
+
+
 def test_a_bug_is_not_dressed_up_as_bad_input() -> None:
     def broken() -> None:
         raise ZeroDivisionError

@@ -22,7 +22,8 @@ def test_kept_constants_are_shown(run, tmp_path: Path) -> None:
     path = tmp_path / "constants.json"
     model = CostModel(1e-6, 2e9, 3e-8, 4e9, 5e9, min_speedup=MEASURED_SPEEDUP)
     save_constants(path, host_facts(), model)
-    assert "1.00 us" in run("bench", "--constants", path).stdout
+    assert "a posted copy" in run("bench", "--constants", path).stdout
+    assert "  1 us\n" in run("bench", "--constants", path).stdout
     found = json.loads(run("bench", "--constants", path, "--json").stdout)
     assert (found["source"], CostModel(**found["constants"])) == ("measured", model)
 
@@ -30,6 +31,12 @@ def test_kept_constants_are_shown(run, tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_refused(run, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{}")
     result = run("bench", "--constants", tmp_path / "odd.json")
+    assert result.exit_code == 2
+    assert "cannot be read" in result.stderr
+
+
+def test_a_file_without_an_end_is_not_read_to_it(run) -> None:
+    result = run("bench", "--constants", "/dev/zero")
     assert result.exit_code == 2
     assert "cannot be read" in result.stderr
 

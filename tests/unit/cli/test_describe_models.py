@@ -75,7 +75,24 @@ def test_models_lists_all_with_their_doubts(run) -> None:
     table = run("models").stdout
     for name, entry in MODELS.items():
         line = next(line for line in table.splitlines() if line.startswith(f"{name} "))
-        assert ("unsure" in line) == bool(entry.unconfirmed)
+        assert line.startswith(f"{name} ? ") == bool(entry.unconfirmed)
+
+
+def test_one_model_is_shown_with_all_that_is_known_of_it(run, tmp_path: Path) -> None:
+    out = run("models", "deepseek-v3.2").stdout
+    assert "61 x latent, 132 bytes per token" in out
+    assert all(" ".join(source.split()) in " ".join(out.split()) for source in MODELS["deepseek-v3.2"].sources)
+    assert [entry["id"] for entry in json.loads(run("models", "gemma-4-31b", "--json").stdout)] == ["gemma-4-31b"]
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "2 x full, 4 heads x 16" in run("models", tmp_path / "config.json").stdout
+    assert "did you mean 'gemma-4-31b'?" in run("models", "gemma-4-31").stderr
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor_lines import only, words
 
 from kvreshard.cli import doctor as command
-from kvreshard.cli import doctor_nixl, doctor_peer
-from kvreshard.cli.doctor_line import Line, bounded
+from kvreshard.cli import doctor_host
+from kvreshard.cli.doctor_host import Line, bounded
 from kvreshard.model import EngineLayout, wire
 from kvreshard.model.changed import replace
 from kvreshard.session.card import RankCard, make_card
@@ -111,16 +111,16 @@ def test_a_check_that_hangs_or_breaks_is_a_line() -> None:
 )
 def test_plugins(monkeypatch: pytest.MonkeyPatch, found: object, status: str, told: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(doctor_nixl, "ask", lambda asked: found)
-    line = list(doctor_nixl.check_nixl())[1]
+    monkeypatch.setattr(doctor_host, "ask", lambda asked: found)
+    line = list(doctor_host.check_nixl())[1]
     assert (line.status, told in line.text) == (status, True)
 
 
 def test_without_nixl_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    line = only(doctor_nixl.check_nixl())
+    line = only(doctor_host.check_nixl())
     assert (line.status, "pip install kvreshard[nixl]" in line.remedy) == ("error", True)
-    assert only(doctor_nixl.check_loopback()).status == "skipped"
+    assert only(doctor_host.check_loopback()).status == "skipped"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_ucx_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable:
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.setenv(variable, value)
-    lines = {line.check: line for line in doctor_nixl.check_ucx(tmp_path / "net", tmp_path / "rdma")}
+    lines = {line.check: line for line in doctor_host.check_ucx(tmp_path / "net", tmp_path / "rdma")}
     assert lines[variable].status == status
     assert lines["devices"].status == "ok"
 
@@ -155,17 +155,17 @@ UCX_INFO = "# Library version: 1.19.0\n#      Transport: tcp\n#         Device: 
     [((0, UCX_INFO, ""), "ok", "Library version: 1.19.0; tcp, cma"), ((1, "", "no library"), "warning", "no library")],
 )
 def test_the_tool_of_ucx(monkeypatch: pytest.MonkeyPatch, found: object, status: str, told: str) -> None:
-    monkeypatch.setattr(doctor_nixl.shutil, "which", lambda name: name)
-    monkeypatch.setattr(doctor_nixl, "ask", lambda asked: found)
-    line = list(doctor_nixl.check_ucx())[-1]
+    monkeypatch.setattr(doctor_host.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor_host, "ask", lambda asked: found)
+    line = list(doctor_host.check_ucx())[-1]
     assert (line.status, told in line.text) == (status, True)
 
 
 def test_programs_that_fail_or_hang_have_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor_nixl.ask(["/nowhere/program"])[0] == -1
-    assert doctor_nixl.ask([sys.executable, "-c", "raise SystemExit(3)"])[0] == 3
-    monkeypatch.setattr(doctor_nixl, "ASK_S", 0.01)
-    assert doctor_nixl.ask([sys.executable, "-c", "import threading; threading.Event().wait()"])[0] == -1
+    assert doctor_host.ask(["/nowhere/program"])[0] == -1
+    assert doctor_host.ask([sys.executable, "-c", "raise SystemExit(3)"])[0] == 3
+    monkeypatch.setattr(doctor_host, "ASK_S", 0.01)
+    assert doctor_host.ask([sys.executable, "-c", "import threading; threading.Event().wait()"])[0] == -1
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,15 @@ def test_a_loopback_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, error:
         raise error
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(doctor_nixl, "ProcessRanks", ranks)
-    line = only(doctor_nixl.check_loopback())
+    monkeypatch.setattr(doctor_host, "ProcessRanks", ranks)
+    line = only(doctor_host.check_loopback())
     assert (line.status, line.text) == ("error", str(error))
 
 
 @pytest.mark.nixl
 def test_bytes_go_from_process_to_process() -> None:
-    assert words(doctor_nixl.check_loopback()) == [("loopback", "ok")]
-    assert words(doctor_nixl.check_nixl()) == [("nixl", "ok"), ("nixl plugins", "ok")]
+    assert words(doctor_host.check_loopback()) == [("loopback", "ok")]
+    assert words(doctor_host.check_nixl()) == [("nixl", "ok"), ("nixl plugins", "ok")]
 
 
 def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_two_peers_are_compared_with_one_another(run: Run, serve: Serve) -> None
 
 
 def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_peer, "find_version", lambda *names: "0.32.0")
+    monkeypatch.setattr(command, "find_version", lambda *names: "0.32.0")
     early = run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), board=0, vllm_version="0.31.0+cpu"))
     assert early.exit_code == 0
     assert "1 rank cannot be asked about digests" in early.stdout
@@ -268,7 +268,7 @@ def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.M
 
 
 def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_peer, "CARD_S", 1.0)
+    monkeypatch.setattr(command, "CARD_S", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -281,8 +281,8 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         assert f"`ss -ltnp 'sport = :{silent.getsockname()[1]}'` names who listens" in result.stdout
         assert "versions of kvreshard" not in result.stdout
         assert "the peer's layout is not known" in result.stdout
-    monkeypatch.setattr(doctor_peer, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
-    assert "pyzmq is not installed" in only(doctor_peer.check_peer(doctor_peer.parse_peer("127.0.0.1:1"))).text
+    monkeypatch.setattr(command, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    assert "pyzmq is not installed" in only(command.check_peer(command.parse_peer("127.0.0.1:1"))).text
 
 
 @pytest.mark.parametrize(

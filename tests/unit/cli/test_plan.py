@@ -17,50 +17,132 @@ PAIR = [GOLDEN / "prefill-v1.json", GOLDEN / "decode-v1.json"]
 TABLES: dict[str, Any] = json.loads((GOLDEN / "tables.json").read_text())
 
 GEMMA = """\
-gemma-4-26b-a4b: prefill (tp=4, 4 ranks) -> decode (tp=8, 8 ranks)
+gemma-4-26b-a4b: prefill tp=4 (4 ranks) -> decode tp=8 (8 ranks)
+moved: 80 KiB per token and 200 KiB per token of the last 1,024, to 8 decode ranks together
 
-layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}
+a request of 1,024 tokens, what each decode rank reads
+decode rank  reads from   bytes  staged  operations  predicted
+0-1          0           35 MiB     0 B      25,680    33.4 ms
+2-3          1           35 MiB     0 B      25,680    33.4 ms
+4-5          2           35 MiB     0 B      25,680    33.4 ms
+6-7          3           35 MiB     0 B      25,680    33.4 ms
+all: 280 MiB in 205,440 operations; predicted 33.4 ms, the slowest decode rank by itself
+
 group window.{0-4}, the last 1,024 tokens, pages of 16 -> 32 tokens
-decode rank  reads from  what         per token  runs per page  way
-0            0           head 0 of 8     25 KiB     80 x 1 KiB  direct
-1            0           head 1 of 8     25 KiB     80 x 1 KiB  direct
-2            1           head 2 of 8     25 KiB     80 x 1 KiB  direct
-3            1           head 3 of 8     25 KiB     80 x 1 KiB  direct
-4            2           head 4 of 8     25 KiB     80 x 1 KiB  direct
-5            2           head 5 of 8     25 KiB     80 x 1 KiB  direct
-6            3           head 6 of 8     25 KiB     80 x 1 KiB  direct
-7            3           head 7 of 8     25 KiB     80 x 1 KiB  direct
+layers.{0-4,6-10,12-16,...,24-28}.attn.{k,v}
+decode rank  reads from  what         per token  a page alone
+0            0           head 0 of 8     25 KiB  direct
+1            0           head 1 of 8     25 KiB  direct
+2            1           head 2 of 8     25 KiB  direct
 """
-GEMMA_SOURCES = """\
+DETAILS = """\
+layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}
+decode rank  reads from  what         per token  runs per page  a page alone
+0            0           head 0 of 8     25 KiB     80 x 1 KiB  direct
+"""
+SOURCES = """\
 prefill ranks
 prefill rank  read by decode ranks  reported to by                   per token
 0             0-1                   0-1             20 KiB + 50 KiB in windows
 1             2-3                   2-3             20 KiB + 50 KiB in windows
 2             4-5                   4-5             20 KiB + 50 KiB in windows
 3             6-7                   6-7             20 KiB + 50 KiB in windows
-
-moved: 80 KiB per token and 200 KiB per token of the last 1,024, to 8 decode ranks together
 """
+GEMMA_4_TO_8 = ("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8")
+HYBRID = ("plan", "--model", "qwen3-next-80b-a3b", "--prefill", "tp=2", "--decode", "tp=4,page=32")
 
 
 def test_piped_output_is_plain_and_stable(run) -> None:
-    out = run("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8", "--way", "direct").stdout
-    assert out.startswith(GEMMA + "direct: forced; 80 runs one by one ")
-    assert out.endswith(GEMMA_SOURCES)
+    out = run(*GEMMA_4_TO_8, "--way", "direct").stdout
+    assert out.startswith(GEMMA)
     assert "\x1b" not in out
 
 
-def test_json_has_every_number_exact(run) -> None:
-    out = run("plan", "--model", "gemma-4-26b-a4b", "--prefill", "tp=4", "--decode", "tp=8", "--json").stdout
-    document = json.loads(out)
+def test_details_have_runs_reasons_and_sources(run) -> None:
+    out = run(*GEMMA_4_TO_8, "--way", "direct", "--details").stdout
+    assert DETAILS in out
+    assert "direct: forced; 80 runs one by one " in out
+    assert SOURCES in out
+
+
+def test_json_has_every_number_exact_and_fields_as_patterns(run) -> None:
+    document = json.loads(run(*GEMMA_4_TO_8, "--json").stdout)
     assert document["decode_ranks"] == list(range(8))
     assert document["bytes_per_token"] == 8 * 10 * 1024
     assert document["window_bytes_per_token"] == {"1024": 8 * 25 * 1024}
     window, full = document["subjects"]
     assert (window["window_tokens"], full["window_tokens"]) == (1024, None)
-    assert len(window["fields"]) == 50
+    assert (window["fields"], window["num_fields"]) == (["layers.{0-4,6-10,12-16,18-22,24-28}.attn.{k,v}"], 50)
     assert window["readings"][2]["parts"] == {"token": [], "head": [{"start": 2, "stop": 3}], "channel": []}
     assert full["readings"][0]["dst_ranks"] == [0, 1]
+
+
+def test_states_of_a_hybrid_are_one_block_and_page_sizes_are_told(run) -> None:
+    out = run(*HYBRID).stdout
+    assert out.count("group state.{0-2}, one page per request\n") == 1
+    assert "layers.{0-2,4-6,8-10,...,44-46}.delta.{conv.q,conv.k,conv.v,ssm}\n" in out
+    told = "pages hold {} tokens, not {}: beside states, vLLM makes an attention page as large as a state"
+    notes = [f"prefill {told.format(544, 16)}", f"decode {told.format(288, 32)}"]
+    assert [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")] == notes
+    assert json.loads(run(*HYBRID, "--json").stdout)["notes"] == notes
+
+
+def totals(run, *words: object) -> tuple[int, int]:
+    """Bytes and operations of the request of a plan."""
+    pairs = json.loads(run(*words, "--json").stdout)["request"]["pairs"]
+    return sum(pair["num_bytes"] for pair in pairs), sum(pair["num_operations"] for pair in pairs)
+
+
+def test_an_invented_request_costs_what_it_copies(run) -> None:
+    words = ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=2", "--decode", "tp=4", "--way", "direct")
+    per_token, tokens = 131_072, ("--tokens", "5000")
+    assert totals(run, *words, *tokens)[0] == 5000 * per_token
+    assert totals(run, *words, *tokens, "--hit", "4999")[0] == per_token
+    copies = json.loads(run(*words, *tokens, "--hit", "4990", "--copies", "--json").stdout)["copies"]
+    assert sum(copy["length"] for copy in copies) == 10 * per_token
+    assert totals(run, *words, *tokens, "--hit", "4990") == (10 * per_token, len(copies))
+
+
+def test_copies_in_words_name_field_tokens_and_heads(run) -> None:
+    words = ("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2,page=32", "--tokens", "40")
+    lines = run(*words, "--hit", "32", "--copies", "--explain").stdout.splitlines()
+    assert len(lines) == 2 * 32 * 8
+    both = "layers.3.attn.k token 33, head 4-7; layers.3.attn.v token 33, head 4-7"
+    (found,) = (line for line in lines if both in line)
+    assert found.startswith(f"decode 1 <- prefill 0      2,048 B  {both}  from 0x")
+    copies = json.loads(run(*words, "--hit", "32", "--copies", "--explain", "--json").stdout)["copies"]
+    assert sum(both == copy["what"] for copy in copies) == 1
+    assert {copy["what"].split(",")[0] for copy in copies if copy["dst_rank"] == 0} == {
+        f"layers.{layer}.attn.k token {token}" for layer in range(32) for token in range(32, 40)
+    }
+
+
+def test_copies_of_states_and_several_pages_are_named_too(run) -> None:
+    out = run(*HYBRID, "--tokens", "700", "--copies", "--explain").stdout
+    assert "  layers.0.delta.ssm head 0-7  from " in out
+    whole = ("plan", "--model", "deepseek-v2-lite", "--prefill", "tp=1", "--decode", "tp=1", "--tokens", "40")
+    lines = run(*whole, "--copies", "--explain").stdout.splitlines()
+    assert sum("attn.latent token 0-39  from " in line for line in lines) == 27
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--tokens", "64", "--hit", "64"), "--hit 64 with --tokens 64: of N tokens"),
+        (("--hit", "3"), "--hit 3 with no --tokens"),
+        (("--explain",), "--explain says what copies are, and none are printed"),
+        (("--tokens", "3", "--tables", "x.json"), "are two requests"),
+        (("--copies",), "give --tables FILE, or --tokens N to invent one"),
+        (
+            ("--tokens", "5000", "--pages", "9"),
+            "pool 'pages' of engine 'prefill' has 8 free pages, group 'full' needs 313",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_invented_are_refused(run, options: tuple[str, ...], told: str) -> None:
+    result = run("plan", "--model", "llama-3.1-8b", "--prefill", "tp=1", "--decode", "tp=2", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in result.stderr
 
 
 def test_a_layout_file_and_an_engine_go_together(run, tmp_path: Path) -> None:
@@ -76,7 +158,7 @@ def test_a_layout_file_and_an_engine_go_together(run, tmp_path: Path) -> None:
 
 def test_only_some_ranks_and_a_forced_way(run) -> None:
     options = ("--model", "deepseek-v2-lite", "--prefill", "tp=4", "--decode", "tp=2", "--rank", "1", "--way", "staged")
-    out = run("plan", *options).stdout
+    out = run("plan", *options, "--details").stdout
     assert "staged: forced; " in out
     assert "to 1 decode rank\n" in out
     document = json.loads(run("plan", *options, "--json").stdout)
@@ -85,7 +167,7 @@ def test_only_some_ranks_and_a_forced_way(run) -> None:
 
 def test_unread_sources_and_one_sided_drafts_are_told(run) -> None:
     out = run("plan", "--model", "deepseek-v3", "--prefill", "tp=4,spec=1", "--decode", "tp=1").stdout
-    assert "prefill rank 3 is read by nobody; decode rank 0 tells it when its pages are free\n" in out
+    assert "prefill ranks 1-3 are read by nobody; decode rank 0 tells them when their pages are free\n" in out
     assert "warning: field 'mtp.0.attn.latent': in engine 'prefill' but not in engine 'decode', so not moved" in out
 
 
@@ -220,7 +302,7 @@ def test_two_files_of_one_name_are_told_apart(run, tmp_path: Path) -> None:
         result.stderr
         == f"error: decode layout file '{tmp_path / 'none.json'}' cannot be read: No such file or directory; check the path\n"
     )
-    assert run("plan", llama, llama).stdout.startswith(f"prefill ({llama}, 1 rank) -> decode ({llama}, 1 rank)\n")
+    assert run("plan", llama, llama).stdout.startswith(f"prefill {llama} (1 rank) -> decode {llama} (1 rank)\n")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from kvreshard import __version__
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import KvReshardError, wire
 from kvreshard.plan import bind, compile_route
-from kvreshard.session.flight import (
+from kvreshard.testing.scenario import make_requests
+from kvreshard.tools import replay as replaying
+from kvreshard.tools.flight import (
     Flight,
     FlightEvent,
     FlightFailure,
@@ -25,8 +27,6 @@ from kvreshard.session.flight import (
     FlightSide,
     encode_flight,
 )
-from kvreshard.testing import replay as replaying
-from kvreshard.testing.scenario import make_requests
 from kvreshard.transport.memory import Fault, MemoryTransport
 
 SRC, DST = engine("prefill", tp=2, page=4), engine("decode", page=6)
@@ -170,7 +170,7 @@ def test_pools_of_any_size_take_memory_for_the_request_only(run: Run, save: Save
 
 
 def test_more_memory_than_there_is_is_refused(run: Run, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "available_bytes", lambda: 1)
+    monkeypatch.setattr("kvreshard.cli.replay.available_bytes", lambda: 1)
     result = run("replay", save(flight()))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.endswith("and 1 are available; replay it on a larger machine\n")

@@ -5,6 +5,9 @@ They would take minutes or all memory without the bounds; what is tested is that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from tests.pairs.small import engine
 
@@ -18,7 +21,7 @@ from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard
 from kvreshard.model.outline import Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.parts import MAX_RANKS
-from kvreshard.plan import election, pattern, route
+from kvreshard.plan import election, pattern
 from kvreshard.plan.route import compile_route
 
 HUGE = 1 << 60
@@ -121,20 +124,71 @@ def test_a_page_in_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_route(flat("src", axes), flat("dst", axes), 0)
 
 
+def ranks_of(name: str, axes: tuple[Axis, ...], boxes: Sequence[tuple[Ownership, ...]]) -> EngineLayout:
+    """One field of one-byte elements, of which each rank holds one box, in pages of equally many tokens."""
+    ranks, size, tokens = [], 1 << 40, max(owned.period for box in boxes for owned in box)
+    for number, box in enumerate(boxes):
+        maps, step = [], 1
+        for axis, owned in zip(axes, box, strict=True):
+            held = owned.stop - owned.start if isinstance(owned, Interval) and owned.stop else tokens // owned.period
+            paged = (Digit(None, 1, 0),) if axis.extent is None else ()
+            maps.append(AxisMap(axis.name, owned, (Digit(held, 0, step), *paged)))
+            step *= held
+        shard = Shard("f", "r", 0, Geometry("g", size, tuple(maps)))
+        ranks.append(Rank.of(number, (), (Region("r", 0, size),), (Slab("p", "r", 0, size, size),), (shard,)))
+    group = Group("g", "p", 1, tokens if None in [axis.extent for axis in axes] else None)
+    return EngineLayout(name, Fields.of([Field("f", axes, 1, "bytes")]), (group,), tuple(ranks))
+
+
+TOKEN, HEAD = Axis("token", None), Axis("head", 1535)
+CUBE = tuple(Axis(f"a{number}", 2) for number in range(16))
+HALVES = [
+    tuple(Interval(half, half + 1) if axis == number else Interval(0, 2) for axis in range(16))
+    for number in range(16)
+    for half in range(2)
+]
+
+
 @pytest.mark.parametrize(
-    ("room", "bound", "told"),
+    ("src", "dst"),
     [
-        (election, "MAX_ATOMS", "cut one another into more than 1 stretches of its axes"),
-        (election, "MAX_CELLS", "cut one another into more than 1 cells"),
-        (route, "MAX_LANE_PAIRS", "pairs of them had to be compared, more than 1"),
+        # A thousand ranks in turns, and one less on the other side: a million pairs of turns.
+        (
+            ((TOKEN,), [(Cyclic(rank, 1, 1024),) for rank in range(1024)]),
+            ((TOKEN,), [(Cyclic(rank, 1, 1023),) for rank in range(1023)]),
+        ),
+        # Each head is held by 512 ranks.
+        (((HEAD,), [(Interval(rank, rank + 512),) for rank in range(1024)]), ((HEAD,), [(Interval(0, 1535),)] * 64)),
+        # Each of sixteen axes is cut in two: 65,536 boxes with sixteen axes each.
+        ((CUBE, HALVES), (CUBE, [(Interval(0, 2),) * 16])),
     ],
+    ids=["turns", "replicas", "axes"],
 )
-def test_too_many_parts(monkeypatch: pytest.MonkeyPatch, room: object, bound: str, told: str) -> None:
-    src, dst = engine("prefill", tp=2), engine("decode")
-    compile_route(src, dst, 0)
-    monkeypatch.setattr(room, bound, 1)
-    with pytest.raises(LayoutMismatch, match=told):
-        compile_route(src, dst, 0)
+def test_boxes_are_counted_before_one_is_made(
+    src: tuple[Any, Any], dst: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> frozenset[int]:
+        raise AssertionError("a box was looked at")
+
+    prefill, decode = ranks_of("prefill", *src), ranks_of("decode", *dst)
+    monkeypatch.setattr(election, "owners_of", never)
+    with pytest.raises(
+        LayoutMismatch, match=r"have too many boxes, or boxes with too many replicas, and planning them takes"
+    ):
+        compile_route(prefill, decode, 0)
+
+
+def test_an_axis_is_not_cut_into_more_intervals_than_the_budget_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """510 ranks with turns of up to 256 coordinates, one with turns of 131,072: a table of 511 times 131,072."""
+
+    def never(*_: object) -> frozenset[int]:
+        raise AssertionError("edges were laid out")
+
+    monkeypatch.setattr(election, "find_edges", never)
+    often = [Cyclic(start, 1, 2 << bit) for bit in range(8) for start in range(2 << bit)]
+    src = ranks_of("prefill", (TOKEN,), [(owned,) for owned in (*often, Cyclic(0, 1, 1 << 17))])
+    with pytest.raises(LayoutMismatch, match=r"have an axis 'token' that is cut into too many intervals"):
+        compile_route(src, ranks_of("decode", (TOKEN,), [(Interval(0, None),)]), 0)
 
 
 @pytest.mark.parametrize(

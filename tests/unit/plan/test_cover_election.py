@@ -1,5 +1,6 @@
-"""Who gives what to whom: atoms, boxes, and an election that every rank decides alike."""
+"""Who gives what to whom: intervals, boxes, and an election that every rank decides alike."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,8 +13,14 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
 from kvreshard.model.changed import replace
 from kvreshard.plan import Election, compile_route, elect, match_fields
-from kvreshard.plan.cells import CutAxis, looked_up, swept
-from kvreshard.plan.cover import atoms, common_period, count_common, edges_of, join, meets
+from kvreshard.plan.cover import count_common
+from kvreshard.plan.election import CutAxis, common_period, join_boxes
+
+
+def cut(extent: int | None, owners: Sequence[Ownership]) -> list[Ownership]:
+    """The intervals of an axis that source ranks hold so."""
+    axis = CutAxis(extent, {owned: [0] for owned in owners})
+    return [axis.ownership(number, number + 1) for number in range(len(axis.owners))]
 
 
 def election(src: EngineLayout, dst: EngineLayout) -> Election:
@@ -32,56 +39,66 @@ def election(src: EngineLayout, dst: EngineLayout) -> Election:
         (None, [Cyclic(0, 4, 4)], [Interval(0, None)]),
     ],
 )
-def test_atoms_cut_at_every_edge(extent: int | None, owners: list[Ownership], expected: list[Ownership]) -> None:
-    assert atoms(extent, owners) == expected
+def test_an_axis_is_cut_at_every_edge(extent: int | None, owners: list[Ownership], expected: list[Ownership]) -> None:
+    assert cut(extent, owners) == expected
 
 
-def test_atoms_are_held_whole_or_not_at_all() -> None:
+def test_intervals_are_held_whole_or_not_at_all() -> None:
     owners = [Cyclic(0, 3, 8), Cyclic(2, 4, 6), Interval(0, None)]
     period = common_period(None, owners)
     assert period == 24
-    found = atoms(None, owners)
-    assert sum(count_common(None, atom) for atom in found) == period
-    for atom in found:
+    found = cut(None, owners)
+    assert sum(count_common(None, one, one) for one in found) == period
+    for one in found:
         for owned in owners:
-            assert count_common(None, atom, owned) * 24 // common_period(None, [atom, owned]) in (
+            assert count_common(None, one, owned) * 24 // common_period(None, [one, owned]) in (
                 0,
-                count_common(None, atom),
+                count_common(None, one, one),
             )
 
 
-def test_intervals_are_swept_as_any_ownerships_are_looked_up(run_seed: int) -> None:
-    """Who holds an atom, and which atoms an ownership meets: coordinate by coordinate, with gaps and replicas."""
+def test_who_holds_an_interval_and_who_meets_it_coordinate_by_coordinate(run_seed: int) -> None:
+    """With gaps and replicas; axes with an end, and turns of a sequence."""
     rng = np.random.default_rng(run_seed)
     for _ in range(300):
-        extent = int(rng.integers(1, 12))
-        ends = np.sort(rng.integers(0, extent + 1, size=(int(rng.integers(1, 6)), 2)), axis=1).tolist()
+        extent = int(rng.integers(1, 12)) if rng.integers(2) else None
+
+        def draw(extent: int | None = extent) -> Ownership:
+            if extent is None:
+                step = int(rng.choice([1, 2, 3, 4, 6]))
+                start = int(rng.integers(0, step))
+                return Cyclic(start, int(rng.integers(1, step - start + 1)), step) if step > 1 else Interval(0, None)
+            start, stop = sorted(rng.choice(extent + 1, size=2, replace=False).tolist())
+            return Interval(start, stop)
+
+        ranks = [draw() for _ in range(int(rng.integers(0, 6)))]
         held: dict[Ownership, list[int]] = {}
-        for rank, (start, stop) in enumerate(ends):
-            if start < stop:
-                held.setdefault(Interval(start, stop), []).append(rank)
-        edges = edges_of(extent, tuple(held))
-        owners = list(swept(held, edges))
-        assert owners == list(looked_up(held, edges))
-        axis = CutAxis(edges.tolist(), tuple(owners))
-        for atom, (low, high) in enumerate(pairwise(axis.edges)):
-            for coordinate in range(low, high):
-                having = {rank for rank, (start, stop) in enumerate(ends) if start <= coordinate < stop}
-                assert having == owners[atom]
-        start, stop = sorted(rng.choice(extent + 1, size=2, replace=False).tolist())
-        mine = Interval(start, stop)
-        wanted = [atom for atom, (low, high) in enumerate(pairwise(axis.edges)) if low < stop and high > start]
-        assert list(axis.met_by(extent, mine)) == wanted
-        assert np.flatnonzero(meets(extent, *axis.turns, extent, mine)).tolist() == wanted
+        for rank, owned in enumerate(ranks):
+            held.setdefault(owned, []).append(rank)
+        axis, mine = CutAxis(extent, held), draw()
+        coordinates = np.arange(12 if extent is None else extent)
+        period, met = axis.edges[-1], axis.met_by(mine)
+        for number, (low, high) in enumerate(pairwise(axis.edges)):
+            inside = coordinates[(coordinates % period >= low) & (coordinates % period < high)]
+            assert (number in met) == bool(mine.contains(inside).any())
+            for rank, owned in enumerate(ranks):
+                assert set(owned.contains(inside).tolist()) == {rank in axis.owners[number]}
 
 
-def test_join_takes_neighbours_only() -> None:
-    assert join(8, Interval(0, 3), Interval(3, 5)) == Interval(0, 5)
-    assert join(8, Interval(0, 3), Interval(4, 5)) is None
-    assert join(None, Cyclic(0, 2, 6), Cyclic(2, 1, 6)) == Cyclic(0, 3, 6)
-    assert join(None, Cyclic(0, 2, 6), Cyclic(2, 4, 6)) == Interval(0, None)
-    assert join(None, Cyclic(0, 2, 6), Cyclic(3, 1, 6)) is None
-    assert join(None, Cyclic(0, 1, 2), Cyclic(1, 1, 3)) is None
+def test_neighbouring_boxes_are_joined_axis_by_axis() -> None:
+    assert join_boxes([(3,)]) == [((3, 4),)]
+    assert join_boxes([(3,), (1,), (0,)]) == [((0, 2),), ((3, 4),)]
+    assert join_boxes([(a, b) for a in range(3) for b in range(1, 5)]) == [((0, 3), (1, 5))]
+    # Boxes that touch in a corner only, and such as have one coordinate each along the other axis.
+    assert join_boxes([(0, 0), (1, 1)]) == [((0, 1), (0, 1)), ((1, 2), (1, 2))]
+    assert join_boxes([(0, 0), (0, 1), (1, 1)]) == [((0, 1), (0, 1)), ((0, 2), (1, 2))]
+
+
+def test_neighbouring_turns_are_one_ownership() -> None:
+    axis = CutAxis(None, {Cyclic(0, 2, 6): [0], Cyclic(2, 1, 6): [1], Cyclic(3, 3, 6): [2]})
+    assert axis.ownership(0, 2) == Cyclic(0, 3, 6)
+    assert axis.ownership(0, 3) == Interval(0, None)
+    assert CutAxis(8, {Interval(2, 8): [0]}).ownership(0, 2) == Interval(0, 8)
 
 
 def test_periods_that_share_nothing_are_refused() -> None:

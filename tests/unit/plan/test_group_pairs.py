@@ -123,7 +123,7 @@ def test_groups_that_overlay_one_another_share_a_page() -> None:
     # Nothing else keeps it once the route has gone.
     known = route.pairs[0].known_pages
     assert len(known) == 1
-    route.drop_kept()
+    route.drop_patterns()
     del first, second
     assert len(known) == 0
 

@@ -213,6 +213,14 @@ HEAD = ONE.axes[1]
             (with_axis(ZERO, 0, chosen=Cyclic(0, 1, 2)), ONE),
             "field 'layers.0.k'|a hole|token 1 of every 2 from 0",
         ),
+        # Where an axis ends is known to the axis, not to a box.
+        ((with_axis(ZERO, 0, chosen=Interval(0, 5)), ONE), "axis 'token': [0, 5) is no part of an axis without end"),
+        ((with_axis(ZERO, 1, chosen=Interval(1, 3)), ONE), "axis 'head': [1, 3) is no part of an axis of 2"),
+        ((with_axis(ZERO, 1, chosen=Interval(0, None)), ONE), "axis 'head': [0, ...) is no part of an axis of 2"),
+        (
+            (with_axis(ZERO, 1, chosen=Cyclic(0, 1, 3)), ONE),
+            "axis 'head': 1 of every 3 from 0 is no part of an axis of 2",
+        ),
         ((with_axis(ZERO, 1, src=HEAD.src), ONE), "source rank 0, axis 'head'|the lane maps|its layout says"),
         ((with_axis(ZERO, 0, dst=ZERO.axes[0].src), ONE), "destination rank 0, axis 'token'|its layout says"),
         ((replace(ZERO, axes=ZERO.axes[:2]), ONE), "2 axes, its layout has 3"),

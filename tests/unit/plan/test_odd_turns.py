@@ -7,6 +7,8 @@ edges or steps, since a test of seconds says what machine it ran on.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,17 +22,10 @@ from kvreshard.kinds import Attention, Latent
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
 from kvreshard.model.changed import replace
 from kvreshard.model.ownership import MAX_SIZE
-from kvreshard.plan import budget, compile_route, cover, elect, election, lane, match_fields, plan_reads
-from kvreshard.plan.cover import (
-    atoms,
-    count_common,
-    count_edges,
-    count_in_windows,
-    edges_of,
-    exact_period,
-    meets,
-    overlaps,
-)
+from kvreshard.plan import budget, compile_route, elect, election, lane, match_fields, plan_reads
+from kvreshard.plan.check import overlap_table
+from kvreshard.plan.cover import count_common, count_in_windows, exact_period
+from kvreshard.plan.election import CutAxis, count_edges, find_edges
 from kvreshard.plan.pattern import Pattern, build_pattern
 
 LATENT = Latent(2, "bfloat16")
@@ -64,9 +59,10 @@ def held(owned: Ownership, low: int, high: int) -> set[int]:
 @given(owners_of_an_axis)
 def test_what_is_counted_is_what_sets_of_coordinates_have(drawn: tuple[int | None, list[Ownership]]) -> None:
     extent, owners = drawn
-    period = exact_period(extent, owners)
-    assert count_common(extent, *owners) == len(set.intersection(*(held(owned, 0, period) for owned in owners)))
-    assert len(edges_of(extent, owners)) <= count_edges(extent, owners) + 2
+    for pair in product(owners, repeat=2):
+        period = exact_period(extent, pair)
+        assert count_common(extent, *pair) == len(set.intersection(*(held(owned, 0, period) for owned in pair)))
+    assert len(find_edges(extent, owners)) <= count_edges(extent, owners)
 
 
 @given(owners_of_an_axis)
@@ -74,12 +70,11 @@ def test_who_meets_whom(drawn: tuple[int | None, list[Ownership]]) -> None:
     extent, owners = drawn
     period = exact_period(extent, owners)
     sets = [held(owned, 0, period) for owned in owners]
-    assert overlaps(extent, owners).tolist() == [[bool(one & other) for other in sets] for one in sets]
-    # Atoms of all but the last: that one may repeat after any number of laps more.
-    edges = edges_of(extent, owners[:-1] or owners)
-    cut = atoms(extent, owners[:-1] or owners)
-    found = meets(extent, edges[:-1], np.diff(edges), int(edges[-1]), owners[-1])
-    assert found.tolist() == [bool(held(atom, 0, period) & sets[-1]) for atom in cut]
+    assert overlap_table(extent, owners).tolist() == [[bool(one & other) for other in sets] for one in sets]
+    # Cut by all but the last: that one may repeat after any number of laps more.
+    axis = CutAxis(extent, {owned: [0] for owned in owners[:-1] or owners})
+    cut = [axis.ownership(number, number + 1) for number in range(len(axis.owners))]
+    assert axis.met_by(owners[-1]) == [number for number, one in enumerate(cut) if held(one, 0, period) & sets[-1]]
 
 
 @given(turns(), turns(), st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90)), min_size=1, max_size=5))
@@ -133,13 +128,12 @@ def test_large_odd_pairs_are_planned_without_laying_turns_out(
     """64 -> 61 ranks: 3,904 pairs of turns, whose periods of 262,336 and 249,673 meet again after 65 billion tokens."""
     laid_out: list[int] = []
 
-    def counted(extent: int | None, owners: tuple[Ownership, ...]) -> np.ndarray:
-        edges = edges_of(extent, owners)
+    def counted(extent: int | None, owners: Mapping[Ownership, object]) -> np.ndarray:
+        edges = find_edges(extent, owners)
         laid_out.append(len(edges))
         return edges
 
-    monkeypatch.setattr(cover, "edges_of", counted)
-    cover._turns.cache_clear()
+    monkeypatch.setattr(election, "find_edges", counted)
     src, dst = odd("prefill", 64, src_turn), odd("decode", 61, dst_turn)
     route = compile_route(src, dst, 60)
     assert route.src_ranks == tuple(range(64))
@@ -167,36 +161,49 @@ def test_no_pattern_is_made_of_pages_that_have_nothing_of_a_lane(monkeypatch: py
     assert len(made) <= 32 * 20
 
 
-def test_the_number_of_cells_that_is_told_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was what the ranks before had left of it."""
-    monkeypatch.setattr(election, "MAX_CELLS", 20)
-    src, dst = odd("prefill", 7, 1), odd("decode", 5, 1)
-    told = r"'layers.0.latent': engines 'prefill' \(7 ranks\) and 'decode' \(5 ranks\) cut one another into more than 20 cells"
-    with pytest.raises(LayoutMismatch, match=told):
-        compile_route(src, dst, 0)
-
-
-@pytest.mark.parametrize(
-    ("steps", "why"),
-    [
-        (1, "an axis 'token' that is cut into too many stretches"),
-        (20_000, "an axis 'channel' that is cut into too many stretches"),
-        (27_000, "too many ranks and axes to compare"),
-        (32_000, "too many parts that they share"),
-        (200_000, "too many parts that one rank reads"),
-    ],
+WORK = (
+    "an axis 'token' that is cut into too many intervals",
+    "an axis 'channel' that is cut into too many intervals",
+    "too many boxes, or boxes with too many replicas",
+    "too many boxes that one rank reads",
+    "pages of too many turns",
+    "pages that cut one another into too many intervals",
+    "pages that overlap in too many runs",
 )
-def test_work_is_bounded_by_steps(steps: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MAX_STEPS", steps)
-    told = rf"field 'layers.0.latent': engines 'prefill' \(7 ranks\) and 'decode' \(5 ranks\) have {why}.* more than {steps} steps; use"
-    with pytest.raises(LayoutMismatch, match=told):
-        compile_route(odd("prefill", 7, 1), odd("decode", 5, 1), 0)
+
+
+def test_every_kind_of_work_is_refused_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Election and route each begin with all steps; one step too few for a kind of work is refused by its name."""
+    src, dst = odd("prefill", 7, 1), odd("decode", 5, 1)
+    names = match_fields(src, dst).names
+    spent: list[tuple[str, int]] = []
+    monkeypatch.setattr(budget.Budget, "spend", lambda _, field, steps, why: spent.append((why, steps)))
+    table = elect(src, dst, names)
+    of_election = len(spent)
+    compile_route(src, dst, 0, election=table)
+    monkeypatch.undo()
+    refused = []
+    for is_election, steps in ((True, spent[:of_election]), (False, spent[of_election:])):
+        for number, (why, _) in enumerate(steps):
+            if why in refused:
+                continue
+            refused.append(why)
+            few = sum(step for _, step in steps[: number + 1]) - 1
+            monkeypatch.setattr(budget, "MAX_STEPS", few)
+            told = rf"field 'layers.0.latent': engines 'prefill' \(7 ranks\) and 'decode' \(5 ranks\) have {why}.* more than {few} steps; use"
+            with pytest.raises(LayoutMismatch, match=told):
+                _ = elect(src, dst, names) if is_election else compile_route(src, dst, 0, election=table)
+            monkeypatch.undo()
+    assert refused == list(WORK)
 
 
 def test_many_replicas_cost_work(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = Attention(1, 2, "bfloat16")
     monkeypatch.setattr(election, "OWNER_STEPS", 1 << 40)
-    with pytest.raises(LayoutMismatch, match=r"\(4 ranks\) and 'decode' \(1 ranks\) have parts with too many replicas"):
+    with pytest.raises(
+        LayoutMismatch,
+        match=r"\(4 ranks\) and 'decode' \(1 ranks\) have too many boxes, or boxes with too many replicas",
+    ):
         compile_route(engine("prefill", tp=4, kind=kind), engine("decode", kind=kind), 0)
 
 

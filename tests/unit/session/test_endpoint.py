@@ -27,18 +27,18 @@ from tests.unit.session.world import (
 
 from kvreshard.model import LayoutMismatch
 from kvreshard.model.changed import replace
-from kvreshard.session.handshake import Address, HandshakeError
-from kvreshard.session.lease import FREE
-from kvreshard.session.orders import (
+from kvreshard.session.commands import (
+    Acquire,
     Cancel,
     EndpointOptions,
-    Grant,
     Load,
-    Offer,
+    Publish,
     RemoteEngine,
     RemoteLease,
-    Watch,
+    Renew,
 )
+from kvreshard.session.handshake import Address, HandshakeError
+from kvreshard.session.lease import FREE
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.memory import Fault
@@ -47,7 +47,7 @@ PATIENCE_S = 60.0
 
 
 def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     wanted = order_load(world)
     world.turn()
     assert collect(world.dst) == (set(), {}, set())
@@ -63,7 +63,7 @@ def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World)
 
 
 def test_nothing_is_reported_while_a_byte_may_still_move(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(delay_steps=3)
     order_load(world)
     world.turn()
@@ -79,7 +79,7 @@ def test_nothing_is_reported_while_a_byte_may_still_move(world: World) -> None:
 
 
 def test_a_cancelled_load_waits_for_its_reads_and_then_fails(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(delay_steps=2)
     order_load(world)
     world.turn()
@@ -100,7 +100,7 @@ def test_a_cancelled_load_waits_for_its_reads_and_then_fails(world: World) -> No
 @pytest.mark.parametrize("fault", [Fault(), Fault(fail_after_pieces=0), Fault(delay_steps=5)])
 def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) -> None:
     """Loaded, failed, and given up before it settled."""
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     world.faults[-1] = fault
     order_load(world)
     world.turn()
@@ -116,7 +116,7 @@ def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) 
 
 
 def test_a_load_that_never_settles_is_quarantined_after_both_bounds(world: World) -> None:
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     world.faults[-1] = Fault(drop=True)
     order_load(world)
     world.turn()
@@ -137,10 +137,10 @@ def test_a_load_that_never_settles_is_quarantined_after_both_bounds(world: World
 def test_a_load_that_is_late_leaves_the_others_from_its_source_alone(sizes: tuple[int, int]) -> None:
     """Where nothing is staged: the buffer belongs to the load that may still write it."""
     world = make_world(*sizes)
-    world.grant_and_offer(ttl_s=1000.0)
+    world.acquire_and_publish(ttl_s=1000.0)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("s", SLOT + 1, WORD))
-        endpoint.submit(Offer("s", 1000.0))
+        endpoint.submit(Acquire("s", SLOT + 1, WORD))
+        endpoint.submit(Publish("s", 1000.0))
     world.faults[-1] = Fault(delay_steps=10**6)
     order_load(world, "late")
     world.turn()
@@ -163,7 +163,7 @@ def test_a_load_that_is_late_leaves_the_others_from_its_source_alone(sizes: tupl
 
 
 def test_what_was_quarantined_is_told_when_it_has_settled_after_all(world: World) -> None:
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     world.faults[-1] = Fault(delay_steps=1)
     order_load(world)
     world.turn()
@@ -181,7 +181,7 @@ def test_what_was_quarantined_is_told_when_it_has_settled_after_all(world: World
 
 
 def test_a_failed_read_fails_the_request_and_the_source_hears_of_it(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[0] = Fault(fail_after_pieces=1)
     order_load(world)
     world.turn()
@@ -193,7 +193,7 @@ def test_a_failed_read_fails_the_request_and_the_source_hears_of_it(world: World
 
 
 def test_a_lease_that_ended_fails_the_load(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     for table in world.src.tables.values():
         table[SLOT] = WORD + 1
@@ -208,7 +208,7 @@ def test_a_lease_that_ended_fails_the_load(world: World) -> None:
 
 def test_a_lease_that_ends_while_its_pages_are_read_fails_the_load(world: World) -> None:
     """Every read takes three steps, and the word changes between the first and the second of them: it is read after the data."""
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(delay_steps=3)
     order_load(world)
     world.turn()
@@ -253,7 +253,7 @@ def test_a_meeting_that_takes_too_long_fails_the_load(world: World) -> None:
 
 
 def test_a_request_that_cannot_be_bound_fails_before_anything_moves(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99])
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Load("d", REMOTE, LEASE, wanted, seal(wanted), gives_back=True))
@@ -278,7 +278,7 @@ def test_a_slot_that_the_source_does_not_have_is_refused(world: World) -> None:
 
 
 def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     for name in ("a", "b", "c"):
         wanted = request(world.src.layout, world.dst.layout, 21, src_pages=[1, 2, 3, 4, 5, 99 if name == "b" else 6])
         for endpoint in world.dst.endpoints.values():
@@ -292,7 +292,7 @@ def test_one_request_that_fails_leaves_the_others_alone(world: World) -> None:
 
 def test_the_engines_thread_may_wait_for_a_load_and_sees_it_end(world: World) -> None:
     """With a thread per endpoint, as in an engine; one that did not know of the load would come back with nothing."""
-    world.grant_and_offer()
+    world.acquire_and_publish()
     for endpoint in (*world.src.endpoints.values(), *world.dst.endpoints.values()):
         endpoint.start()
     order_load(world)
@@ -306,13 +306,13 @@ def test_the_engines_thread_may_wait_for_a_load_and_sees_it_end(world: World) ->
 
 def test_a_source_that_cannot_be_told_takes_no_request_with_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is that goes wrong with it: without its end, the request would hang."""
-    world.grant_and_offer()
+    world.acquire_and_publish()
     for endpoint in world.dst.endpoints.values():
 
         def refuse(*_: object, **__: object) -> None:
             raise RuntimeError("a surprise")
 
-        monkeypatch.setattr(endpoint._holder, "end", refuse)
+        monkeypatch.setattr(endpoint._remote_leases, "end", refuse)
     order_load(world)
     world.turn()
     meet(world)
@@ -333,7 +333,7 @@ def test_a_rank_that_reads_nothing_needs_no_lease(world: World) -> None:
 
 
 def test_a_transport_that_was_closed_under_it_fails_the_loads(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(delay_steps=3)
     order_load(world)
     world.turn()
@@ -352,9 +352,9 @@ def test_an_endpoint_ends_while_a_source_does_not_answer(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         remote = RemoteEngine("mute", "life", Address("127.0.0.1", mute.getsockname()[1]))
         peers = Peers(EndpointOptions(handshake_timeout_s=3600.0), world.clock, endpoint.wake)
-        endpoint._peers = endpoint._holder._peers = peers
+        endpoint._peers = endpoint._remote_leases._peers = peers
         endpoint.start()
-        endpoint.submit(Watch("d", remote, LEASE))
+        endpoint.submit(Renew("d", remote, LEASE))
         while not peers.num_asking:
             time.sleep(0.001)
         ending = threading.Thread(target=endpoint.close)

@@ -15,21 +15,21 @@ from tests.unit.session.world import (
     order_load,
 )
 
-from kvreshard.session.lease import FREE
-from kvreshard.session.orders import (
-    Grant,
-    Offer,
+from kvreshard.session.commands import (
+    Acquire,
+    Publish,
+    Renew,
     Revoke,
-    Unwatch,
-    Watch,
+    StopRenewing,
 )
-from kvreshard.session.own_leases import HEARING_S
+from kvreshard.session.lease import FREE
+from kvreshard.session.local_leases import HEARING_S
 
 
 def watch(world: World) -> None:
     """Every rank waits for the request, and knows its source."""
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch("d", REMOTE, LEASE))
+        endpoint.submit(Renew("d", REMOTE, LEASE))
     world.turn()
     meet(world)
 
@@ -37,23 +37,23 @@ def watch(world: World) -> None:
 def test_a_word_stands_as_soon_as_its_grant_is_handed_in(world: World) -> None:
     """The reader may be told of it, and come, before the session's thread gets its turn."""
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("r", SLOT, WORD))
+        endpoint.submit(Acquire("r", SLOT, WORD))
     assert world.words() == {WORD}
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("beyond", 64, WORD))
-        endpoint.submit(Grant("free", SLOT, FREE))
+        endpoint.submit(Acquire("beyond", 64, WORD))
+        endpoint.submit(Acquire("free", SLOT, FREE))
     assert world.words() == {WORD}
 
 
 def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: World) -> None:
-    world.grant_and_offer(ttl_s=10.0)
+    world.acquire_and_publish(ttl_s=10.0)
     watch(world)
     for _ in range(10):
         world.clock.now_s += 5.0
         world.turn()
     assert (collect(world.src)[2], world.words()) == (set(), {WORD})
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("d"))
+        endpoint.submit(StopRenewing("d"))
     world.turn()
     for _ in range(3):
         world.clock.now_s += 5.0
@@ -63,7 +63,7 @@ def test_watched_requests_keep_their_lease_and_unwatched_ones_lose_it(world: Wor
 
 def test_a_paused_engine_keeps_its_leases_for_a_time(world: World) -> None:
     """It makes no step, so that only the session's own thread can renew them. One that never goes on lets its sources have their blocks."""
-    world.grant_and_offer(ttl_s=10.0)
+    world.acquire_and_publish(ttl_s=10.0)
     watch(world)
     collect(world.dst)
     world.wait(OPTIONS.paused_renewal_s)
@@ -79,7 +79,7 @@ def test_a_source_that_stood_still_hears_its_readers_before_it_ends_their_leases
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that fetches notifications stood still too, and may get its turn later than the session's."""
-    world.grant_and_offer(ttl_s=10.0)
+    world.acquire_and_publish(ttl_s=10.0)
     watch(world)
     world.wait(5.0)
     world.wait(60.0, world.dst)  # it renews
@@ -96,7 +96,7 @@ def test_a_source_that_stood_still_hears_its_readers_before_it_ends_their_leases
 def test_a_source_that_stood_still_for_a_second_hears_its_readers_too(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.grant_and_offer(ttl_s=10.0)
+    world.acquire_and_publish(ttl_s=10.0)
     watch(world)
     world.wait(9.5, world.src)
     world.dst.turn()  # it renews
@@ -112,7 +112,7 @@ def test_a_source_that_stood_still_for_a_second_hears_its_readers_too(
 
 @pytest.mark.parametrize("gap_s", [1.0, 4.0])
 def test_a_source_that_is_always_late_ends_leases_all_the_same(world: World, gap_s: float) -> None:
-    world.grant_and_offer(ttl_s=10.0)
+    world.acquire_and_publish(ttl_s=10.0)
     world.src.turn()
     for _ in range(int((10.0 + HEARING_S) / gap_s) + 2):
         world.clock.now_s += gap_s
@@ -121,7 +121,7 @@ def test_a_source_that_is_always_late_ends_leases_all_the_same(world: World, gap
 
 
 def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    world.grant_and_offer(ttl_s=10.0)
+    world.acquire_and_publish(ttl_s=10.0)
     watch(world)
 
     def refuse(*_: object) -> None:
@@ -140,14 +140,14 @@ def test_an_order_that_cannot_be_obeyed_leaves_nothing_watched(world: World, mon
 
 def test_a_revoked_request_is_forgotten_in_silence(world: World) -> None:
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("r", SLOT, WORD))
+        endpoint.submit(Acquire("r", SLOT, WORD))
         endpoint.submit(Revoke("r"))
     world.turn()
     assert (collect(world.src), world.words()) == ((set(), {}, set()), {FREE})
 
 
 def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.turn()
     for endpoint in world.src.endpoints.values():
         endpoint.submit(Revoke("r"))
@@ -157,7 +157,7 @@ def test_a_source_that_takes_its_offer_back_fails_its_reader_and_frees_its_pages
 
 def test_an_offer_without_a_grant_is_freed_at_once(world: World) -> None:
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Offer("never", 30.0))
+        endpoint.submit(Publish("never", 30.0))
     world.turn()
     assert collect(world.src)[2] == {"never"}
 
@@ -169,12 +169,12 @@ def test_each_offer_is_announced_to_the_transport_and_its_end_once(
     monkeypatch.setattr(world.src.transports[0], "set_attentive", told.append)
     world.src.turn()
     assert told == []
-    world.grant_and_offer("r")
+    world.acquire_and_publish("r")
     world.src.turn()
     assert told == [True]
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("s", SLOT + 1, WORD))
-        endpoint.submit(Offer("s", 30.0))
+        endpoint.submit(Acquire("s", SLOT + 1, WORD))
+        endpoint.submit(Publish("s", 30.0))
     world.src.turn()
     assert told == [True, True]
     world.wait(31.0, world.src)
@@ -183,7 +183,7 @@ def test_each_offer_is_announced_to_the_transport_and_its_end_once(
 
 def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that reads and is read from: what it cannot say to its sources is not its readers' affair."""
-    world.grant_and_offer(ttl_s=5.0)
+    world.acquire_and_publish(ttl_s=5.0)
     world.src.turn()
     endpoints = world.src.endpoints.values()
     for endpoint in endpoints:
@@ -191,7 +191,7 @@ def test_leases_end_whatever_is_wrong_with_those_of_others(world: World, monkeyp
         def refuse(*_: object) -> float:
             raise RuntimeError("a surprise")
 
-        monkeypatch.setattr(endpoint._holder, "renew", refuse)
+        monkeypatch.setattr(endpoint._remote_leases, "renew", refuse)
     for endpoint in endpoints:
         for _ in range(12):
             world.clock.now_s += 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from tests.pairs.small import request
 from tests.unit.session.world import (
     KEY,
     LEASE,
-    OPTIONS,
     REMOTE,
     SLOT,
     WORD,
@@ -26,21 +24,22 @@ from tests.unit.session.world import (
 
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import Request
-from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Revoke
-from kvreshard.session.recorder import Recorder
+from kvreshard.session.commands import Acquire, Load, Publish, RemoteLease, Revoke
 from kvreshard.session.seal import Seal
 from kvreshard.testing.oracle import differing_bytes, write_values
+from kvreshard.tools.observer import ObserverOptions
+from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fault
 
-CHECKED = dataclasses.replace(OPTIONS, digest_share=1.0, digest_timeout_s=20.0)
+CHECKED = ObserverOptions(digest_share=1.0, digest_timeout_s=20.0)
 MINE, THEIRS = [1, 2, 3, 4, 5, 6], [10, 11, 12, 13, 14, 15]
 
 
 @pytest.fixture(params=[(1, 1), (1, 2), (4, 2)], ids=lambda sizes: f"{sizes[0]}->{sizes[1]}")
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    made = make_world(*request.param, CHECKED, Recorder(tmp_path, 4, submit=at_once))
-    made.grant_and_offer()
+    made = make_world(*request.param, recorder=Recorder(tmp_path, 4, submit=at_once), watched=CHECKED)
+    made.acquire_and_publish()
     yield made
     made.close()
 
@@ -94,7 +93,7 @@ def test_pages_that_were_not_sealed_are_not_read(world: World, said: object, tmp
     assert not failed["d"].is_quarantined
     assert list(tmp_path.iterdir()) == []
     assert [endpoint.num_scratch_places for endpoint in world.dst.endpoints.values()] == [0] * len(world.dst.endpoints)
-    world.grant_and_offer()
+    world.acquire_and_publish()
     order_load(world, "honest")
     world.turn(20)
     assert collect(world.dst)[:2] == ({"honest"}, {})
@@ -141,11 +140,11 @@ def test_pages_in_another_order_are_not_equal(world: World) -> None:
     assert {found.checks["d"] for found in (e.collect() for e in world.dst.endpoints.values())} == {"different"}
 
 
-def test_a_question_before_the_offer_waits_for_it() -> None:
+def test_a_digest_request_before_the_offer_waits_for_it() -> None:
     """A reader may be faster than the source's next step: the lease is granted, and its pages are not yet known."""
-    world = make_world(1, 2, CHECKED)
+    world = make_world(1, 2, watched=CHECKED)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("r", SLOT, WORD))
+        endpoint.submit(Acquire("r", SLOT, WORD))
     mine = order_load(world)
     write_values(world.src.layout, world.dst.layout, world.src.memory, mine, 3)
     world.turn()
@@ -154,17 +153,17 @@ def test_a_question_before_the_offer_waits_for_it() -> None:
     assert collect(world.dst)[:2] == (set(), {})
     (endpoint,) = world.src.endpoints.values()
     assert endpoint.turn() > 0.0, "a session with nothing to answer rests"
-    endpoint.submit(Offer("r", 30.0, mine.src_tables))
+    endpoint.submit(Publish("r", 30.0, mine.src_tables))
     world.turn(20)
     assert collect(world.dst)[:2] == ({"d"}, {})
     world.close()
 
 
-@pytest.mark.parametrize("end", [Revoke("r"), Grant("r", SLOT, WORD + 1)])
-def test_a_question_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke | Grant) -> None:
-    world = make_world(1, 1, CHECKED)
+@pytest.mark.parametrize("end", [Revoke("r"), Acquire("r", SLOT, WORD + 1)])
+def test_a_digest_request_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke | Acquire) -> None:
+    world = make_world(1, 1, watched=CHECKED)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant("r", SLOT, WORD))
+        endpoint.submit(Acquire("r", SLOT, WORD))
     order_load(world)
     world.turn()
     meet(world)
@@ -179,7 +178,7 @@ def test_a_question_whose_lease_ends_before_the_offer_gets_no_digest(end: Revoke
 
 def test_the_key_stands_in_no_record_and_in_no_text(tmp_path: Path) -> None:
     world = make_world(1, 1, recorder=Recorder(tmp_path, 4, submit=at_once))
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(fail_after_pieces=0)
     order_load(world)
     world.turn()

@@ -21,17 +21,17 @@ from tests.unit.session.world import (
 
 from kvreshard.model import LayoutMismatch
 from kvreshard.session.card import EngineCard, RankCard
+from kvreshard.session.commands import Cancel, Release, RemoteEngine, RemoteLease, Renew, StopRenewing
 from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Report, read_note
-from kvreshard.session.orders import Cancel, Release, RemoteEngine, RemoteLease, Unwatch, Watch
 from kvreshard.session.refusals import MAX_ENGINES, Refusals
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
 
 
 def test_a_release_frees_the_source_without_a_load(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Release(REMOTE, LEASE))
     world.turn()
@@ -44,7 +44,7 @@ def test_a_release_frees_the_source_without_a_load(world: World) -> None:
 def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: World) -> None:
     """Of the scheduler, which knows who else wants it: all that it has of such loads goes with a release or a cancel."""
     for end in ("release", "cancel"):
-        world.grant_and_offer(end)
+        world.acquire_and_publish(end)
         lease = RemoteLease(end, SLOT, WORD)
         order_load(world, end, lease=lease, gives_back=False)
         world.turn()
@@ -61,10 +61,10 @@ def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: Wor
 
 @pytest.mark.parametrize("is_met", [False, True])
 def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: World, is_met: bool) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     world.faults[-1] = Fault(delay_steps=2)
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch("other", REMOTE, LEASE))
+        endpoint.submit(Renew("other", REMOTE, LEASE))
     order_load(world)
     world.turn()
     if is_met:
@@ -80,7 +80,7 @@ def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: Worl
         world.turn()
     assert (collect(world.dst)[1]["d"].kind, collect(world.src)[2]) == ("cancelled", set())
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("other"))
+        endpoint.submit(StopRenewing("other"))
         endpoint.submit(Release(REMOTE, LEASE))
     world.turn()
     assert collect(world.src)[2] == {"r"}
@@ -88,7 +88,7 @@ def test_a_load_that_fails_leaves_its_source_to_others_of_its_engine(world: Worl
 
 def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World) -> None:
     """No rank meets itself for it; a lease with another word, or of another life, stays."""
-    world.grant_and_offer()
+    world.acquire_and_publish()
     for remote, lease in (
         (REMOTE, RemoteLease("r", SLOT, WORD + 1)),
         (RemoteEngine("prefill", "another life", REMOTE.address), LEASE),
@@ -103,7 +103,7 @@ def test_an_engine_that_was_to_read_from_itself_ends_its_own_leases(world: World
 
 
 def test_a_load_that_was_given_up_before_its_source_was_met_frees_the_source(world: World) -> None:
-    world.grant_and_offer()
+    world.acquire_and_publish()
     order_load(world)
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(Cancel("d"))
@@ -130,7 +130,7 @@ def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_me
         if not isinstance(error, HandshakeError):
             endpoint._me.refused[REMOTE] = world.src.card()
     for name in ("first", "second"):
-        world.grant_and_offer(name)
+        world.acquire_and_publish(name)
         order_load(world, name, lease=RemoteLease(name, SLOT, WORD), gives_back=False)
         world.turn()
         meet(world)

@@ -11,11 +11,21 @@ from tests.unit.session.world import LEASE, OPTIONS, REMOTE, Clock, World, make_
 from tests.work import count_bytecodes
 
 from kvreshard.model.tables import Request
+from kvreshard.session.commands import (
+    Acquire,
+    Cancel,
+    Load,
+    Publish,
+    Release,
+    RemoteEngine,
+    RemoteLease,
+    Renew,
+    StopRenewing,
+)
 from kvreshard.session.handshake import Address
-from kvreshard.session.holder import LeaseHolder
-from kvreshard.session.orders import Cancel, Grant, Load, Offer, Release, RemoteEngine, RemoteLease, Unwatch, Watch
-from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
+from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.scratch import Scratch
 from kvreshard.transport.memory import Fault
 
@@ -40,12 +50,12 @@ def of(number: int) -> RemoteLease:
     return RemoteLease(f"r{number}", number, number + 1)
 
 
-def introduced(world: World) -> tuple[LeaseHolder, Self]:
+def introduced(world: World) -> tuple[RemoteLeases, LocalRank]:
     endpoint = world.dst.endpoints[0]
     assert endpoint._me is not None
     endpoint._peers.get(endpoint._me, REMOTE)
     meet(world)
-    return endpoint._holder, endpoint._me
+    return endpoint._remote_leases, endpoint._me
 
 
 def assert_flat(cost: Callable[[int], int]) -> None:
@@ -57,8 +67,8 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
     def cost(count: int) -> int:
         endpoint = make().src.endpoints[0]
         for number in range(count):
-            endpoint.submit(Grant(f"r{number}", number % 64, number + 1))
-            endpoint.submit(Offer(f"r{number}", 30.0))
+            endpoint.submit(Acquire(f"r{number}", number % 64, number + 1))
+            endpoint.submit(Publish(f"r{number}", 30.0))
         endpoint.turn()
         assert endpoint.num_leases == count
         return count_bytecodes(endpoint.turn)
@@ -66,37 +76,37 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
     assert_flat(cost)
 
 
-def end(holder: LeaseHolder, me: Self) -> None:
+def end(remote_leases: RemoteLeases, me: LocalRank) -> None:
     load = Load("new", REMOTE, LEASE, NOTHING, seal(NOTHING), gives_back=True)
-    holder.begin(load)
-    holder.end(me, load, None, is_good=True, is_kept=False)
+    remote_leases.begin(load)
+    remote_leases.end(me, load, None, is_good=True, is_kept=False)
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda holder, me: holder.release(Release(REMOTE, LEASE)),
-        lambda holder, me: holder.cancel("k0"),
-        lambda holder, me: holder.unwatch("w0"),
-        lambda holder, me: holder.watch(Watch("new", REMOTE, LEASE), me),
+        lambda remote_leases, me: remote_leases.release(Release(REMOTE, LEASE)),
+        lambda remote_leases, me: remote_leases.cancel("k0"),
+        lambda remote_leases, me: remote_leases.stop_renewing("w0"),
+        lambda remote_leases, me: remote_leases.start_renewing(Renew("new", REMOTE, LEASE), me),
         end,
     ],
-    ids=["release", "cancel", "unwatch", "watch", "a load ends"],
+    ids=["release", "cancel", "stop renewing", "start renewing", "a load ends"],
 )
 def test_what_happens_to_one_request_costs_the_same_whatever_others_wait(
-    make: Callable[[], World], act: Callable[[LeaseHolder, Self], None]
+    make: Callable[[], World], act: Callable[[RemoteLeases, LocalRank], None]
 ) -> None:
     def cost(count: int) -> int:
         world = make()
-        holder, me = introduced(world)
+        remote_leases, me = introduced(world)
         peer = world.dst.endpoints[0]._peers.met(REMOTE)
         for number in range(count):
-            holder.watch(Watch(f"w{number}", REMOTE, of(number)), me)
+            remote_leases.start_renewing(Renew(f"w{number}", REMOTE, of(number)), me)
             kept = Load(f"k{number}", REMOTE, of(count + number), NOTHING, seal(NOTHING), gives_back=False)
-            holder.begin(kept)
-            holder.end(me, kept, peer, is_good=True, is_kept=True)
-        holder.send_releases(me, 100.0)
-        return count_bytecodes(lambda: (act(holder, me), holder.send_releases(me, 100.0)))
+            remote_leases.begin(kept)
+            remote_leases.end(me, kept, peer, is_good=True, is_kept=True)
+        remote_leases.send_releases(me, 100.0)
+        return count_bytecodes(lambda: (act(remote_leases, me), remote_leases.send_releases(me, 100.0)))
 
     assert_flat(cost)
 
@@ -111,14 +121,14 @@ class Silent:
         self.num_told += 1
 
 
-def many_sources(world: World, count: int) -> tuple[LeaseHolder, Self, Silent, Clock]:
-    """A holder that waits for one request of each of so many sources, all of which are met."""
+def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Silent, Clock]:
+    """A remote_leases that waits for one request of each of so many sources, all of which are met."""
     _, me = introduced(world)
     base = world.dst.endpoints[0]._peers.met(REMOTE)
     assert base is not None
     clock, transport = Clock(), Silent()
     peers = Peers(OPTIONS, clock, lambda: None)
-    holder = LeaseHolder(transport, peers, 5.0)  # type: ignore[arg-type]
+    remote_leases = RemoteLeases(transport, peers, 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
         known: Future[Peer] = Future()
@@ -126,17 +136,17 @@ def many_sources(world: World, count: int) -> tuple[LeaseHolder, Self, Silent, C
         known.set_result(Peer(remote, card, base.layout, base.route, base.mover))
         peers._known[remote] = known
         peers._note_met(remote)
-        holder.watch(Watch(f"w{number}", remote, of(number)), me)
-        holder.send_releases(me, clock.now_s)
-        holder.renew(me, clock.now_s + 5.0 * number / count)
-    return holder, me, transport, clock
+        remote_leases.start_renewing(Renew(f"w{number}", remote, of(number)), me)
+        remote_leases.send_releases(me, clock.now_s)
+        remote_leases.renew(me, clock.now_s + 5.0 * number / count)
+    return remote_leases, me, transport, clock
 
 
 def test_telling_one_source_costs_the_same_whatever_others_are_known(make: Callable[[], World]) -> None:
     def cost(count: int) -> int:
-        holder, me, transport, clock = many_sources(make(), count)
+        remote_leases, me, transport, clock = many_sources(make(), count)
         before = transport.num_told
-        spent = count_bytecodes(lambda: holder.renew(me, clock.now_s + 5.0))
+        spent = count_bytecodes(lambda: remote_leases.renew(me, clock.now_s + 5.0))
         assert transport.num_told == before + 1
         return spent
 
@@ -145,9 +155,11 @@ def test_telling_one_source_costs_the_same_whatever_others_are_known(make: Calla
 
 def test_a_turn_in_which_no_source_is_due_costs_the_same_whatever_others_are_known(make: Callable[[], World]) -> None:
     def cost(count: int) -> int:
-        holder, me, transport, clock = many_sources(make(), count)
+        remote_leases, me, transport, clock = many_sources(make(), count)
         before = transport.num_told
-        spent = count_bytecodes(lambda: (holder.send_releases(me, clock.now_s), holder.renew(me, clock.now_s + 4.999)))
+        spent = count_bytecodes(
+            lambda: (remote_leases.send_releases(me, clock.now_s), remote_leases.renew(me, clock.now_s + 4.999))
+        )
         assert transport.num_told == before
         return spent
 
@@ -156,9 +168,9 @@ def test_a_turn_in_which_no_source_is_due_costs_the_same_whatever_others_are_kno
 
 def test_asking_for_an_engine_that_is_known_costs_the_same_whatever_others_are(make: Callable[[], World]) -> None:
     def cost(count: int) -> int:
-        holder, me, _, _ = many_sources(make(), count)
+        remote_leases, me, _, _ = many_sources(make(), count)
         remote = RemoteEngine("e1", "life", Address("another", 1))
-        return count_bytecodes(lambda: (holder._peers.get(me, remote), holder._peers.met(remote)))
+        return count_bytecodes(lambda: (remote_leases._peers.get(me, remote), remote_leases._peers.met(remote)))
 
     assert_flat(cost)
 
@@ -169,10 +181,10 @@ def test_the_orders_of_one_request_cost_the_same_whatever_others_wait(make: Call
         introduced(world)
         endpoint = world.dst.endpoints[0]
         for number in range(count):
-            endpoint.submit(Watch(f"w{number}", REMOTE, of(number)))
+            endpoint.submit(Renew(f"w{number}", REMOTE, of(number)))
         endpoint.turn()
         world.clock.now_s += 1.0
-        endpoint.submit(Unwatch("w1"))
+        endpoint.submit(StopRenewing("w1"))
         endpoint.submit(Release(REMOTE, of(1)))
         return count_bytecodes(endpoint.turn)
 
@@ -182,7 +194,7 @@ def test_the_orders_of_one_request_cost_the_same_whatever_others_wait(make: Call
 def test_a_turn_costs_the_same_whatever_others_are_loaded(make: Callable[[], World]) -> None:
     def cost(count: int) -> int:
         world = make()
-        world.grant_and_offer()
+        world.acquire_and_publish()
         world.turn()
         introduced(world)
         endpoint = world.dst.endpoints[0]

@@ -13,10 +13,10 @@ from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side
 from kvreshard.model import KvReshardError, WireError
 from kvreshard.plan.route import compile_route
 from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.keys import Keys, read_keys, write_keys
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peer import Self, disconnect
+from kvreshard.session.peer import LocalRank, disconnect
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
@@ -43,10 +43,10 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def meet(dst: Side, listener: Listener, keys: Keys | None, heard: list[Hello]) -> object:
-    me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
+    me = LocalRank(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
     options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
     route = meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), options, lambda: heard).route
-    assert all(lane.kept is me.kept for lane in route.lanes), "it has a bound of its own"
+    assert all(lane.pattern_cache is me.pattern_cache for lane in route.lanes), "it has a bound of its own"
     return route.src_ranks
 
 
@@ -63,30 +63,30 @@ def test_a_rank_meets_an_engine_and_says_how_it_went(sides: tuple[Side, Side], k
 
 
 def test_nothing_is_kept_of_a_peer_that_is_disconnected_and_all_of_another(sides: tuple[Side, Side]) -> None:
-    me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
-    other = compile_route(sides[0].layout, me.layout, 0, kept=me.kept)
-    of_other = len(me.kept)
+    me = LocalRank(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
+    other = compile_route(sides[0].layout, me.layout, 0, pattern_cache=me.pattern_cache)
+    of_other = len(me.pattern_cache)
     listener = Listener(LOCAL, sides[0].card())
     try:
         peer = meet_engine(
             me, RemoteEngine("prefill", LIFE, listener.address), EndpointOptions(handshake_timeout_s=60.0)
         )
-        with_peer = len(me.kept)
+        with_peer = len(me.pattern_cache)
         with pytest.raises(TransportError):  # the transport knows these ranks already
             meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), EndpointOptions(handshake_timeout_s=60.0))
-        assert len(me.kept) == with_peer > of_other > 0, "of a meeting that failed"
+        assert len(me.pattern_cache) == with_peer > of_other > 0, "of a meeting that failed"
     finally:
         listener.close()
     disconnect(peer)
-    assert len(me.kept) == of_other
-    other.drop_kept()
-    assert (len(me.kept), me.kept.num_bytes) == (0, 0)
+    assert len(me.pattern_cache) == of_other
+    other.drop_patterns()
+    assert (len(me.pattern_cache), me.pattern_cache.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize(("engine_name", "life"), [("prefill", "former"), ("other", LIFE)])
 def test_whoever_else_listens_there_now_is_not_read_from(sides: tuple[Side, Side], engine_name: str, life: str) -> None:
     listener = Listener(LOCAL, sides[0].card())
-    me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
+    me = LocalRank(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
     try:
         with pytest.raises(HandshakeError, match=f"not '{engine_name}', incarnation {life[:12]}: it has restarted"):
             meet_engine(
@@ -142,7 +142,7 @@ def test_nobody_answers_in_another_engines_place_without_its_key(
 ) -> None:
     """Whoever may send parameters chooses who is asked: an engine of their own must not become the one that others' parameters name."""
     listener = Listener(LOCAL, msgspec.structs.replace(sides[0].card(), **changes))
-    me = Self(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
+    me = LocalRank(sides[1].card(), sides[1].layout, 0, sides[1].transports[0], HostMemory(), None)
     life = str(changes.get("incarnation", LIFE))
     try:
         with pytest.raises(HandshakeError, match=told):

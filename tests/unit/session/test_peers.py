@@ -9,15 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 from tests.pairs.small import engine
-from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side
+from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
 from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine
 from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
 from kvreshard.session.handshake_client import MAX_AT_ONCE
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peer import Peer, Self
-from kvreshard.session.peers import Peers, connect_engine
+from kvreshard.session.peer import LocalRank, Peer
+from kvreshard.session.peers import MAX_PER_HOST, Peers, connect_engine
+from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.seal import incarnation_of
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
@@ -36,7 +37,7 @@ class Room:
         src, dst = self.start("prefill", 2), self.start("decode", 1)
         self.listener = Listener(Address("127.0.0.1", 0), src.card())
         self.remote = RemoteEngine("prefill", LIFE, self.listener.address)
-        self.me = Self(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
+        self.me = LocalRank(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
         self.gate, self.num_meetings = threading.Event(), 0
         self.clock, self.woken = Clock(), threading.Event()
         self.peers = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), self.clock, self.woken.set, self._connect)
@@ -47,7 +48,7 @@ class Room:
         self.sides.append(make_side(Clock(), self.fabric, layout, lambda rank: None, no_fault, OPTIONS))
         return self.sides[-1]
 
-    def _connect(self, me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+    def _connect(self, me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
         assert self.gate.wait(PATIENCE_S)
         self.num_meetings += 1
         return connect_engine(me, remote, card, options)
@@ -221,6 +222,29 @@ def test_hosts_that_never_answer_do_not_hold_up_one_that_does(room: Room) -> Non
         assert several.met(mute.remotes[0]) is None
 
 
+def test_few_engines_of_one_host_are_asked_at_once(room: Room) -> None:
+    """Whether a client names its ports for loads or for leases to give back."""
+    host = "127.0.9.9"
+    with contextlib.ExitStack() as kept, contextlib.closing(patient(room)) as several:
+        servers = [kept.enter_context(socket.create_server((host, 0))) for _ in range(MAX_PER_HOST + 3)]
+        remotes = [RemoteEngine(f"m{i}", "life", Address(host, s.getsockname()[1])) for i, s in enumerate(servers)]
+        remote_leases = RemoteLeases(room.me.transport, several, usual_s=5.0)
+        for remote in remotes[:-1]:
+            remote_leases.release(Release(remote, LEASE))
+        for _ in range(5):
+            remote_leases.send_releases(room.me, room.clock())
+        assert dict(several._num_of_host) == {host: MAX_PER_HOST}
+        late = several.get(room.me, remotes[-1])
+        assert "32 other engines that were named at 127.0.9.9 have not answered" in str(late.exception(0))
+        assert several.get(room.me, remotes[-1]) is late
+        assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote  # of another host
+        remote_leases.send_releases(room.me, room.clock())
+        assert len(remote_leases._sources) == MAX_PER_HOST  # what nobody is asked for is not kept
+        several.cancel(remotes[0])
+        room.clock.now_s += room.peers._options.retry_s
+        assert not several.get(room.me, remotes[-1]).done()
+
+
 def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) -> None:
     with Mute(1) as mute, contextlib.closing(patient(room)) as several:
         first = several.get(room.me, mute.remotes[0])
@@ -284,7 +308,7 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
 
 
 def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytest.LogCaptureFixture) -> None:
-    def connect(me: Self, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+    def connect(me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
         peer = connect_engine(me, remote, card, options)
         return replace(peer, route=replace(peer.route, warnings=("field 'draft.0.k': the draft's cache is missing",)))
 

@@ -25,9 +25,9 @@ from tests.unit.session.world import (
 from kvreshard.model import WireError
 from kvreshard.model.changed import replace
 from kvreshard.session.card import EngineCard, decode_card, encode_card
+from kvreshard.session.commands import Acquire, Publish, Release, RemoteLease, Renew, StopRenewing
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Heartbeat, read_note
-from kvreshard.session.orders import Grant, Offer, Release, RemoteLease, Unwatch, Watch
 from kvreshard.session.renewals import RENEWALS_PER_LEASE
 
 Told = list[tuple[float, int]]
@@ -62,7 +62,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float | None, fl
 
 def watch(world: World, name: str = "d", lease: RemoteLease = LEASE) -> None:
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch(name, REMOTE, lease))
+        endpoint.submit(Renew(name, REMOTE, lease))
 
 
 def live(world: World, seconds: float) -> None:
@@ -89,7 +89,7 @@ def test_a_lease_lasts_as_long_as_its_reader_wants_it(
     make: Callable[[float | None, float], tuple[World, Told]], lease_s: float, says_s: float | None, usual_s: float
 ) -> None:
     world, told = make(says_s, usual_s)
-    world.grant_and_offer(ttl_s=lease_s)
+    world.acquire_and_publish(ttl_s=lease_s)
     watch(world)
     world.turn()
     meet(world)
@@ -97,7 +97,7 @@ def test_a_lease_lasts_as_long_as_its_reader_wants_it(
     assert (collect(world.src)[2], world.words()) == (set(), {WORD})
     assert 5 * RENEWALS_PER_LEASE - 1 <= len(told) <= 5 * RENEWALS_PER_LEASE + 2
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("d"))
+        endpoint.submit(StopRenewing("d"))
     live(world, 1.5 * lease_s)
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
@@ -105,7 +105,7 @@ def test_a_lease_lasts_as_long_as_its_reader_wants_it(
 def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float | None, float], tuple[World, Told]]) -> None:
     """The lease has been old when the request got here, and the meeting takes a while."""
     world, told = make(4.0, 5.0)
-    world.grant_and_offer(ttl_s=4.0)
+    world.acquire_and_publish(ttl_s=4.0)
     world.turn()
     live(world, 2.0)
     watch(world)
@@ -123,8 +123,8 @@ def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
     leases = [RemoteLease(f"{number:0100}", SLOT, WORD + number) for number in range(500)]
     for endpoint in world.src.endpoints.values():
         for lease in leases:
-            endpoint.submit(Grant(lease.request, lease.slot, lease.word))
-            endpoint.submit(Offer(lease.request, 4.0))
+            endpoint.submit(Acquire(lease.request, lease.slot, lease.word))
+            endpoint.submit(Publish(lease.request, 4.0))
     for number, lease in enumerate(leases):
         watch(world, f"first choice of {number}", lease)
         watch(world, f"second choice of {number}", lease)
@@ -147,7 +147,7 @@ def test_what_one_rank_has_loaded_is_kept_until_all_have(
 ) -> None:
     """The engine gives its source back; until then other ranks, and other choices of the request, may still read."""
     world, _ = make(4.0, 5.0)
-    world.grant_and_offer(ttl_s=4.0)
+    world.acquire_and_publish(ttl_s=4.0)
     watch(world)
     order_load(world, gives_back=False)
     world.turn()
@@ -166,7 +166,7 @@ def test_an_engine_that_does_not_step_tells_nobody_and_rests(
     make: Callable[[float | None, float], tuple[World, Told]],
 ) -> None:
     world, told = make(1.0, 5.0)
-    world.grant_and_offer(ttl_s=1.0)
+    world.acquire_and_publish(ttl_s=1.0)
     watch(world)
     world.turn()
     meet(world)

@@ -10,12 +10,12 @@ from tests.pairs.small import request
 from tests.unit.session.world import KEY, LEASE, REMOTE, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
-from kvreshard.session.flight import decode_flight
-from kvreshard.session.handshake import Address, HandshakeError
-from kvreshard.session.orders import Failure, Load, RemoteEngine, Unwatch, Watch
+from kvreshard.session.commands import Failure, Load, RemoteEngine, Renew, StopRenewing
+from kvreshard.session.handshake import HandshakeError
 from kvreshard.session.peer import Peer
-from kvreshard.session.recorder import Recorder
-from kvreshard.session.source_keys import MAX_PER_HOST, SourceKeys
+from kvreshard.session.source_keys import SourceKeys
+from kvreshard.tools.flight import decode_flight
+from kvreshard.tools.recorder import Recorder
 
 OTHER = replace(REMOTE, engine="other")
 
@@ -35,7 +35,7 @@ class Handshakes:
 def peer() -> Peer:
     world = make_world(1, 1)
     (endpoint,) = world.dst.endpoints.values()
-    endpoint.submit(Watch("d", REMOTE, LEASE))
+    endpoint.submit(Renew("d", REMOTE, LEASE))
     world.turn()
     meet(world)
     made = endpoint._peers.met(REMOTE)
@@ -44,14 +44,14 @@ def peer() -> Peer:
     return made
 
 
-def wanted(name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> Watch:
-    return Watch(name, remote, LEASE, asks_key)
+def wanted(name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> Renew:
+    return Renew(name, remote, LEASE, asks_key)
 
 
 def test_requests_of_one_source_share_its_handshake(peer: Peer) -> None:
     keys, handshakes = SourceKeys(), Handshakes()
     for name in ("a", "b", "c"):
-        assert keys.ask(wanted(name))
+        keys.ask(wanted(name))
     keys.ask(wanted("d", OTHER))
     keys.ask(wanted("e", asks_key=False))
     assert keys.take(handshakes.get) == keys.take(handshakes.get) == ({}, {})
@@ -64,7 +64,7 @@ def test_requests_of_one_source_share_its_handshake(peer: Peer) -> None:
     assert keys.take(handshakes.get) == ({"a": KEY, "c": KEY}, {"d": error})
     assert (len(keys), keys.take(handshakes.get)) == (0, ({}, {}))
     assert len(handshakes.asked) == 2
-    assert (keys._asked, keys._source, dict(keys._num_of_host)) == ({}, {}, {})
+    assert (keys._asked, keys._source) == ({}, {})
 
 
 def test_nobody_is_asked_for_whom_nobody_waits() -> None:
@@ -73,7 +73,7 @@ def test_nobody_is_asked_for_whom_nobody_waits() -> None:
     keys.ask(wanted("a", OTHER))
     keys.forget("a")
     assert keys.take(handshakes.get) == ({}, {})
-    assert (handshakes.asked, keys._asked, keys._source, dict(keys._num_of_host)) == ([], {}, {}, {})
+    assert (handshakes.asked, keys._asked, keys._source) == ([], {}, {})
 
 
 def test_a_handshake_that_was_cancelled_is_begun_anew(peer: Peer) -> None:
@@ -86,27 +86,6 @@ def test_a_handshake_that_was_cancelled_is_begun_anew(peer: Peer) -> None:
     assert keys.take(handshakes.get) == ({"a": KEY}, {})
 
 
-def at(port: int, host: str = "10.0.0.1") -> RemoteEngine:
-    return replace(REMOTE, address=Address(host, port))
-
-
-def test_few_sources_of_one_host_are_asked_at_once() -> None:
-    """A client names the ports of a host that never answers."""
-    keys, handshakes = SourceKeys(), Handshakes()
-    assert all(keys.ask(wanted(f"r{port}", at(port))) for port in range(MAX_PER_HOST))
-    assert not keys.ask(wanted("one more", at(9000)))
-    assert keys.ask(wanted("of a known port", at(0)))
-    assert keys.ask(wanted("of another host", at(9000, "10.0.0.2")))
-    keys.take(handshakes.get)
-    assert len(handshakes.asked) == MAX_PER_HOST + 1
-    handshakes.asked[0][1].set_exception(HandshakeError("nobody"))
-    keys.take(handshakes.get)
-    assert keys.ask(wanted("one more", at(9000)))
-    assert not keys.ask(wanted("and another", at(9001)))
-    keys.forget("r1")
-    assert keys.ask(wanted("and another", at(9001)))
-
-
 def told(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]]:
     results = [endpoint.collect() for endpoint in world.dst.endpoints.values()]
     return [found.keys for found in results], [found.unmet for found in results]
@@ -114,7 +93,7 @@ def told(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]
 
 def watch(world: World, name: str, *, asks_key: bool = True) -> None:
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Watch(name, REMOTE, LEASE, asks_key))
+        endpoint.submit(Renew(name, REMOTE, LEASE, asks_key))
 
 
 def test_every_rank_says_the_key_of_a_source_once_it_is_met() -> None:
@@ -123,7 +102,7 @@ def test_every_rank_says_the_key_of_a_source_once_it_is_met() -> None:
     watch(world, "b", asks_key=False)
     watch(world, "c")
     for endpoint in world.dst.endpoints.values():
-        endpoint.submit(Unwatch("c"))
+        endpoint.submit(StopRenewing("c"))
     world.turn()
     assert told(world) == ([{}, {}], [{}, {}])
     meet(world)
@@ -149,25 +128,9 @@ def test_a_source_that_cannot_be_met_is_said_with_the_reason() -> None:
     world.close()
 
 
-def test_a_request_of_a_host_with_too_many_sources_fails_and_nobody_is_asked() -> None:
-    world = make_world(1, 1)
-    (endpoint,) = world.dst.endpoints.values()
-    for port in range(MAX_PER_HOST + 1):
-        endpoint.submit(wanted(f"r{port}", at(port)))
-    world.turn()
-    (unmet,) = told(world)[1]
-    assert list(unmet) == [f"r{MAX_PER_HOST}"]
-    assert (unmet[f"r{MAX_PER_HOST}"].kind, "10.0.0.1 have not answered" in unmet[f"r{MAX_PER_HOST}"].text) == (
-        "handshake",
-        True,
-    )
-    assert len(world.met) == MAX_PER_HOST
-    world.close()
-
-
 def test_a_load_that_was_refused_reads_nothing_and_asks_nobody(tmp_path: Path) -> None:
     world = make_world(1, 2, recorder=Recorder(tmp_path, 4, submit=at_once))
-    world.grant_and_offer()
+    world.acquire_and_publish()
     watch(world, "d")
     transfer = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
     refusal = Failure("mismatch", "model is 'a' there and 'b' here")

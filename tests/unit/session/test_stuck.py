@@ -9,7 +9,7 @@ import pytest
 from tests.pairs.small import request
 from tests.unit.session.world import LEASE, OPTIONS, REMOTE, SLOT, WORD, World, collect, meet, order_load, seal
 
-from kvreshard.session.orders import Grant, Load, Offer, RemoteLease, Results
+from kvreshard.session.commands import Acquire, Load, Publish, RemoteLease, Results
 from kvreshard.transport.base import StuckCall, Transfer
 from kvreshard.transport.memory import Fault
 
@@ -24,7 +24,7 @@ def set_stuck(world: World, monkeypatch: pytest.MonkeyPatch, stuck: StuckCall | 
 def test_loads_end_while_a_call_is_stuck_and_go_on_when_it_is_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     world.faults[-1] = Fault(delay_steps=1)
     order_load(world, "posted")
     world.turn()
@@ -51,8 +51,8 @@ def test_loads_end_while_a_call_is_stuck_and_go_on_when_it_is_back(
     assert all(endpoint.collect().settled == {"posted"} for endpoint in world.dst.endpoints.values())
     lease = RemoteLease("s", SLOT + 1, WORD + 1)
     for endpoint in world.src.endpoints.values():
-        endpoint.submit(Grant(lease.request, lease.slot, lease.word))
-        endpoint.submit(Offer(lease.request, 1e6))
+        endpoint.submit(Acquire(lease.request, lease.slot, lease.word))
+        endpoint.submit(Publish(lease.request, 1e6))
     order_load(world, "again", lease=lease)
     for _ in range(3):
         world.turn()
@@ -84,7 +84,7 @@ def test_loads_end_in_time_when_the_sessions_thread_does_not_come_back(
         return posting(*args)
 
     monkeypatch.setattr(world.dst.transports[0], "post", post)
-    world.grant_and_offer(ttl_s=1e6)
+    world.acquire_and_publish(ttl_s=1e6)
     order_load(world)
     world.turn()
     turning = threading.Thread(target=lambda: (meet(world), endpoint.turn()))

@@ -17,24 +17,25 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan import compile_route
 from kvreshard.session.card import EngineCard, RankCard, make_card
+from kvreshard.session.commands import (
+    Acquire,
+    EndpointOptions,
+    Failure,
+    Load,
+    Publish,
+    RemoteEngine,
+    RemoteLease,
+)
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import (
-    EndpointOptions,
-    Failure,
-    Grant,
-    Load,
-    Offer,
-    RemoteEngine,
-    RemoteLease,
-)
-from kvreshard.session.peer import Peer, Self, disconnect
+from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.peers import Peers
-from kvreshard.session.recorder import Recorder
 from kvreshard.session.seal import Seal, incarnation_of, make_seal
 from kvreshard.session.staging import Staging
+from kvreshard.tools.observer import ObserverOptions, RankObserver
+from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion, Transfer
 from kvreshard.transport.local import HostMemory, LocalMemory
 from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
@@ -44,6 +45,7 @@ KEY = bytes(range(32))
 LIFE = incarnation_of(KEY)
 HOST: tuple[str, LocalMemory] = ("cpu", HostMemory())
 KIND = Attention(2, 8, "bfloat16")
+UNWATCHED = ObserverOptions()
 OPTIONS = EndpointOptions(load_timeout_s=100.0, settle_timeout_s=10.0, heartbeat_s=5.0, retry_s=5.0)
 
 
@@ -71,6 +73,7 @@ class Side:
     tables: dict[int, LeaseTable]
     transports: dict[int, MemoryTransport]
     endpoints: dict[int, Endpoint]
+    observers: dict[int, RankObserver] = field(default_factory=dict)
     staging: list[np.ndarray] = field(default_factory=list)
     lease_s: float | msgspec.UnsetType = msgspec.UNSET
     key: bytes = KEY
@@ -82,8 +85,8 @@ class Side:
                 self.transports[rank].metadata(),
                 self.tables[rank].region.address,
                 len(self.tables[rank]),
-                self.endpoints[rank].board.region.address,
-                len(self.endpoints[rank].board),
+                self.observers[rank].mailbox.region.address,
+                len(self.observers[rank].mailbox),
             )
             for rank in self.transports
         ]
@@ -120,12 +123,12 @@ class World:
             for side in sides or (self.src, self.dst):
                 side.turn(1)
 
-    def grant_and_offer(self, name: str = "r", ttl_s: float = 30.0) -> None:
+    def acquire_and_publish(self, name: str = "r", ttl_s: float = 30.0) -> None:
         """A lease of the pages that `order_load` reads."""
         tables = request(self.src.layout, self.dst.layout, 21).src_tables
         for endpoint in self.src.endpoints.values():
-            endpoint.submit(Grant(name, SLOT, WORD))
-            endpoint.submit(Offer(name, ttl_s, tables))
+            endpoint.submit(Acquire(name, SLOT, WORD))
+            endpoint.submit(Publish(name, ttl_s, tables))
 
     def close(self) -> None:
         for side in (self.src, self.dst):
@@ -157,6 +160,7 @@ def make_side(
     options: EndpointOptions,
     recorder: Recorder | None = None,
     local: tuple[str, LocalMemory] = HOST,
+    watched: ObserverOptions = UNWATCHED,
 ) -> Side:
     """One engine whose caches lie on a device, and what reads them there: (device, memory)."""
     device, local_memory = local
@@ -166,6 +170,7 @@ def make_side(
     for rank in side.layout.ranks:
         transport = MemoryTransport(fabric, f"{layout.engine}{rank.rank}", faults=faults)
         table, buffer = LeaseTable(64), np.zeros(1 << 16, np.uint8)
+        observer = RankObserver(rank.rank, local_memory, watched, recorder=recorder, clock=world_clock)
         endpoint = Endpoint(
             rank.rank,
             transport,
@@ -175,12 +180,12 @@ def make_side(
             staging=Staging(buffer.ctypes.data, buffer.size),
             clock=world_clock,
             peers=peers(rank.rank),
-            recorder=recorder,
+            observer=observer,
         )
         areas = [MemoryRegion(g.address, g.size_bytes) for g in rank.regions]
         transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
         side.tables[rank.rank], side.transports[rank.rank] = table, transport
-        side.endpoints[rank.rank] = endpoint
+        side.endpoints[rank.rank], side.observers[rank.rank] = endpoint, observer
         side.staging.append(buffer)
     return side
 
@@ -192,7 +197,7 @@ class ScriptedPeers(Peers):
         self.queue = queue
         self.known: dict[RemoteEngine, Future[Peer]] = {}
 
-    def get(self, me: Self, remote: RemoteEngine) -> Future[Peer]:
+    def get(self, me: LocalRank, remote: RemoteEngine) -> Future[Peer]:
         if remote not in self.known:
             self.known[remote] = future = Future()
             self.queue.append(lambda: None if future.cancelled() else self._meet(me, remote, future))
@@ -208,7 +213,7 @@ class ScriptedPeers(Peers):
             del self.known[remote]
             disconnect(met)
 
-    def doubt(self, me: Self, peer: Peer) -> None:
+    def doubt(self, me: LocalRank, peer: Peer) -> None:
         self.queue.append(lambda: self._ask(peer))
 
     def cancel(self, remote: RemoteEngine) -> None:
@@ -222,7 +227,7 @@ class ScriptedPeers(Peers):
     def close(self) -> None:
         """Nothing runs."""
 
-    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, future: Future[Peer]) -> None:
         raise NotImplementedError
 
     def _ask(self, peer: Peer) -> None:
@@ -237,7 +242,7 @@ class FakePeers(ScriptedPeers):
         super().__init__(world.met)
         self.world, self.rank = world, rank
 
-    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, future: Future[Peer]) -> None:
         if self.world.meeting_error:
             future.set_exception(self.world.meeting_error[0])
             return
@@ -261,8 +266,9 @@ def make_world(
     options: EndpointOptions = OPTIONS,
     recorder: Recorder | None = None,
     local: tuple[tuple[str, LocalMemory], tuple[str, LocalMemory]] = (HOST, HOST),
+    watched: ObserverOptions = UNWATCHED,
 ) -> World:
-    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`."""
+    """Engines of `src_tp` and `dst_tp` ranks that know themselves, and not yet one another. `local`: of both, as in `make_side`. `watched`: of the loads."""
     clock, fabric = Clock(), Fabric()
     faults: dict[int, Fault] = {}
     made = World(clock, fabric, None, None, [], faults, [])
@@ -277,7 +283,9 @@ def make_world(
     made.src = make_side(
         clock, fabric, src, lambda rank: FakePeers(made, rank), lambda i, t: Fault(), options, None, local[0]
     )
-    made.dst = make_side(clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1])
+    made.dst = make_side(
+        clock, fabric, dst, lambda rank: FakePeers(made, rank), fault, options, recorder, local[1], watched
+    )
     for side in (made.src, made.dst):
         for endpoint in side.endpoints.values():
             endpoint.introduce(side.card(), side.layout)
@@ -285,7 +293,7 @@ def make_world(
 
 
 def meet_engine(
-    me: Self, remote: RemoteEngine, options: EndpointOptions, is_told: Callable[[], object] = lambda: True
+    me: LocalRank, remote: RemoteEngine, options: EndpointOptions, is_told: Callable[[], object] = lambda: True
 ) -> Peer:
     """Meet one engine through its listener, and wait for that, and for what it is told of it."""
     peers = Peers(options, Clock(), lambda: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreshard.vllm.items import Comparison, Item, Positions, compare, digest_grid, digest_salt, find_unseen
+from kvreshard.vllm.items import Comparison, Item, Positions, compare, digest_grid, digest_with_key, find_unseen
 
 CAT, DOG = Item(20, 64, "cat", "8x8"), Item(150, 64, "dog", "8x8")
 OTHER = Item(20, 64, "cow", "8x8")
@@ -91,8 +91,8 @@ def test_tokens_that_stand_for_nothing_here_are_found() -> None:
 
 
 def test_no_data_is_no_grid_and_no_salt_no_digest() -> None:
-    assert digest_grid(None) == digest_salt(None) == digest_salt("") == ""
-    assert digest_salt("a") != digest_salt("b")
+    assert digest_grid(None) == digest_with_key("", bytes(32)) == ""
+    assert digest_with_key("a", bytes(32)) != digest_with_key("b", bytes(32))
 
 
 @pytest.mark.parametrize("num_items", [0, 4000])

@@ -10,8 +10,8 @@ import pytest
 from tests.changed import leaves, other
 
 from kvreshard.model.changed import replace
+from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake import Address
-from kvreshard.session.orders import RemoteEngine, RemoteLease
 from kvreshard.session.seal import SealError, check_seal, incarnation_of
 from kvreshard.vllm.params import KEY, GroupParams, ParamsError, RemotePrefill, read_params, write_params
 from kvreshard.vllm.prompt import Prompt, digest_prompt

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.session.seal import prompt_key
-from kvreshard.vllm.items import Item
+from kvreshard.vllm.items import Item, digest_with_key, give_key
 from kvreshard.vllm.prompt import MAX_MARKS, MIN_STEP_TOKENS, Prompt, PromptDigest, count_matching, digest_prompt
 
 TOKENS = list(range(100, 400))
@@ -62,8 +62,22 @@ def test_items_and_salts_travel_beside_the_text() -> None:
     digest = digest_prompt(
         Prompt(TOKENS, (image, Item(290, 20, "cut"), Item(300, 5, "said later")), salt="s"), 300, SECRET
     )
-    assert digest.items == (image, Item(290, 20, "cut"))
-    assert digest.salt == "s"
+    assert digest.items == give_key((image, Item(290, 20, "cut")), SECRET)
+    assert digest.salt == digest_with_key("s", SECRET)
+
+
+def test_nothing_that_travels_can_be_looked_up_or_compared_without_the_key() -> None:
+    prompt = Prompt(TOKENS, (Item(40, 100, "cat", "grid"), Item(150, 10, "bare")), salt="s")
+    first, second = (digest_prompt(prompt, 300, key) for key in (SECRET, bytes(32)))
+    said = [
+        {digest.whole, *digest.marks, digest.salt, *(text for item in digest.items for text in (item.name, item.grid))}
+        - {""}
+        for digest in (first, second)
+    ]
+    assert len(said[0]) == 1 + len(first.marks) + 1 + 3
+    assert not said[0] & said[1]
+    assert not said[0] & {"cat", "bare", "grid", "s"}
+    assert [item.grid == "" for item in first.items] == [False, True]  # that nothing is known of a grid is said
 
 
 def test_a_long_prompt_has_a_bounded_number_of_marks() -> None:

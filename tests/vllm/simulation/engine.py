@@ -41,18 +41,19 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvreshard.model import wire
 from kvreshard.model.changed import replace
 from kvreshard.session.card import RankCard, decode_card
+from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake import Address
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.orders import EndpointOptions
 from kvreshard.session.peers import Peers
 from kvreshard.session.staging import Staging
+from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
 from kvreshard.vllm.connector import ReshardHandshake
+from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.reception import RankPart
 from kvreshard.vllm.worker import WorkerSide
 
 
@@ -176,8 +177,8 @@ class Engine:
         # The runner is vLLM's choice by platform; nothing else in a scheduler asks for it.
         self.scheduler.use_v2_model_runner = shape.is_v2
         self.connector: Any = self.scheduler.connector
-        self.connector._scheduler._reception.listen = lambda card: self.address
-        self.connector._scheduler._standstill._clock = self.clock
+        self.connector._scheduler._handshake.listen = lambda card: self.address
+        self.connector._scheduler._deadlock._clock = self.clock
         self.connector._scheduler._admission._clock = self.clock
         self.runner = Runner(self.side, self.texts, self.count_accepted)
         self.pending: deque[_Step] = deque()
@@ -279,15 +280,16 @@ class Engine:
         for place, rank in enumerate(self.side.layout.ranks):
             transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
             table, buffer = LeaseTable(64), np.zeros(1 << 14, np.uint8)
+            observer = RankObserver(rank.rank, HostMemory(), ObserverOptions(), clock=self.clock)
             endpoint = Endpoint(
-                rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock,
+                rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock, observer=observer,
                 staging=Staging(buffer.ctypes.data, buffer.size), peers=self.make_peers(self, rank.rank),
             )  # fmt: skip
             areas = [MemoryRegion(area.address, area.size_bytes) for area in rank.regions]
             transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
             card = RankCard(
                 rank.rank, transport.metadata(), table.region.address, len(table),
-                endpoint.board.region.address, len(endpoint.board),
+                observer.mailbox.region.address, len(observer.mailbox),
             )  # fmt: skip
             parts[divmod(place, self.shape.tp)] = ReshardHandshake(
                 RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), card, {})

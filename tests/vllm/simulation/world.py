@@ -23,11 +23,11 @@ from tests.vllm.simulation.text import VOCABULARY, Picture, Text
 from vllm.v1.core.sched.interface import PauseState
 
 from kvreshard.plan import compile_route
+from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S
 from kvreshard.session.handshake import Address, HandshakeError
 from kvreshard.session.mover import Mover
-from kvreshard.session.orders import EndpointOptions, RemoteEngine
-from kvreshard.session.peer import Peer, Self
+from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.transport.base import Transfer
 from kvreshard.transport.memory import Fabric, Fault
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS
@@ -105,7 +105,7 @@ class WorldPeers(ScriptedPeers):
         if self._world.rng.random() < self._world.weather.unmet:
             self.forget(peer.remote, peer)
 
-    def _meet(self, me: Self, remote: RemoteEngine, future: Future[Peer]) -> None:
+    def _meet(self, me: LocalRank, remote: RemoteEngine, future: Future[Peer]) -> None:
         if self._world.rng.random() < self._world.weather.unmet:
             del self.known[remote]
             future.set_exception(HandshakeError("nobody is there today"))
@@ -402,7 +402,7 @@ class World:
         assert engine.num_free_blocks == engine.num_blocks_at_rest, (engine.name, engine.num_free_blocks)
         assert scheduling._producer.last_pages.num_blocks == 0, engine.name
         assert not scheduling._producer.last_pages._expected, engine.name
-        assert not scheduling._producer._slots._granted, engine.name
+        assert not scheduling._producer._slots._leases, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
         assert not scheduling._admission.num_failed, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name

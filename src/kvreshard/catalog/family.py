@@ -1,0 +1,81 @@
+"""The form of a row of `families.FAMILIES`: what a `config.json` of one `model_type` means for the caches.
+
+A row has columns of data and, where a family needs them, small functions:
+
+| column | what it says |
+|---|---|
+| `layers` | the caches of every decoder layer, as words: `"full"`, `"full state"`, `""` for none (`layer_rules`, `family_layers`) |
+| `caches` | what a word means, where it is not one of `caches.USUAL` |
+| `predicts` | the caches of every layer that predicts tokens (MTP), as words |
+| `kv_heads`, `head_size` | of a file that leaves `num_key_value_heads` or `head_dim` out |
+| `names` | what the file calls a usual field: `{"num_hidden_layers": "n_layer"}` |
+| `left_out`, `unsaid` | values of fields that a file leaves out, or that it leaves out or has as null |
+| `sets` | fields that the family computes, whatever the file says of them; None is null |
+| `expects` | the values of a field of which the caches are described; any other is refused |
+| `page_tokens`, `order` | what vLLM takes where the engine says nothing |
+| `prepare`, `arrange` | what is none of these: a change of the fields before, of the caches after |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvreshard.catalog.config import Config
+    from kvreshard.catalog.layers import ModelLayer
+
+LayerRule = Callable[["Config", int], Sequence[str]]
+"""Config and number of decoder layers -> the words of each."""
+PredictionRule = Callable[["Config", Sequence[str]], Sequence[str]]
+"""Config and the words of the decoder layers -> the words of each layer that predicts."""
+CacheRule = Callable[["Config", str, int], "ModelLayer"]
+"""Config, name and number of a decoder layer -> one of its caches."""
+Source = int | str | tuple[str, ...] | Callable[["Config"], int]
+"""A number, a field that has it, the first field of several that is there, or a function that computes it."""
+
+PER_QUERY_HEAD = "num_attention_heads"
+"""For `kv_heads`: as many KV heads as query heads."""
+DERIVED = "hidden_size / num_attention_heads"
+"""For `head_size`: as the configuration class computes it."""
+
+
+def _nothing(_config: Config, _layers: Sequence[str]) -> Sequence[str]:
+    return ()
+
+
+def _as_it_is(config: Config) -> Config:
+    return config
+
+
+def _as_registered(_config: Config, layers: Sequence[ModelLayer]) -> Sequence[ModelLayer]:
+    return layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One row. Two rows are equal if their rules are, whatever their defaults. Without `layers` only the head size of the type is known.
+
+    `numbered_on`: layers that predict are numbered on from the model's (`layers.61`) instead of apart (`mtp.0`).
+    `one_per_draft`: the engine makes as many layers that predict as it speculates tokens. `reads_per_layer`: its rules read what a file lists
+    per layer (`per_layer_config`); of other families such a file is refused.
+    """
+
+    layers: LayerRule | None = None
+    caches: Mapping[str, CacheRule] = field(default_factory=dict)
+    predicts: PredictionRule = _nothing
+    prepare: Callable[[Config], Config] = _as_it_is
+    arrange: Callable[[Config, Sequence[ModelLayer]], Sequence[ModelLayer]] = _as_registered
+    sets: Mapping[str, Source | None] = field(default_factory=dict)
+    expects: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    kv_heads: int | str | None = field(default=None, compare=False)
+    head_size: int | str | None = field(default=None, compare=False)
+    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    left_out: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    unsaid: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    page_tokens: int = 16
+    order: str = "LBNHC"
+    numbered_on: bool = False
+    one_per_draft: bool = False
+    reads_per_layer: bool = False

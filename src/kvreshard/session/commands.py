@@ -1,0 +1,191 @@
+"""The commands that a rank's endpoint is given, and the results that it returns.
+
+Frozen data that may cross a process border. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan.cost import CostModel
+from kvreshard.session.handshake import Address
+from kvreshard.session.keys import Keys
+from kvreshard.session.lease import Cause
+from kvreshard.session.pull import Moved
+from kvreshard.session.seal import Seal
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """An engine that holds what is wanted: a restart under the same name and address is another incarnation."""
+
+    engine: str
+    incarnation: str
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLease:
+    """The lease of one request at its source: the source's own request id, and where its word stands."""
+
+    request: str
+    slot: int
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed.
+
+    `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
+    `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
+    a load that fails gives back in any case. `refusal`: how it fails without anything being read.
+    """
+
+    request: str
+    remote: RemoteEngine
+    lease: RemoteLease
+    transfer: Request
+    seal: Seal
+    gives_back: bool
+    refusal: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the source that a request's pages are not needed. Nothing is reported for it here, unless this engine is the source."""
+
+    remote: RemoteEngine
+    lease: RemoteLease
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop loading a request as soon as nothing moves any more; it is reported as failed, or as received if it was done.
+
+    Its source is given back.
+    """
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Get to know the source, and renew its lease until the request is loaded or released, or `StopRenewing`.
+
+    `asks_key`: say the source's key when it has been met (`Results.keys`), or that it could not be met (`Results.unmet`).
+    """
+
+    request: str
+    remote: RemoteEngine
+    lease: RemoteLease
+    asks_key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopRenewing:
+    """Renew no longer."""
+
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """Write the word of a request that computes here."""
+
+    request: str
+    slot: int
+    word: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat.
+
+    `tables`: the block tables that were sealed, by group; digest requests are answered from them.
+    """
+
+    request: str
+    ttl_s: float
+    tables: Mapping[str, PageTable] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """The request will not be published, or is no longer: its pages may be used again, and whoever reads them fails."""
+
+    request: str
+
+
+Command = Load | Release | Cancel | Renew | StopRenewing | Acquire | Publish | Revoke
+
+FailureKind = Literal[
+    "handshake", "mismatch", "seal", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
+]
+CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
+"""How the comparison of digests ended; only `equal` and `skipped` let a load be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request could not be loaded. `is_quarantined`: a read may still write its pages; they must not be reused."""
+
+    kind: FailureKind
+    text: str
+    is_quarantined: bool = False
+
+
+@dataclass(slots=True)
+class Results:
+    """What has ended since the last call. A request that failed is not in `received`.
+
+    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all. `stuck`: calls into the
+    transport's library that do not come back. `keys`: by request, of sources that were asked for and have been met. `unmet`: by request, of
+    those that could not be met.
+    """
+
+    freed: dict[str, Cause] = field(default_factory=dict)
+    received: dict[str, Moved] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    checks: dict[str, CheckResult] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+    stuck: list[str] = field(default_factory=list)
+    keys: dict[str, bytes] = field(default_factory=dict, repr=False)
+    unmet: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        ended = self.freed or self.received or self.failed or self.checks or self.settled
+        return not (ended or self.stuck or self.keys or self.unmet)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """Bounds and intervals of an endpoint.
+
+    Attributes:
+        handshake_timeout_s: for each question to a peer's listener.
+        load_timeout_s: from the command to load until the last byte; then the load is stopped and has failed.
+        settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
+        heartbeat_s: between renewals of leases whose source does not say how long they last (`session.renewals`).
+        paused_renewal_s: how long they are renewed for an engine that does not step, since it is paused.
+        retry_s: how long a peer that could not be met is not asked again.
+        peer_ttl_s: how long a peer is known from which nothing is read.
+        allow_mismatch: facts of the engine cards that may differ.
+        keys: with which listeners are asked; None where they use none.
+        cost: what copies cost here, to choose between reading directly and through staging.
+    """
+
+    handshake_timeout_s: float = 30.0
+    load_timeout_s: float = 120.0
+    settle_timeout_s: float = 30.0
+    heartbeat_s: float = 5.0
+    paused_renewal_s: float = 300.0
+    retry_s: float = 5.0
+    peer_ttl_s: float = 3600.0
+    allow_mismatch: tuple[str, ...] = ()
+    keys: Keys | None = None
+    cost: CostModel = CostModel()  # noqa: RUF009 (frozen)

@@ -1,0 +1,83 @@
+"""The interface through which something may watch the loads of a rank. Here every method does nothing.
+
+The session calls it at the points of a load's life and knows nothing of who watches; `kvreshard.tools` has digests and flight records.
+All calls come on the session's thread, but for `LoadObserver.noted`, which may come on any. Only `landed` may raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from kvreshard.model import EngineLayout
+from kvreshard.model.errors import KvReshardError
+from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import CheckResult, Failure, Load
+from kvreshard.session.lease import LeaseBook
+from kvreshard.session.peer import Peer
+from kvreshard.transport.base import MemoryRegion, Transfer
+
+
+class RejectedLoad(KvReshardError):
+    """What has landed must not be served: the load fails as `digest`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What an observer may use while a load waits for it: the source, this engine's layout, and the job that waits.
+
+    `posted`: must hear of every transfer that the observer posts, which is then settled before the load ends. `wake`: resume soon.
+    """
+
+    peer: Peer
+    dst: EngineLayout
+    posted: Callable[[Transfer], None]
+    wake: Callable[[], None]
+
+
+class LoadObserver:
+    """Watches one load."""
+
+    @property
+    def check(self) -> CheckResult | None:
+        """How the comparison with the source ended; None if there was none."""
+        return None
+
+    def noted(self, event: str, text: str = "") -> None:
+        """Something has happened.
+
+        Events: met, bound, zeroed, not staged, posted, transfer failed, settled, read, cancelled, failed, quarantined, refused.
+        """
+
+    def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
+        """All bytes are there and the lease held on every rank that was read. The load is over when this ends.
+
+        Yields a transfer that must settle first, or None to be resumed at the next turn. Raises RejectedLoad or TransportError to fail
+        the load. Closed early if the load is stopped, once everything that was posted has settled.
+        """
+        yield from ()
+
+    def failed(self, failure: Failure, dst: EngineCard, src: EngineCard | None, *, is_routed: bool) -> None:
+        """The load has failed. `src` is None if the source was never met; `is_routed`: there was a route from it."""
+
+
+class Observer:
+    """Watches one rank. `regions`: memory of its own that the transport must register."""
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return ()
+
+    def ordered(self, load: Load) -> LoadObserver:
+        """A load is ordered; what is returned watches it."""
+        return LoadObserver()
+
+    def heard(self, payload: bytes, leases: LeaseBook) -> None:
+        """A peer's notification that is none of the session's. `leases`: those of this rank's own prefills."""
+
+    def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:
+        """A turn of the session: work for some milliseconds at most; whether more waits."""
+        return False
+
+    def close(self) -> None:
+        """The session ends."""

@@ -1,0 +1,86 @@
+"""The queue of what has ended, between the session's thread and the engine's.
+
+The session's thread puts in, the engine's thread takes out. An engine that computes nothing may wait a little while loads are
+under way: asking again costs it a whole step, and the threads that carry out the load need the processor that the step takes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+from kvreshard.session.commands import CheckResult, Failure, Results
+from kvreshard.session.lease import Cause
+from kvreshard.session.pull import Moved
+
+
+class ResultQueue:
+    """Results that the engine has not taken yet. Safe for use from any thread."""
+
+    def __init__(self) -> None:
+        self._results = Results()
+        self._loading: set[str] = set()
+        # Loads that were given up from outside and whose end is still to come.
+        self._lost: Counter[str] = Counter()
+        self._ended = threading.Condition()
+
+    def expect(self, request: str) -> None:
+        """A load has been ordered."""
+        with self._ended:
+            self._loading.add(request)
+
+    def end(self, request: str, outcome: Moved | Failure, check: CheckResult | None = None) -> None:
+        """A load is over; `check`: how its comparison ended, if there was one."""
+        with self._ended:
+            if self._lost[request]:
+                self._lost -= Counter([request])
+                if not (isinstance(outcome, Failure) and outcome.is_quarantined):
+                    self._results.settled.add(request)
+                return
+            if isinstance(outcome, Failure):
+                self._results.failed[request] = outcome
+            else:
+                self._results.received[request] = outcome
+            if check is not None:
+                self._results.checks[request] = check
+            self._loading.discard(request)
+            self._ended.notify_all()
+
+    def give_up(self, failure: Failure) -> None:
+        """Every load under way has failed, whatever becomes of it: whoever carries them out does not come back."""
+        with self._ended:
+            for request in self._loading:
+                self._results.failed[request] = failure
+            self._lost.update(self._loading)
+            self._loading.clear()
+            self._ended.notify_all()
+
+    def settle(self, request: str) -> None:
+        """The reads of a load whose pages were quarantined have come to rest."""
+        with self._ended:
+            self._results.settled.add(request)
+
+    def note_stuck(self, call: str) -> None:
+        """A call into the transport's library does not come back."""
+        with self._ended:
+            self._results.stuck.append(call)
+
+    def free(self, ended: Mapping[str, Cause]) -> None:
+        """Leases have ended here."""
+        with self._ended:
+            self._results.freed.update(ended)
+
+    def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
+        """Sources that were asked for have been met, or could not be."""
+        with self._ended:
+            self._results.keys.update(keys)
+            self._results.unmet.update(unmet)
+
+    def take(self, patience_s: float) -> Results:
+        """Everything since the last call. Waits for up to `patience_s` if no load has ended and one is under way."""
+        with self._ended:
+            if self._loading and not (self._results.received or self._results.failed):
+                self._ended.wait_for(lambda: bool(self._results.received or self._results.failed), patience_s)
+            results, self._results = self._results, Results()
+        return results

@@ -1,0 +1,220 @@
+"""The request for a digest of a part of a load: how the reader cuts a load into requests, and how the source answers one.
+
+The reader, `make_requests`: what its route's transfers bring, cut so that one request covers at most `REQUEST_BYTES`. Digests of
+disjoint cells add up, so the parts may be compared one by one. Each request comes with the reader's own cells.
+
+The source, `answer_request`:
+
+1. The named fields must be its own and congruent. Their cells are cut to the ownerships that the request names.
+2. The cost is bounded before anything is read.
+3. The digest is of the pages that the source offered under the lease, read at its own addresses: a reader that has read other pages gets
+   another digest. Neither addresses nor pages come from a request.
+
+Refused: RequestError for unknown fields, a wrong number of axes, too many tokens or bytes; BindError for what `digest` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from kvreshard.model.errors import KvReshardError
+from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.ownership import MAX_SIZE, Cyclic, Interval, Ownership
+from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.plan.cover import count_common
+from kvreshard.plan.lane import Lane
+from kvreshard.session.commands import RemoteLease
+from kvreshard.session.notes import VERSION
+from kvreshard.tools import Digest, Memory, digest_cells
+from kvreshard.tools.cells import Cells, Cut, of_lane
+from kvreshard.tools.digest import cut_tokens
+
+# 16 MiB take some 8 ms to digest: what a session's thread may do at a stretch.
+REQUEST_BYTES = 16 << 20
+REQUEST_FIELDS = 128
+# One page, or one state, may be larger than a request should be; a peer cannot ask for more than this.
+MAX_BYTES = 8 * REQUEST_BYTES
+MAX_TOKENS = 1 << 22
+MAX_INTERVALS = 1 << 10
+MAX_OWNERSHIPS = 4
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+Word = Annotated[int, msgspec.Meta(ge=0)]
+Owned = tuple[Count, Count | None, Count | None]
+"""An ownership: (start, stop or None, None) is an interval, (start, run, step) a cyclic set."""
+
+
+class RequestError(KvReshardError):
+    """A request that this rank does not answer: for fields that it does not have, or too large."""
+
+
+class DigestRequest(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
+    """A notification: what is the digest, under `key`, of these cells of `request`? The answer goes to the mailbox, under `token`.
+
+    `word`: the lease's, which only those know who were told. `fields`: congruent fields of the source rank. `within`: per axis,
+    ownerships that a coordinate must satisfy beside the rank's own. `intervals`: tokens.
+    """
+
+    version: int
+    request: str
+    word: Word
+    token: Word
+    key: bytes
+    fields: tuple[str, ...]
+    within: tuple[tuple[Owned, ...], ...]
+    intervals: tuple[tuple[Count, Count], ...]
+
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(DigestRequest)
+
+
+def write_request(request: DigestRequest) -> bytes:
+    """The bytes of a request."""
+    return _encoder.encode(request)
+
+
+def read_request(payload: bytes) -> DigestRequest | None:
+    """The request, or None for anything else: a later version, another program, noise."""
+    try:
+        request = _decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
+        return None
+    return request if request.version == VERSION else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The subject of one request, seen by the reader: its own cells of a transfer, and the tokens of them."""
+
+    src_rank: int
+    mine: Cells
+    intervals: tuple[Tokens, ...]
+
+    def __str__(self) -> str:
+        fields = self.mine.fields
+        more = f" and {len(fields) - 1} more fields" if len(fields) > 1 else ""
+        tokens = ", ".join(f"[{start}, {stop})" for start, stop in self.intervals)
+        return f"field '{fields[0]}'{more}, tokens {tokens}, from source rank {self.src_rank}"
+
+    def digest(self, request: Request, memory: Memory, key: bytes) -> Digest:
+        """The reader's own digest of it."""
+        return digest_cells(self.mine, request.dst_tables, {self.mine.group.name: self.intervals}, memory, key)
+
+
+def is_readable(memory: Memory, rank: Rank) -> bool:
+    """Whether a rank's memory can be read for digests, all of it."""
+    return all(memory.reaches(device) for device in set(rank.devices))
+
+
+def make_requests(
+    lanes: Sequence[Lane], request: Request, lease: RemoteLease, key: bytes, new_token: Callable[[], int]
+) -> Iterator[tuple[Part, DigestRequest]]:
+    """Every cell that the lanes move for the request, in exactly one digest request. `new_token()` gives a random word."""
+    for lane in lanes:
+        intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[lane.dst_group.name])
+        if not intervals:
+            continue
+        num_fields, num_tokens = _size(lane)
+        parts = [intervals] if lane.is_state else list(cut_tokens(intervals, num_tokens))
+        within = tuple((_to_owned(axis.dst.owned), _to_owned(axis.chosen)) for axis in lane.axes)
+        cells = of_lane(lane, "dst")
+        for first in range(0, len(lane.fields), num_fields):
+            fields = lane.fields[first : first + num_fields]
+            mine = cells.only(fields)
+            for part in parts:
+                asked = DigestRequest(VERSION, lease.request, lease.word, new_token(), key, fields, within, part)
+                yield Part(lane.src_rank, mine, part), asked
+
+
+def answer_request(
+    request: DigestRequest, tables: Mapping[str, PageTable], layout: EngineLayout, rank: int, memory: Memory
+) -> Digest:
+    """The digest that was asked for, from this rank's own memory. `tables`: the pages that were offered under the lease.
+
+    Raises RequestError or another KvReshardError.
+    """
+    cells = _find_cells(request, layout, layout.rank_by_number[rank])
+    _check_cost(request, cells)
+    return digest_cells(cells, tables, {cells.group.name: request.intervals}, memory, request.key)
+
+
+def _size(lane: Lane) -> tuple[int, int]:
+    """Fields and tokens of one request about a lane."""
+    per_index = lane.element_bytes * prod(
+        count_common(axis.extent, axis.dst.owned, axis.chosen) for axis in lane.axes if axis.extent is not None
+    )
+    if lane.is_state:
+        return max(1, min(REQUEST_FIELDS, REQUEST_BYTES // max(1, per_index))), 1
+    page = lane.src_group.tokens_per_page or 1
+    indices = max(1, page // lane.tokens_per_index)
+    num_fields = max(1, min(REQUEST_FIELDS, len(lane.fields), REQUEST_BYTES // max(1, per_index * indices)))
+    tokens = REQUEST_BYTES // max(1, per_index * num_fields) * lane.tokens_per_index
+    tokens = max(lane.tokens_per_index, min(tokens, MAX_TOKENS))
+    return num_fields, tokens // lane.tokens_per_index * lane.tokens_per_index
+
+
+def _find_cells(request: DigestRequest, layout: EngineLayout, rank: Rank) -> Cells:
+    shards = []
+    for name in request.fields:
+        shard = rank.shard_by_field.get(name)
+        if shard is None:
+            raise RequestError(f"field '{name[:80]}' is not on rank {rank.rank} of engine '{layout.engine}'")
+        shards.append(shard)
+    if not shards:
+        raise RequestError("a digest request names no fields")
+    field, geometry = layout.field_by_name[shards[0].field], shards[0].geometry
+    for shard in shards:
+        other = layout.field_by_name[shard.field]
+        if (other.axes, other.element_bytes, shard.geometry) != (field.axes, field.element_bytes, geometry):
+            raise RequestError(f"fields '{field.name}' and '{other.name}' differ in shape; ask for them one by one")
+    if len(request.within) != len(field.axes) or any(len(owned) > MAX_OWNERSHIPS for owned in request.within):
+        raise RequestError(f"{len(request.within)} axes are named; field '{field.name}' has {len(field.axes)}")
+    sequence = field.sequence
+    return Cells(
+        request.fields,
+        np.array([rank.base_address(shard) for shard in shards], dtype=np.int64),
+        field.element_bytes,
+        layout.group_by_name[geometry.group],
+        geometry.page_stride_bytes,
+        tuple(
+            Cut(axis.name, axis.extent, mapped, tuple(_from_owned(owned) for owned in owners))
+            for axis, mapped, owners in zip(field.axes, geometry.axes, request.within, strict=True)
+        ),
+        sequence.tokens_per_index if sequence else 1,
+        sequence.keep_partial if sequence else False,
+    )
+
+
+def _check_cost(request: DigestRequest, cells: Cells) -> None:
+    intervals = request.intervals
+    ends = [end for interval in intervals for end in interval]
+    if not intervals or len(intervals) > MAX_INTERVALS or any(high < low for low, high in pairwise(ends)):
+        raise RequestError(f"{len(intervals)} token intervals; give 1 to {MAX_INTERVALS}, ascending and disjoint")
+    num_tokens = sum(stop - start for start, stop in intervals)
+    widths = [high - low for low, high in (axis.bounds() for axis in cells.bounded)]
+    if min(widths, default=1) <= 0:
+        raise RequestError(f"no cell of field '{cells.fields[0]}' lies on this rank and in the box that is asked for")
+    indices = 1 if cells.sequence is None else num_tokens // cells.tokens_per_index + len(intervals)
+    num_bytes = cells.element_bytes * prod(widths) * indices * len(cells.fields)
+    if num_tokens > MAX_TOKENS or num_bytes > MAX_BYTES:
+        raise RequestError(
+            f"{num_tokens} tokens of {num_bytes} bytes in one digest request; at most {MAX_TOKENS} and {MAX_BYTES} are answered"
+        )
+
+
+def _to_owned(owned: Ownership) -> Owned:
+    return (owned.start, owned.stop, None) if isinstance(owned, Interval) else (owned.start, owned.run, owned.step)
+
+
+def _from_owned(owned: Owned) -> Ownership:
+    start, second, step = owned
+    if step is None:
+        return Interval(start, second)
+    return Cyclic(start, second or 0, step)

@@ -1,0 +1,158 @@
+"""The observer of a rank: compares a share of its loads with their source, answers the digest requests of others, records what failed.
+
+What is not configured costs nothing: without a share no load is compared, without a recorder no event is kept. Digest requests are always
+answered, since the reader decides which loads are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from kvreshard.model import EngineLayout
+from kvreshard.model.logs import get_logger
+from kvreshard.session.card import EngineCard
+from kvreshard.session.commands import CheckResult, Failure, Load
+from kvreshard.session.lease import WORD_BYTES, LeaseBook
+from kvreshard.session.observer import Landing, LoadObserver, Observer
+from kvreshard.session.scratch import Scratch
+from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
+from kvreshard.tools.digest_request import read_request
+from kvreshard.tools.digest_server import DigestServer
+from kvreshard.tools.mailbox import DigestMailbox
+from kvreshard.tools.memory import Memory
+from kvreshard.tools.recorder import Events, FailedLoad, Recorder, is_recorded
+from kvreshard.transport.base import MemoryRegion, Transfer
+
+logger = get_logger(__name__)
+
+MAX_OBSTACLES_LOGGED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverOptions:
+    """What is watched.
+
+    `digest_share`: of how many requests, 0 to 1, source and destination are compared after the load. `digest_timeout_s`: how long that may
+    take; without an answer by then the load has failed. `staging_bytes`, `allow_mismatch`: how loads are carried out, for records.
+    """
+
+    digest_share: float = 0.0
+    digest_timeout_s: float = 30.0
+    staging_bytes: int = 0
+    allow_mismatch: tuple[str, ...] = ()
+
+
+class RankObserver(Observer):
+    """See the module. `memory`: of this rank, for digests of it. Used from the session's thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        memory: Memory,
+        options: ObserverOptions,
+        *,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank, self.memory, self.options, self.recorder, self.clock = rank, memory, options, recorder, clock
+        self.mailbox = DigestMailbox()
+        self.server = DigestServer(rank, self.mailbox, memory, clock)
+        self.scratch = Scratch()
+        self._obstacles: set[str] = set()
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        return (self.mailbox.region, self.scratch.region)
+
+    def ordered(self, load: Load) -> LoadObserver:
+        """See `Observer.ordered`."""
+        return WatchedLoad(self, load)
+
+    def heard(self, payload: bytes, leases: LeaseBook) -> None:
+        """See `Observer.heard`."""
+        request = read_request(payload)
+        if request is not None:
+            self.server.take(request, leases)
+
+    def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:
+        """See `Observer.work`."""
+        return self.server.work(leases, layout)
+
+    def close(self) -> None:
+        """See `Observer.close`."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def tell_obstacle(self, obstacle: str) -> None:
+        """Log once why loads are not compared."""
+        if obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
+            self._obstacles.add(obstacle)
+            logger.warning("loads are not compared with their source: %s", obstacle)
+
+
+class WatchedLoad(LoadObserver):
+    """One load of a rank."""
+
+    def __init__(self, rank: RankObserver, load: Load) -> None:
+        self._rank, self._load = rank, load
+        self._check: CheckResult | None = None
+        self._events = None if rank.recorder is None else Events(rank.clock)
+        self.noted("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
+
+    @property
+    def check(self) -> CheckResult | None:
+        return self._check
+
+    def noted(self, event: str, text: str = "") -> None:
+        """See `LoadObserver.noted`."""
+        if self._events is not None:
+            self._events.add(event, text)
+
+    def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
+        """Compare the load with its source, if it is among the share."""
+        moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
+        if not moves or not is_chosen(self._load.request, self._rank.options.digest_share):
+            return
+        peer, memory = landing.peer, self._rank.memory
+        mine, cards = landing.dst.rank_by_number[peer.route.dst_rank], peer.card.rank_by_number
+        obstacle = find_obstacle(peer.route, peer.layout, cards, mine, memory)
+        if obstacle:
+            self._skip(obstacle)
+            return
+        scratch = self._rank.scratch
+        while (address := scratch.take(CHECK_BYTES // WORD_BYTES)) is None:
+            yield None
+        try:
+            yield from self._compare(landing, address)
+        except DigestError as error:
+            self._check = error.result
+            if error.result != "skipped":
+                raise
+            self._skip(f"engine '{self._load.remote.engine}': {error}")
+        finally:
+            scratch.give(address)
+
+    def failed(self, failure: Failure, dst: EngineCard, src: EngineCard | None, *, is_routed: bool) -> None:
+        """Leave a record."""
+        recorder, options = self._rank.recorder, self._rank.options
+        if recorder is None or self._events is None or not is_recorded(failure):
+            return
+        recorder.record(
+            FailedLoad(
+                self._load, self._rank.rank, failure, dst, src, is_routed, self._events, options.staging_bytes, options.allow_mismatch
+            )
+        )  # fmt: skip
+
+    def _compare(self, landing: Landing, address: int) -> Generator[Transfer | None, None, None]:
+        timeout_s, clock = self._rank.options.digest_timeout_s, self._rank.clock
+        self.noted("checking", "comparing digests with the source")
+        num_bytes = yield from DigestCheck(self._load, landing, self._rank.memory, address, timeout_s, clock).steps()
+        self._check = "equal"
+        self.noted("checked", f"{num_bytes} bytes are equal")
+
+    def _skip(self, obstacle: str) -> None:
+        self._check = "skipped"
+        self.noted("not checked", obstacle)
+        self._rank.tell_obstacle(obstacle)

@@ -1,0 +1,187 @@
+"""Shadow mode on one rank: what this package would have copied, beside what NixlConnector posted, judged on a thread of its own.
+
+The engine's thread hands over what has ended. Meeting the source, compiling and comparing are done one request at a time; what comes
+faster than that is dropped, since a sample says as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvreshard.model import EngineLayout, KvReshardError
+from kvreshard.model.logs import get_logger
+from kvreshard.plan.route import Route, compile_route
+from kvreshard.session.card import EngineCard, check_facts
+from kvreshard.session.commands import Load, RemoteEngine
+from kvreshard.session.handshake import fetch_card, tell_outcome
+from kvreshard.session.keys import Keys
+from kvreshard.session.peers import describe_route
+from kvreshard.tools.shadow_record import Posted
+from kvreshard.tools.shadow_report import ShadowReport, compare_load
+
+logger = get_logger(__name__)
+
+MAX_WAITING = 256
+CLOSE_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowLoad:
+    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load.
+
+    `why_not`: why this connector would not load it, if it would not; `lost`: what the last token looks at and has no page for.
+    """
+
+    load: Load | None
+    request: str
+    num_tokens: int
+    their_tokens: int
+    why_not: str = ""
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """A load that NixlConnector is done with. `agents`: name of each of the source's agents -> its (pipeline, tensor) rank.
+
+    `rearranges`: NixlConnector permutes what has arrived.
+    """
+
+    load: ShadowLoad
+    posted: Sequence[Posted]
+    agents: Mapping[str, tuple[int, int]]
+    is_failed: bool
+    rearranges: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowOptions:
+    """How sources are met, and where reports go: `report_file` gets one JSON line per request; None: the log only."""
+
+    handshake_timeout_s: float
+    keys: Keys | None
+    allow_mismatch: tuple[str, ...]
+    report_file: str | None
+
+
+class ShadowJudge:
+    """Compares the loads of rank `rank` of `engine`. `card`: the engine's, once it is known; set by the engine's thread."""
+
+    def __init__(self, engine: str, options: ShadowOptions) -> None:
+        self._engine, self._options = engine, options
+        self.rank = 0
+        self._card: EngineCard | None = None
+        self._dst: EngineLayout | None = None
+        self._met: dict[RemoteEngine, tuple[EngineLayout, Route] | str] = {}
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._waiting: queue.Queue[EndedLoad | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="kvreshard-shadow", daemon=True)
+        self._thread.start()
+
+    def introduce(self, card: EngineCard) -> None:
+        """Say which engine this is; until then loads cannot be compared. Raises what a bad layout raises."""
+        self._card, self._dst = card, card.decode_layout()
+
+    def submit(self, ended: EndedLoad) -> None:
+        """Have a load compared, unless too many wait."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(ended)
+
+    def close(self) -> None:
+        """End the thread, which may be asking an engine that does not answer: it is not waited for longer than `CLOSE_S`."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (ended := self._waiting.get()) is not None:
+            try:
+                self._note(self._judge(ended))
+            except Exception:  # a comparison that fails must not end the others
+                logger.exception("kvreshard shadow: request %s could not be compared", ended.load.request)
+
+    def _judge(self, ended: EndedLoad) -> ShadowReport:
+        """What is found, unless the load itself cannot suffice."""
+        found = self._compare(ended)
+        if ended.load.lost and not ended.is_failed and found.verdict in ("same", "more", "refused here"):
+            return msgspec.structs.replace(found, verdict="missing", reason=ended.load.lost)
+        return found
+
+    def _compare(self, ended: EndedLoad) -> ShadowReport:
+        load, dst = ended.load, self._dst
+        facts: dict[str, Any] = {
+            "request": load.request,
+            "peer": load.load.remote.engine if load.load is not None else "",
+            "rank": self.rank,
+            "num_tokens": load.num_tokens,
+            "their_tokens": load.their_tokens,
+            "rearranges": ended.rearranges,
+        }
+        if load.load is None and not load.why_not:  # all that there was to load is the last token
+            return ShadowReport(verdict="more" if ended.posted and not ended.is_failed else "refused there", **facts)
+        if load.load is None or dst is None:
+            return ShadowReport(verdict="refused here", reason=load.why_not, **facts)
+        met = self._meet(load.load.remote, dst)
+        if isinstance(met, str):
+            return ShadowReport(verdict="refused here", reason=met, **facts)
+        src, route = met
+        ranks = _rank_numbers(src)
+        try:
+            theirs = [
+                posted.copies(ranks[ended.agents[posted.remote.agent]], self.rank)
+                for posted in ([] if ended.is_failed else ended.posted)
+            ]
+        except (ValueError, KeyError) as error:
+            return ShadowReport(verdict="unknown", reason=f"{type(error).__name__}: {error}", **facts)
+        return compare_load(load.load, route, src, dst, theirs, facts)
+
+    def _meet(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route] | str:
+        """The source's layout and the route from it, or why there is none; asked once per life of the engine."""
+        if remote not in self._met:
+            try:
+                self._met[remote] = met = self._ask(remote, dst)
+                sentence = describe_route(met[1])
+                logger.info("kvreshard shadow: engine %s at %s: %s", remote.engine, remote.address, sentence)
+            except KvReshardError as error:
+                self._met[remote] = str(error)
+                logger.warning("kvreshard shadow: engine %s at %s: %s", remote.engine, remote.address, error)
+        return self._met[remote]
+
+    def _ask(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route]:
+        options = self._options
+        card = fetch_card(remote.address, self._engine, self.rank, options.handshake_timeout_s, options.keys)
+        if self._card is not None:
+            check_facts(self._card, card, options.allow_mismatch)
+        src = card.decode_layout()
+        route = compile_route(src, dst, self.rank)
+        told = f"shadow: {describe_route(route)}"
+        tell_outcome(remote.address, self._engine, self.rank, told, True, options.handshake_timeout_s, options.keys)
+        return src, route
+
+    def _note(self, report: ShadowReport) -> None:
+        """To the file, if one is named, and to the log: the first of each verdict per peer, then each tenfold."""
+        if self._options.report_file:
+            with open(self._options.report_file, "ab") as file:
+                file.write(msgspec.json.encode(report) + b"\n")
+        self._told[report.verdict, report.peer] += 1
+        count = self._told[report.verdict, report.peer]
+        if str(count).strip("0") == "1":
+            is_fine = report.verdict in ("same", "more")
+            times = f", {count} requests like it by now" if count > 1 else ""
+            logger.log(logging.INFO if is_fine else logging.WARNING, "kvreshard shadow: %s%s", report.sentence(), times)
+
+
+def _rank_numbers(src: EngineLayout) -> dict[tuple[int, int], int]:
+    """(pipeline, tensor) rank, as NixlConnector counts them -> number in the layout."""
+    places = {rank.rank: dict(rank.place) for rank in src.ranks}
+    num_tp = 1 + max(place["tp"] for place in places.values())
+    return {(place["pp"], place.get("pcp", 0) * num_tp + place["tp"]): rank for rank, place in places.items()}

@@ -1,0 +1,95 @@
+"""Does `import kvreshard` offer what its page says, lazily, and does wrong use raise one error that says what was expected?"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvreshard as kv
+
+ROOT = Path(__file__).resolve().parents[2]
+# What `kvreshard replay` reads is no part of the public API yet.
+PRIVATE_EXAMPLES = {"replay_a_record.py"}
+
+
+def test_names_for_type_checkers_are_the_names_at_run_time() -> None:
+    tree = ast.parse(Path(kv.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    shown = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    places = {name: f"kvreshard.{place}" for name, place in kv._PLACES.items()}
+    assert shown == {
+        name: place.replace(":", ".") if ":" in place else f"{place}.{name}" for name, place in places.items()
+    }
+    assert set(shown) <= set(dir(kv))
+
+
+@pytest.mark.parametrize("name", sorted(kv._PLACES))
+def test_every_name_is_there_and_in_the_modules_page(name: str) -> None:
+    assert getattr(kv, name).__doc__
+    assert f"`{name}`" in (kv.__doc__ or "") or f"`{name}`s" in (kv.__doc__ or "")
+
+
+def test_other_names_are_refused_with_the_ones_there_are() -> None:
+    with pytest.raises(AttributeError, match=r"no public name 'compile'; its names are .*compile_routes"):
+        _ = kv.compile
+
+
+def test_the_bare_import_loads_nothing() -> None:
+    code = "import sys, kvreshard; print(sorted(m for m in sys.modules if m.startswith(('kvreshard.', 'numpy'))))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_use_public_names_only(path: Path) -> None:
+    modules = {
+        node.module
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvreshard")
+    }
+    assert modules == {"kvreshard"} or path.name in PRIVATE_EXAMPLES
+
+
+LAYOUT = kv.describe(kv.load("deepseek-v2-lite"), kv.parse_engine("tp=1"), "engine", num_pages=4)
+TABLES = {"latent": kv.PageTable([1], num_tokens=3)}
+REQUEST = kv.Request(TABLES, TABLES, {"latent": [(0, 3)]}, {"latent": np.array([1])})
+
+
+def with_key(old: str, new: str) -> bytes:
+    document = json.loads(kv.encode_layout(LAYOUT, "json"))
+    document[new] = document.pop(old)
+    return json.dumps(document).encode()
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: kv.Request({"latent": ([1], 3)}, TABLES, {}, {}), "src_tables['latent'] is of type tuple, and must be PageTable"),
+    (lambda: kv.Request(TABLES, [TABLES], {}, {}), "dst_tables is of type list, and must be Mapping"),
+    (lambda: kv.Request(TABLES, TABLES, {"latent": (0, 3)}, {}), "an interval of group 'latent' is of type int"),
+    (lambda: kv.compile_routes({}, LAYOUT), "the source's layout is of type dict, and must be EngineLayout: what `kvreshard.describe`"),
+    (lambda: kv.compile_routes(LAYOUT, None), "the destination's layout is of type NoneType, and must be EngineLayout"),
+    (lambda: kv.bind(LAYOUT, REQUEST), "a route is of type EngineLayout, and must be Route: what `kvreshard.compile_routes` returns"),
+    (lambda: kv.bind(kv.compile_routes(LAYOUT, LAYOUT), REQUEST), "a route is of type list"),
+    (lambda: kv.bind(kv.compile_routes(LAYOUT, LAYOUT)[0], TABLES), "a request is of type dict, and must be Request"),
+    (lambda: kv.describe("llama", kv.parse_engine("tp=1"), "e"), "a model is of type str, and must be Model: what `kvreshard.load`"),
+    (lambda: kv.describe(kv.load("llama-3.1-8b"), "tp=1", "e"), "an engine is of type str, and must be EngineSpec"),
+    (lambda: kv.parse_engine({"tp": 1}), "an engine is of type dict, and must be str: as in 'tp=4,page=16'"),
+    (lambda: kv.decode_layout({}, "json"), "a layout message is of type dict, and must be bytes"),
+    (lambda: kv.decode_layout(with_key("fields", "feilds"), "json"), "unknown field `feilds`; did you mean `fields`?"),
+    (lambda: kv.decode_layout(with_key("fields", "zz"), "json"), "unknown field `zz`; known are address, axes, "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("use", "told"), WRONG, ids=[told for _, told in WRONG])
+def test_wrong_use_says_what_was_expected(use: Callable[[], object], told: str) -> None:
+    with pytest.raises(kv.KvReshardError) as caught:
+        use()
+    assert told in str(caught.value)
