@@ -8,6 +8,8 @@ vLLM would not run is a line `warning: ...` on stderr, and changes no exit code.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
@@ -109,6 +111,9 @@ def _run(command: Any, as_json: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:  # newer releases of Typer catch the interrupt and return this
+        # The second interrupt of an impatient person must not change what is told. The process is about to end.
+        with contextlib.suppress(ValueError):  # not on the main thread, where none arrives
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         tell("interrupted")
     return code if isinstance(code, int) else 0
 

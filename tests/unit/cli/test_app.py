@@ -140,7 +140,12 @@ def test_interrupted(capsys) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    assert commands._run(interrupted, as_json=False) == 130
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert commands._run(interrupted, as_json=False) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # the next one changes nothing
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "interrupted\n"
 
 
