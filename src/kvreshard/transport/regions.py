@@ -182,15 +182,15 @@ def decode_metadata(kind: str, data: bytes) -> Metadata:
     """Read metadata that `encode_metadata` wrote.
 
     Raises:
-        TransportError: too large, malformed, of a later version, or of another kind of transport than `kind`.
+        TransportError: too large, malformed, of another version, or of another kind of transport than `kind`.
     """
     if len(data) > MAX_METADATA_BYTES:
         raise TransportError(f"peer metadata of {len(data)} bytes; the limit is {MAX_METADATA_BYTES}")
     try:
         version = _version_decoder.decode(data).version
-        if version > METADATA_VERSION:
+        if version != METADATA_VERSION:
             raise TransportError(
-                f"peer metadata has version {version}; this side reads up to {METADATA_VERSION}: upgrade this side"
+                f"peer metadata has version {version}; this side reads version {METADATA_VERSION}: run the same release of kvreshard on both sides"
             )
         metadata = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
