@@ -8,7 +8,7 @@ source with a shorter one run out while it waits or reads.
    request gets here.
 3. One that is not known yet is asked for as often as this side's own option has it.
 
-It only keeps time, in a heap: who is told what, and how, is `holder`'s affair.
+It only keeps time, in a heap: who is told what, and how, is for `remote_leases`.
 """
 
 from __future__ import annotations

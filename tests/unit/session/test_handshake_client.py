@@ -55,7 +55,7 @@ def test_an_address_is_asked_one_question_at_a_time(listener: Listener, client: 
         third = client.ask(address, HELLO, HOUR_S, 1 << 20)
         assert not first.done()
         first.cancel()
-        until(lambda: [one.answer for one in client._asking.values()] == [third])
+        until(lambda: [one.answer for one in list(client._asking.values())] == [third])
         third.cancel()
         until(lambda: not client.num_asking and not client._waiting and not client._next)
 
