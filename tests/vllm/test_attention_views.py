@@ -33,7 +33,7 @@ def test_page_sizes() -> None:
 
 @pytest.mark.parametrize("orders", [("LBNHC", "LBHNC"), ("LBHNC", "BLHNC")])
 @pytest.mark.parametrize("tps", [(1, 2), (4, 8), (2, 1)])
-def test_a_hybrid_of_windows_and_full_attention(commands: tuple[str, str], tps: tuple[int, int]) -> None:
+def test_a_hybrid_of_windows_and_full_attention(orders: tuple[str, str], tps: tuple[int, int]) -> None:
     sides = [
         build(
             engine,
@@ -43,7 +43,7 @@ def test_a_hybrid_of_windows_and_full_attention(commands: tuple[str, str], tps: 
             blocks=40,
             config={"text": {"swa_num_key_value_heads": 8}, "kv_heads": 2},
         )
-        for engine, order, tp in zip(("prefill", "decode"), commands, tps, strict=True)
+        for engine, order, tp in zip(("prefill", "decode"), orders, tps, strict=True)
     ]
     assert {group.window_tokens for group in sides[0].layout.groups} == {39, None}
     reshard(*sides, 70)

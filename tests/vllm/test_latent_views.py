@@ -32,10 +32,10 @@ def test_a_latent_on_every_rank(order: str, cache_dtype: str) -> None:
 
 @pytest.mark.parametrize("orders", [("LBHNC", "BLHNC"), ("BLNHC", "LBNHC")])
 @pytest.mark.parametrize("manager_tokens", [64, 128])
-def test_an_indexer_beside_a_latent(commands: tuple[str, str], manager_tokens: int) -> None:
+def test_an_indexer_beside_a_latent(orders: tuple[str, str], manager_tokens: int) -> None:
     """One group of two page sizes. Its values and scales are laid out per kernel block of 64 tokens."""
     sides = []
-    for engine, order, bs in zip(("prefill", "decode"), commands, (manager_tokens, 64), strict=True):
+    for engine, order, bs in zip(("prefill", "decode"), orders, (manager_tokens, 64), strict=True):
         bs = 64 if order[0] == "B" else bs  # pages of block-outer orders are not split
         layers = {}
         for i in range(2):

@@ -31,10 +31,10 @@ def grouped_target() -> models.Layers:
 @pytest.mark.parametrize("orders", [("LBHNC", "LBHNC"), ("LBNHC", "BLHNC")])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("layers", [latent_target, grouped_target])
-def test_a_draft_of_the_other_kind(layers: object, prefill: int, decode: int, commands: tuple[str, str]) -> None:
+def test_a_draft_of_the_other_kind(layers: object, prefill: int, decode: int, orders: tuple[str, str]) -> None:
     assert callable(layers)
     options = {"num_layers": 3, "speculative": models.speculative(draft_heads=4), "kv_heads": 4}
-    src = build("prefill", layers(), tp=prefill, order=commands[0], config=options, blocks=24)
-    dst = build("decode", layers(), tp=decode, order=commands[1], config=options, blocks=30)
+    src = build("prefill", layers(), tp=prefill, order=orders[0], config=options, blocks=24)
+    dst = build("decode", layers(), tp=decode, order=orders[1], config=options, blocks=30)
     assert {field.optional for field in src.layout.fields} == {False, True}
     assert reshard_over_nixl(src, dst, TOKENS) > 0

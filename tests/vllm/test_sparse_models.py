@@ -65,7 +65,7 @@ def is_ring(side: Side, group: str) -> bool:
 
 @pytest.mark.parametrize("orders", [("LBHNC", "LBNHC"), ("BLHNC", "LBHNC")])
 @pytest.mark.parametrize("backend", ["MINIMAX_M3_SPARSE", "CUTLASS_MSA"])
-def test_minimax_m3(commands: tuple[str, str], backend: str) -> None:
+def test_minimax_m3(orders: tuple[str, str], backend: str) -> None:
     def layers(bs: int) -> models.Layers:
         found = {models.name(0): models.attention(4, 16, bs=bs)}
         for number in (1, 2):
@@ -74,8 +74,8 @@ def test_minimax_m3(commands: tuple[str, str], backend: str) -> None:
         return found
 
     config = {"kv_heads": 4}
-    src = build("prefill", layers(128), tp=4, order=commands[0], config=config)
-    check(src, build("decode", layers(128), tp=8, order=commands[1], config=config), 300)
+    src = build("prefill", layers(128), tp=4, order=orders[0], config=config)
+    check(src, build("decode", layers(128), tp=8, order=orders[1], config=config), 300)
 
 
 @pytest.mark.parametrize(("src_drafts", "dst_drafts"), [(0, 0), (0, 3), (5, 1)])
@@ -155,7 +155,7 @@ def test_deepseek_v41(cache_dtype: str) -> None:
 
 @pytest.mark.parametrize("tps", [(1, 2), (4, 1), (2, 4)])
 @pytest.mark.parametrize("orders", [("LBHNC", "LBNHC"), ("LBNHC", "LBHNC")])
-def test_inkling(tps: tuple[int, int], commands: tuple[str, str]) -> None:
+def test_inkling(tps: tuple[int, int], orders: tuple[str, str]) -> None:
     """Full layers of 4 heads, windows of 8; the inputs of a head's convolutions are as wide as a power of two."""
 
     def conv(heads: int, width: int) -> ModelLayer:
@@ -179,6 +179,6 @@ def test_inkling(tps: tuple[int, int], commands: tuple[str, str]) -> None:
             name, layers, tp=tp, order=order, blocks=400,
             config={"kv_heads": 4, "text": {"swa_num_key_value_heads": 8}},
         )
-        for name, tp, order in zip(("prefill", "decode"), tps, commands, strict=True)
+        for name, tp, order in zip(("prefill", "decode"), tps, orders, strict=True)
     )  # fmt: skip
     check(src, dst)

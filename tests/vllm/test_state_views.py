@@ -23,10 +23,10 @@ def dim_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param == "DS")
 
 
-def pair(layers: models.Layers, tps: tuple[int, int], commands: tuple[str, str] = ("LBHNC", "LBNHC")) -> None:
+def pair(layers: models.Layers, tps: tuple[int, int], orders: tuple[str, str] = ("LBHNC", "LBNHC")) -> None:
     src, dst = (
         build(engine, layers, tp=tp, order=order, blocks=30, config={"kv_heads": 4})
-        for engine, tp, order in zip(("prefill", "decode"), tps, commands, strict=True)
+        for engine, tp, order in zip(("prefill", "decode"), tps, orders, strict=True)
     )
     reshard(src, dst, TOKENS)
 
