@@ -23,7 +23,7 @@ from kvreshard.session.commands import RemoteEngine
 
 # Five of them may be late or lost.
 RENEWALS_PER_LEASE = 6
-# What a card says must not make a reader busy: leases of less than a second are not offered (`vllm.options`).
+# What a card says must not make a reader busy: leases of less than a second are not published (`vllm.options`).
 MIN_INTERVAL_S = 0.1
 
 

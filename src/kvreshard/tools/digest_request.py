@@ -7,7 +7,7 @@ The source, `answer_request`:
 
 1. The named fields must be its own and congruent. Their cells are cut to the ownerships that the request names.
 2. The cost is bounded before anything is read.
-3. The digest is of the pages that the source offered under the lease, read at its own addresses: a reader that has read other pages gets
+3. The digest is of the pages that the source published under the lease, read at its own addresses: a reader that has read other pages gets
    another digest. Neither addresses nor pages come from a request.
 
 Refused: RequestError for unknown fields, a wrong number of axes, too many tokens or bytes; BindError for what `digest` refuses.
@@ -136,7 +136,7 @@ def make_requests(
 def answer_request(
     request: DigestRequest, tables: Mapping[str, PageTable], layout: EngineLayout, rank: int, memory: Memory
 ) -> Digest:
-    """The digest that was asked for, from this rank's own memory. `tables`: the pages that were offered under the lease.
+    """The digest that was asked for, from this rank's own memory. `tables`: the pages that were published under the lease.
 
     Raises RequestError or another KvReshardError.
     """

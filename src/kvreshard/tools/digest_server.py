@@ -1,7 +1,7 @@
 """The digest requests that wait at a source rank, answered a few milliseconds per turn from pages that it still keeps.
 
 1. A request is taken if its lease is held. One that waits already, or has just been answered, is not taken twice. One that comes before the
-   offer waits for it: a reader may be faster than this rank's next step.
+   lease is published waits for it: a reader may be faster than this rank's next step.
 2. Each turn of the session answers what fits `WORK_S`, at least one: a request covers a bounded number of bytes.
 3. The lease cannot end while a digest is computed, since leases end on this thread: the pages are the request's own for all of that time.
 
@@ -57,7 +57,7 @@ class DigestServer:
 
     def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:
         """Answer what fits a turn; whether more wait that can be answered."""
-        self._take_offered(leases)
+        self._take_published(leases)
         until_s = self._clock() + WORK_S
         while self._waiting:
             _, request = self._waiting.popitem(last=False)
@@ -67,8 +67,8 @@ class DigestServer:
                 break
         return bool(self._waiting)
 
-    def _take_offered(self, leases: LeaseBook) -> None:
-        """Take the early requests whose offer has come; those whose lease is gone get no digest."""
+    def _take_published(self, leases: LeaseBook) -> None:
+        """Take the early requests whose lease is published; those whose lease is gone get no digest."""
         for token, request in list(self._early.items()):
             if not leases.holds(request.request, request.word):
                 del self._early[token]

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvreshard.model.form import SAME_RELEASE
 from kvreshard.plan.copies import Int64s
 from kvreshard.transport.base import MemoryRegion, TransportError, is_device
 
@@ -190,7 +191,7 @@ def decode_metadata(kind: str, data: bytes) -> Metadata:
         version = _version_decoder.decode(data).version
         if version != METADATA_VERSION:
             raise TransportError(
-                f"peer metadata has version {version}; this side reads version {METADATA_VERSION}: run the same release of kvreshard on both sides"
+                f"peer metadata has version {version}; this side reads version {METADATA_VERSION}: {SAME_RELEASE}"
             )
         metadata = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

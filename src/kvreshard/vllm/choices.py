@@ -3,7 +3,7 @@
 vLLM makes a request of each choice, named `NUMBER_PARENT` (0.32.0, `ParentRequest.get_child_info`), and its client gets the parameters of the
 one that ends last. All of them have computed the same prompt, so one of their caches is enough:
 
-1. `add` the first choice that is offered.
+1. `add` the first choice that is published.
 2. `find` it for each further one of the same tokens, multimodal items and adapter: that one gets the same parameters, and its blocks
    are free at once.
 3. `remove` it when its lease is over.
@@ -28,13 +28,13 @@ class _Offered:
 
 
 class Choices:
-    """Of one prefill engine. `prompt`: of a request, whose first `num_tokens` tokens are offered."""
+    """Of one prefill engine. `prompt`: of a request, whose first `num_tokens` tokens are published."""
 
     def __init__(self) -> None:
         self._of_parent: dict[str, _Offered] = {}
 
     def add(self, request_id: str, prompt: Prompt, num_tokens: int, params: dict[str, Any]) -> None:
-        """A request is offered with these parameters."""
+        """A request is published with these parameters."""
         parent = _parent(request_id)
         if parent is not None:
             self._of_parent[parent] = _Offered(request_id, _cut(prompt, num_tokens), dict(params))
@@ -42,11 +42,13 @@ class Choices:
     def find(self, request_id: str, prompt: Prompt, num_tokens: int) -> dict[str, Any] | None:
         """The parameters of another choice of the request, if its cache is that of the same tokens."""
         parent = _parent(request_id)
-        offered = None if parent is None else self._of_parent.get(parent)
-        return dict(offered.params) if offered is not None and offered.prompt == _cut(prompt, num_tokens) else None
+        published = None if parent is None else self._of_parent.get(parent)
+        return (
+            dict(published.params) if published is not None and published.prompt == _cut(prompt, num_tokens) else None
+        )
 
     def remove(self, request_id: str) -> None:
-        """A request is not offered any more."""
+        """A request is not published any more."""
         parent = _parent(request_id)
         if parent is not None and parent in self._of_parent and self._of_parent[parent].request_id == request_id:
             del self._of_parent[parent]

@@ -72,7 +72,7 @@ class Producer:
         return bool(len(self._slots))
 
     def may_finish(self, num_scheduled: Mapping[str, int]) -> bool:
-        """Whether a request that may be offered has a token after a step of so many tokens of each, and so may be over."""
+        """Whether a request that may be published has a token after a step of so many tokens of each, and so may be over."""
         return any(
             name in self._computing
             and self._computing[name].num_computed_tokens + num_tokens >= self._computing[name].num_prompt_tokens
@@ -104,7 +104,7 @@ class Producer:
         if self._slots.find(request.request_id) is None:
             lease = self._slots.take(request.request_id)
             if lease is None:
-                logger.warning("no lease slot is free: request %s will not be offered", request.request_id)
+                logger.warning("no lease slot is free: request %s will not be published", request.request_id)
             else:
                 if self._num_backoff_tokens < MIN_COMPUTED_TOKENS:
                     self.last_pages.expect(request.request_id, request.num_prompt_tokens)
@@ -177,7 +177,7 @@ class Producer:
     def reset(self) -> Iterator[Command]:
         """What is held for readers is theirs no longer: other weights may have come."""
         if self._published:
-            logger.warning("kvreshard: the cache was reset; %d prefills are no longer offered", len(self._published))
+            logger.warning("kvreshard: the cache was reset; %d prefills are no longer published", len(self._published))
         for request_id in sorted(self._published):
             self._choices.remove(request_id)
             lease = self._slots.find(request_id)

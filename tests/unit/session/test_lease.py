@@ -146,7 +146,7 @@ def test_reporters_without_end_are_not_remembered(book: LeaseBook) -> None:
     assert len(book._leases["r"].reported["d/1"]) == MAX_RANKS
 
 
-class CountedGrants(dict):  # type: ignore[type-arg]
+class CountedLeases(dict):  # type: ignore[type-arg]
     """The leases of a book, which count how often one of them is looked at."""
 
     num_looks = 0
@@ -167,7 +167,7 @@ class CountedGrants(dict):  # type: ignore[type-arg]
 @pytest.mark.parametrize("count", [10, 500])
 def test_a_turn_looks_at_no_lease_whose_time_has_not_come(table: LeaseTable, count: int) -> None:
     book = LeaseBook(table)
-    book._leases = counted = CountedGrants()
+    book._leases = counted = CountedLeases()
     for number in range(count):
         book.acquire(f"r{number}", number, WORD + number)
         book.publish(f"r{number}", 30.0, now_s=float(number) / 100)
