@@ -1,7 +1,7 @@
 """Our preparation of a request: the steps of `session.pull` before the first byte moves, up to NIXL's `transfer`.
 
 Read the block tables from lists, as an engine hands them out, check, bind, choose direct or staged, check against the regions,
-cut to slices, and make every one of NIXL's transfer requests (of staged lanes the reads). All of it on one thread, so that
+cut to slices, and make every one of NIXL's transfer requests (of staged transfers the reads). All of it on one thread, so that
 processor time is only its own: the hop to the thread that posts, which in-tree does without, is not in it.
 """
 

@@ -12,7 +12,7 @@ from kvreshard import (
     compare,
     compile_routes,
     describe,
-    digest_lanes,
+    digest_transfers,
     load,
     oracle_transfer,
     parse_engine,
@@ -41,7 +41,7 @@ decode = relocate(decode, {0: {"kv": arrived.ctypes.data}})
 
 def verdict():
     key = b"one key per request"
-    return compare(*(digest_lanes(route.lanes, side, request, HostMemory(), key) for side in ("src", "dst")))
+    return compare(*(digest_transfers(route.transfers, side, request, HostMemory(), key) for side in ("src", "dst")))
 
 
 print("as it arrived:", "equal" if verdict().equal else "wrong")

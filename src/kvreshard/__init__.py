@@ -11,7 +11,7 @@ Names are loaded when they are first used.
 | compile a pair of engines | `compile_routes`: a proved `Route` per rank of the decode engine, with a `CostModel`; `explain`, `name_fields` for people |
 | bind a request | `Request` with a `PageTable` per group; `bind` to `CopyList`s, `find_unwritten` for what is zeroed |
 | move it | a `Transport` (`NixlTransport`, or `MemoryTransport` on a `Fabric`) with its `MemoryRegion`s; a `Mover` with `HostMemory`; `pull`, `push` |
-| verify it | `digest_lanes` of both sides, `compare`; `oracle_transfer` for what all memory must be |
+| verify it | `digest_transfers` of both sides, `compare`; `oracle_transfer` for what all memory must be |
 | check a machine | `check_host`, `check_route` |
 
 Every error that a user can cause is a `KvReshardError`: `UsageError` (something of another type was given), `LayoutError`, `LayoutMismatch`,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvreshard.session.transfer import push as push
     from kvreshard.testing.oracle import oracle_transfer as oracle_transfer
     from kvreshard.tools import compare as compare
-    from kvreshard.tools import digest_lanes as digest_lanes
+    from kvreshard.tools import digest_transfers as digest_transfers
     from kvreshard.transport.base import MemoryRegion as MemoryRegion
     from kvreshard.transport.base import Transport as Transport
     from kvreshard.transport.base import TransportError as TransportError
@@ -87,7 +87,7 @@ _PLACES = {
     "HostMemory": "transport.local",
     **dict.fromkeys(("Fabric", "MemoryTransport"), "transport.memory"),
     "NixlTransport": "transport.nixl",
-    **dict.fromkeys(("compare", "digest_lanes"), "tools"),
+    **dict.fromkeys(("compare", "digest_transfers"), "tools"),
 }
 __all__ = [*sorted(_PLACES), "__version__"]  # noqa: PLE0604 (they are names)
 

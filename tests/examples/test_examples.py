@@ -25,7 +25,7 @@ EXPECTED = {
         "arrived: 622080 bytes",
         "prefill rank 1 was told: [b'request 0']",
     ],
-    "check_this_machine.py": ["python: ok", "route p -> d: ok: proved; 4 lanes"],
+    "check_this_machine.py": ["python: ok", "route p -> d: ok: proved; 4 transfers"],
     "replay_a_record.py": [
         "copies follow from it",
         "not in the plan: every byte arrives",

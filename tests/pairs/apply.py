@@ -19,7 +19,7 @@ from kvreshard.model.layout import EngineLayout, Rank, Region
 from kvreshard.model.tables import Request
 from kvreshard.plan import (
     CopyList,
-    Lane,
+    RankTransfer,
     ReadPlan,
     Route,
     bind,
@@ -118,8 +118,8 @@ def _run_staged(
     written: Mapping[str, Int64s],
     staging_bytes: int,
 ) -> None:
-    """Every lane through a buffer of `staging_bytes`, or of one slot where that is larger. The buffer starts poisoned."""
-    staged = replace(route, lanes=tuple(_staged(lane) for lane in route.lanes))
+    """Every transfer through a buffer of `staging_bytes`, or of one slot where that is larger. The buffer starts poisoned."""
+    staged = replace(route, transfers=tuple(_staged(transfer) for transfer in route.transfers))
     plan: ReadPlan | None = None
     while plan is None:
         try:
@@ -128,7 +128,7 @@ def _run_staged(
             staging_bytes *= 2
     if plan.direct:
         raise WrongBytes(
-            f"rank {route.dst_rank}: {len(plan.direct)} lists are direct, where all lanes are to be staged"
+            f"rank {route.dst_rank}: {len(plan.direct)} lists are direct, where all transfers are to be staged"
         )
     for batch in plan.batches:
         buffer = Region("staging", 0, staging_bytes)
@@ -140,9 +140,9 @@ def _run_staged(
             _apply(rank, dst_rank, _listed(route.dst_rank, move), memory, after, written)
 
 
-def _staged(lane: Lane) -> Lane:
-    choice = lane.choice
-    return lane if choice is None else lane.chosen(replace(choice, way="staged", forced=True, is_open=False))
+def _staged(transfer: RankTransfer) -> RankTransfer:
+    choice = transfer.choice
+    return transfer if choice is None else transfer.chosen(replace(choice, way="staged", forced=True, is_open=False))
 
 
 def _listed(dst_rank: int, move: Move) -> CopyList:

@@ -4,7 +4,7 @@
 the permute of host memory.
 
 1. Give every rank of both engines memory of its own, regions as far apart as the layout says where that is near.
-2. Route the layouts at those addresses, lanes read as `way` says.
+2. Route the layouts at those addresses, transfers read as `way` says.
 3. Pull on every destination rank, or push on every source rank after the destination has zeroed its new pages.
 """
 

@@ -17,7 +17,7 @@ from tests.unit.tools.engines import Arrived, Engine, arrive_pair, small
 from tests.unit.tools.slow_digest import Cell
 
 from kvreshard.model.tables import Tokens
-from kvreshard.plan import Lane
+from kvreshard.plan import RankTransfer
 from kvreshard.tools import Digest, compare
 from kvreshard.tools.digest import cut_tokens
 
@@ -35,7 +35,7 @@ DST_ENGINES = (
 
 
 @pairs
-def test_both_sides_of_every_lane_agree(layer: PairLayer, seed: int, key: bytes) -> None:
+def test_both_sides_of_every_transfer_agree(layer: PairLayer, seed: int, key: bytes) -> None:
     arrived = arrive_pair(make_pair(layer, seed))
     verdict = compare(arrived.digests("src", key), arrived.digests("dst", key))
     assert verdict.equal, str(verdict)
@@ -59,11 +59,11 @@ def test_what_a_rank_gets_is_what_the_definition_says_of_its_cells(layer: PairLa
 def test_digests_of_token_ranges_add_up(layer: PairLayer, seed: int, key: bytes) -> None:
     arrived = arrive_pair(make_pair(layer, seed))
 
-    def cut(lane: Lane) -> list[tuple[Tokens, ...]]:
-        intervals = tuple(arrived.request.intervals[lane.dst_group.name])
-        if not intervals or lane.is_state:
+    def cut(transfer: RankTransfer) -> list[tuple[Tokens, ...]]:
+        intervals = tuple(arrived.request.intervals[transfer.dst_group.name])
+        if not intervals or transfer.is_state:
             return [intervals] if intervals else []
-        return list(cut_tokens(intervals, -(-5 // lane.tokens_per_index) * lane.tokens_per_index))
+        return list(cut_tokens(intervals, -(-5 // transfer.tokens_per_index) * transfer.tokens_per_index))
 
     whole, parts = defaultdict[object, Digest](lambda: Digest(0, 0)), defaultdict[object, Digest](lambda: Digest(0, 0))
     for found, digests in ((whole, arrived.digests("src", key)), (parts, arrived.parts("dst", key, cut))):

@@ -23,7 +23,7 @@ from tests.unit.transport.moves import slots_move
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
-from kvreshard.tools import Memory, digest_lanes
+from kvreshard.tools import Memory, digest_transfers
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory
@@ -190,8 +190,10 @@ def test_digests_are_those_of_host_memory(layer: PairLayer, run_seed: int) -> No
         src = relocate(pair.src, addresses)
         tensors = TensorMemory(torch.from_numpy(array) for array in memory.values() if len(array))
         for rank in pair.dst.ranks:
-            lanes = compile_route(src, pair.dst, rank.rank).lanes
-            theirs, mine = (digest_lanes(lanes, "src", pair.request, kind, b"key") for kind in (HostMemory(), tensors))
+            transfers = compile_route(src, pair.dst, rank.rank).transfers
+            theirs, mine = (
+                digest_transfers(transfers, "src", pair.request, kind, b"key") for kind in (HostMemory(), tensors)
+            )
             assert theirs == mine, pair.name
             num_digests += len(mine)
     assert num_digests > NUM_PAIRS // 4

@@ -12,7 +12,7 @@ from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.rank_memory import make_block
-from kvreshard.tools import digest_lanes
+from kvreshard.tools import digest_transfers
 from kvreshard.transport.local import HostMemory
 
 SIZE = 1 << 20
@@ -94,8 +94,8 @@ def _digests(bench: Bench) -> None:
             block.upload()
             src = relocate(src, {rank.rank: {region.name: block.region.address} for rank in src.ranks}, device)
             wanted = request(src, dst, 300)
-            lanes = compile_route(src, dst, 0).lanes
-            digests.append(digest_lanes(lanes, "src", wanted, block.memory, b"key"))
+            transfers = compile_route(src, dst, 0).transfers
+            digests.append(digest_transfers(transfers, "src", wanted, block.memory, b"key"))
         found.figure(digests=len(digests[0]))
         if not digests[0] or digests[0] != digests[1]:
             found.fail(f"the device's digests are {digests[1]}, the processor's {digests[0]}")

@@ -61,7 +61,7 @@ def _case(bench: Bench, name: str, shape: Shape) -> None:
             lambda: pair.load(by_fields, routes["staged"], wanted),
         ]
         direct_s, staged_s, by_fields_s = in_turn(works, 3, budget_s=2.0)
-        lane = routes["direct"].lanes[0].choice
+        transfer = routes["direct"].transfers[0].choice
         found.ratio = direct_s / staged_s
         found.figure(
             direct_ms=direct_s * 1e3,
@@ -70,9 +70,9 @@ def _case(bench: Bench, name: str, shape: Shape) -> None:
             mib=num_bytes / (1 << 20),
             staged_gb_per_s=num_bytes / staged_s / 1e9,
             plain_copy_ms=time_plain_copy(num_bytes, bench.device) * 1e3,
-            direct_runs_per_page=lane.num_runs,
-            run_bytes=lane.run_bytes,
-            model_says=pair.route(cost=usual_cost(bench.device)).lanes[0].choice.way,
+            direct_runs_per_page=transfer.num_runs,
+            run_bytes=transfer.run_bytes,
+            model_says=pair.route(cost=usual_cost(bench.device)).transfers[0].choice.way,
         )
 
 

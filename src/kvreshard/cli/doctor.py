@@ -306,13 +306,13 @@ def _ranks(peer: Peer, card: EngineCard, layout: EngineLayout) -> Iterator[Line]
 
 
 def _sentence(routes: list[Route]) -> str:
-    lanes = [lane for route in routes for lane in route.lanes]
-    staged = sum(lane.choice is not None and lane.choice.way == "staged" for lane in lanes)
+    transfers = [transfer for route in routes for transfer in route.transfers]
+    staged = sum(transfer.choice is not None and transfer.choice.way == "staged" for transfer in transfers)
     readers = ", ".join(
         f"{route.dst_rank} from {'+'.join(map(str, route.src_ranks)) or 'none'}" for route in routes[:8]
     )
     more = f" and {len(routes) - 8} more" if len(routes) > 8 else ""
-    return f"proved; {counted(len(lanes), 'lane')}, {staged} of them staged; rank {readers}{more}"
+    return f"proved; {counted(len(transfers), 'transfer')}, {staged} of them staged; rank {readers}{more}"
 
 
 def show_lines(console: Console, lines: list[Line]) -> None:

@@ -57,7 +57,7 @@ MAX_TOKENS = 1 << 20
 
 
 class WayOption(StrEnum):
-    """How lanes are read."""
+    """How transfers are read."""
 
     DIRECT = "direct"
     STAGED = "staged"

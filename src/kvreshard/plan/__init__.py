@@ -6,19 +6,19 @@ from kvreshard.plan.compile import compile_routes
 from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
 from kvreshard.plan.election import Election, elect
 from kvreshard.plan.fill import find_holes, find_unwritten
-from kvreshard.plan.lane import Lane
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.reads import ReadPlan, plan_reads
 from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.transfer import RankTransfer
 
 __all__ = [
     "ByteRanges",
     "Copies",
     "CopyList",
     "Election",
-    "Lane",
     "Page",
     "PagedCopies",
+    "RankTransfer",
     "ReadPlan",
     "Route",
     "bind",

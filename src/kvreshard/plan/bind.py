@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
-from kvreshard.plan.lane import Lane
 from kvreshard.plan.pairs import GroupPair, PageOf, Piece
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
+from kvreshard.plan.transfer import RankTransfer
 
 # A prepared page costs a transport some calls of its own, worth it from a few hundred copies on.
 MIN_PAGED_COPIES = 256
@@ -118,7 +118,7 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
 
 
 def bind(route: Route, request: Request) -> Iterator[CopyList]:
-    """Every copy of a request as lists, lane by lane, as a person reads them. Checks everything before the first one. Raises BindError."""
+    """Every copy of a request as lists, transfer by transfer, as a person reads them. Checks everything before the first one. Raises BindError."""
     check_request(route, request)
     return _bind(route, request)
 
@@ -126,16 +126,16 @@ def bind(route: Route, request: Request) -> Iterator[CopyList]:
 def _bind(route: Route, request: Request) -> Iterator[CopyList]:
     for pair in route.pairs:
         pieces = pair.pieces(request)
-        for lane in pair.lanes:
-            for alike in find_alike(bind_pieces(pair, (lane,), pieces)):
+        for transfer in pair.transfers:
+            for alike in find_alike(bind_pieces(pair, (transfer,), pieces)):
                 yield alike.listed(1 << 62)
 
 
-def bind_pieces(pair: GroupPair, lanes: tuple[Lane, ...], pieces: Iterable[Piece]) -> Iterator[Bound]:
-    """What some lanes of a pair copy of some pieces, page by page."""
+def bind_pieces(pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Iterable[Piece]) -> Iterator[Bound]:
+    """What some transfers of a pair copy of some pieces, page by page."""
     for piece in pieces:
         known: dict[tuple[bool, int], Int64s] = {}
-        for of in pair.pages(piece, lanes):
+        for of in pair.pages(piece, transfers):
             ids = []
             for is_src, table, side, step in (
                 (True, piece.src, pair.src, of.src_step),

@@ -2,7 +2,7 @@
 
 It looks at the finished route and at both layouts. With the election it shares what an ownership is (`cover.turn`), and nothing else:
 
-1. Each lane says of every field what the layouts say: encoding, element size, axis maps, page strides, addresses.
+1. Each transfer says of every field what the layouts say: encoding, element size, axis maps, page strides, addresses.
 2. Bounds: from base address to the last cell of the last page lies inside one region on each side.
 3. Exact cover, per field that the destination rank holds: each box lies inside what its source rank holds, no two boxes share a cell,
    and together they have as many cells as the destination's shard.
@@ -26,8 +26,8 @@ from kvreshard.model.field import Axis, Field
 from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
-from kvreshard.plan.lane import Lane, LaneAxis
 from kvreshard.plan.match import SHOWN, differences
+from kvreshard.plan.transfer import RankTransfer, TransferAxis
 
 if TYPE_CHECKING:
     from kvreshard.plan.route import Route
@@ -48,15 +48,15 @@ def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
 def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[str]:
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
-    lanes_of = defaultdict[str, list[int]](list)
-    for number, lane in enumerate(route.lanes):
-        if lane.dst_rank != rank.rank:
-            yield f"fields {', '.join(lane.fields)}: a lane to rank {lane.dst_rank} in the route of rank {rank.rank}"
-        yield from _lane_faults(lane, src.rank_by_number[lane.src_rank], src, "source")
-        yield from _lane_faults(lane, rank, dst, "destination")
-        for name in lane.fields:
-            lanes_of[name].append(number)
-    # Fields of one geometry that the same lanes have are covered alike: one of them is looked at.
+    transfers_of = defaultdict[str, list[int]](list)
+    for number, transfer in enumerate(route.transfers):
+        if transfer.dst_rank != rank.rank:
+            yield f"fields {', '.join(transfer.fields)}: a transfer to rank {transfer.dst_rank} in the route of rank {rank.rank}"
+        yield from _transfer_faults(transfer, src.rank_by_number[transfer.src_rank], src, "source")
+        yield from _transfer_faults(transfer, rank, dst, "destination")
+        for name in transfer.fields:
+            transfers_of[name].append(number)
+    # Fields of one geometry that the same transfers have are covered alike: one of them is looked at.
     covered = defaultdict[tuple[int, ...], list[tuple[object, Geometry]]](list)
     for name, shard in rank.shard_by_field.items():
         given, field = src.field_by_name.get(name), dst.field_by_name[name]
@@ -64,25 +64,25 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
             continue
         for found in differences(src.engine, given, dst.engine, field):
             yield f"field '{name}'{found}"
-        numbers, kind = tuple(lanes_of[name]), (field.axes, shard.geometry)
+        numbers, kind = tuple(transfers_of[name]), (field.axes, shard.geometry)
         if kind not in covered[numbers]:
             covered[numbers].append(kind)
-            lanes = [route.lanes[number] for number in numbers]
-            fitting = [lane for lane in lanes if _shape_of(lane.axes) == _shape_of(field.axes)]
+            transfers = [route.transfers[number] for number in numbers]
+            fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
             yield from _cover_faults(field, shard.geometry, fitting, rank)
 
 
-def _shape_of(axes: Sequence[Axis] | Sequence[LaneAxis]) -> list[tuple[str, int | None]]:
+def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, int | None]]:
     return [(axis.name, axis.extent) for axis in axes]
 
 
-def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
-    """One side of a lane, field by field; what is said of a geometry and a shape is looked at once."""
-    bases = (lane.bases.src if side == "source" else lane.bases.dst).tolist()
-    if len(bases) != len(lane.fields):
-        yield f"field '{lane.fields[0]}', {side} rank {rank.rank}: a lane with {len(bases)} addresses for {len(lane.fields)} fields"
+def _transfer_faults(transfer: RankTransfer, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
+    """One side of a transfer, field by field; what is said of a geometry and a shape is looked at once."""
+    bases = (transfer.bases.src if side == "source" else transfer.bases.dst).tolist()
+    if len(bases) != len(transfer.fields):
+        yield f"field '{transfer.fields[0]}', {side} rank {rank.rank}: a transfer with {len(bases)} addresses for {len(transfer.fields)} fields"
     reach_of: list[tuple[object, int]] = []
-    for name, base in zip(lane.fields, bases, strict=False):
+    for name, base in zip(transfer.fields, bases, strict=False):
         shard = rank.shard_by_field.get(name)
         if shard is None:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
@@ -91,36 +91,36 @@ def _lane_faults(lane: Lane, rank: Rank, layout: EngineLayout, side: str) -> Ite
         kind = shard.geometry, field.axes, field.element_bytes
         reach = next((reach for known, reach in reach_of if known == kind), None)
         if reach is None:
-            reach = yield from _geometry_faults(lane, field, shard.geometry, rank, layout, side)
+            reach = yield from _geometry_faults(transfer, field, shard.geometry, rank, layout, side)
             reach_of.append((kind, reach))
         yield from _place_faults(shard, base, reach, rank, side)
 
 
 def _geometry_faults(
-    lane: Lane, field: Field, geometry: Geometry, rank: Rank, layout: EngineLayout, side: str
+    transfer: RankTransfer, field: Field, geometry: Geometry, rank: Rank, layout: EngineLayout, side: str
 ) -> Generator[str, None, int]:
-    """What a lane says of a field's geometry; returns the bytes from its first cell to behind the pool's last one."""
+    """What a transfer says of a field's geometry; returns the bytes from its first cell to behind the pool's last one."""
     source, who = side == "source", f"field '{field.name}', {side} rank {rank.rank}"
-    if field.element_bytes != lane.element_bytes:
-        yield f"{who}: elements of {lane.element_bytes} bytes, its layout says {field.element_bytes}"
-    maps = tuple(axis.src if source else axis.dst for axis in lane.axes)
+    if field.element_bytes != transfer.element_bytes:
+        yield f"{who}: elements of {transfer.element_bytes} bytes, its layout says {field.element_bytes}"
+    maps = tuple(axis.src if source else axis.dst for axis in transfer.axes)
     for mapped, told in zip(maps, geometry.axes, strict=False):
         if mapped != told:
-            yield f"{who}, axis '{told.axis}': the lane maps {mapped}, its layout says {told}"
+            yield f"{who}, axis '{told.axis}': the transfer maps {mapped}, its layout says {told}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
-    if _shape_of(lane.axes) != _shape_of(field.axes):
-        yield f"{who}: axes {_shape_of(lane.axes)}, its layout has {_shape_of(field.axes)}"
+    if _shape_of(transfer.axes) != _shape_of(field.axes):
+        yield f"{who}: axes {_shape_of(transfer.axes)}, its layout has {_shape_of(field.axes)}"
     if field.sequence is not None:
-        yield from _sequence_faults(lane, field.sequence, who, source)
-    stride = lane.src_page_stride_bytes if source else lane.dst_page_stride_bytes
+        yield from _sequence_faults(transfer, field.sequence, who, source)
+    stride = transfer.src_page_stride_bytes if source else transfer.dst_page_stride_bytes
     if stride != geometry.page_stride_bytes:
         yield f"{who}: pages every {stride} bytes, its layout says {geometry.page_stride_bytes}"
-    group = lane.src_group if source else lane.dst_group
+    group = transfer.src_group if source else transfer.dst_group
     if group != layout.group_by_name[geometry.group]:
         yield f"{who}: block table of group '{group.name}', its layout says '{geometry.group}'"
     inside = sum([mapped.last_byte_offset for mapped in geometry.axes])
-    return (group.num_pages - 1) * stride + inside + lane.element_bytes
+    return (group.num_pages - 1) * stride + inside + transfer.element_bytes
 
 
 def _place_faults(shard: Shard, base: int, reach: int, rank: Rank, side: str) -> Iterator[str]:
@@ -138,18 +138,18 @@ def _place_faults(shard: Shard, base: int, reach: int, rank: Rank, side: str) ->
         )
 
 
-def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iterator[str]:
-    """How the lane counts tokens, and the spans in which bind cuts them."""
-    if (lane.tokens_per_index, lane.keep_partial) != (sequence.tokens_per_index, sequence.keep_partial):
+def _sequence_faults(transfer: RankTransfer, sequence: Axis, who: str, source: bool) -> Iterator[str]:
+    """How the transfer counts tokens, and the spans in which bind cuts them."""
+    if (transfer.tokens_per_index, transfer.keep_partial) != (sequence.tokens_per_index, sequence.keep_partial):
         yield (
-            f"{who}, axis '{sequence.name}': {lane.tokens_per_index} tokens per index (partial ones "
-            f"{'kept' if lane.keep_partial else 'left'}), its layout says {sequence.tokens_per_index} "
+            f"{who}, axis '{sequence.name}': {transfer.tokens_per_index} tokens per index (partial ones "
+            f"{'kept' if transfer.keep_partial else 'left'}), its layout says {sequence.tokens_per_index} "
             f"({'kept' if sequence.keep_partial else 'left'})"
         )
-    for axis in lane.axes:
+    for axis in transfer.axes:
         if axis.name != sequence.name:
             continue
-        mapped, span = (axis.src, lane.src_span) if source else (axis.dst, lane.dst_span)
+        mapped, span = (axis.src, transfer.src_span) if source else (axis.dst, transfer.dst_span)
         held = span.pages * mapped.indices_per_page
         whole = span.indices * mapped.owned.run == held * mapped.owned.period and not held % mapped.owned.run
         if not whole or (source and span.indices % axis.chosen.period) or span.ring_pages != mapped.ring_pages:
@@ -160,25 +160,30 @@ def _sequence_faults(lane: Lane, sequence: Axis, who: str, source: bool) -> Iter
             )
 
 
-def _cover_faults(field: Field, geometry: Geometry, lanes: Sequence[Lane], rank: Rank) -> Iterator[str]:
+def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTransfer], rank: Rank) -> Iterator[str]:
     """Whether the boxes of a field lie in what their sources hold, share no cell, and are together what the rank holds of it."""
-    for lane in lanes:
-        for axis in lane.axes:
+    for transfer in transfers:
+        for axis in transfer.axes:
             if not _lies_on(axis.extent, axis.chosen):
                 yield f"field '{field.name}', axis '{axis.name}': {axis.chosen} is no part of an axis {_end(axis.extent)}"
             elif _share(axis.extent, axis.chosen, axis.src.owned) != _share(axis.extent, axis.chosen, axis.chosen):
                 yield (
-                    f"field '{field.name}', axis '{axis.name}': {axis.chosen} is read from rank {lane.src_rank}, "
+                    f"field '{field.name}', axis '{axis.name}': {axis.chosen} is read from rank {transfer.src_rank}, "
                     f"which holds only {axis.src.owned}"
                 )
-    for first, second in _overlapping(lanes):
+    for first, second in _overlapping(transfers):
         axes = ", ".join(f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True))
         yield f"field '{field.name}': ranks {first.src_rank} and {second.src_rank} both write the same cells (overlap: {axes})"
     held = [(axis, mapped.owned) for axis, mapped in zip(field.axes, geometry.axes, strict=True)]
     wanted = prod([_share(axis.extent, owned, owned) for axis, owned in held])
-    written = sum([prod([_share(axis.extent, axis.chosen, axis.dst.owned) for axis in lane.axes]) for lane in lanes])
+    written = sum(
+        [prod([_share(axis.extent, axis.chosen, axis.dst.owned) for axis in transfer.axes]) for transfer in transfers]
+    )
     if written < wanted:
-        given = [f"rank {lane.src_rank} gives {', '.join(f'{a.name} {a.chosen}' for a in lane.axes)}" for lane in lanes]
+        given = [
+            f"rank {transfer.src_rank} gives {', '.join(f'{a.name} {a.chosen}' for a in transfer.axes)}"
+            for transfer in transfers
+        ]
         yield (
             f"field '{field.name}': a hole, {1 - written / wanted} of the cells of rank {rank.rank} have no source; it holds "
             f"{', '.join(f'{axis.name} {owned}' for axis, owned in held)}, and {'; '.join(given) or 'nobody gives anything'}"
@@ -201,15 +206,15 @@ def _share(extent: int | None, first: Ownership, second: Ownership) -> Fraction:
     return Fraction(count_common(extent, first, second), exact_period(extent, (first, second)))
 
 
-def _overlapping(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, Lane]]:
-    """Pairs of lanes of one field whose boxes have cells in common: coordinates along every axis."""
-    both = ~np.tri(len(lanes), dtype=bool)
-    for along in zip(*(lane.axes for lane in lanes), strict=True):
+def _overlapping(transfers: Sequence[RankTransfer]) -> Iterator[tuple[RankTransfer, RankTransfer]]:
+    """Pairs of transfers of one field whose boxes have cells in common: coordinates along every axis."""
+    both = ~np.tri(len(transfers), dtype=bool)
+    for along in zip(*(transfer.axes for transfer in transfers), strict=True):
         if not both.any():
             return
         both &= overlap_table(along[0].extent, [axis.chosen for axis in along])
     for first, second in np.argwhere(both).tolist():
-        yield lanes[first], lanes[second]
+        yield transfers[first], transfers[second]
 
 
 def overlap_table(extent: int | None, owners: Sequence[Ownership]) -> NDArray[np.bool_]:

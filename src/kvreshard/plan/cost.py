@@ -114,7 +114,7 @@ def usual_cost(device: str) -> CostModel:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """How a lane is read, and why. Seconds and counts are for one page with all fields of the lane.
+    """How a transfer is read, and why. Seconds and counts are for one page with all fields of the transfer.
 
     `is_open`: a request decides anew, since neighbouring pages or batches may make staging pay.
     """

@@ -2,7 +2,7 @@
 
 Pure data, made from finished routes; whoever shows it adds words and colours.
 
-1. Lanes of equal fields and groups make a `Subject`; one lane is one `Reading`.
+1. Transfers of equal fields and groups make a `Subject`; one transfer is one `Reading`.
 2. Readings that differ in nothing but the destination rank are one, with all these ranks.
 3. Subjects of groups that differ in nothing but their names and fields are one, with the bytes of all.
 4. Every source rank gets a `SourceUse`: its readers, what leaves it, and who reports to it.
@@ -22,8 +22,8 @@ from math import prod
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, exact_period
-from kvreshard.plan.lane import Lane, LaneAxis
 from kvreshard.plan.route import Route
+from kvreshard.plan.transfer import RankTransfer, TransferAxis
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,37 +129,37 @@ def explain(routes: Sequence[Route]) -> Explanation:
     """The routes of some or all destination ranks of one pair of engines."""
     if len({(route.src_engine, route.dst_engine) for route in routes}) != 1:
         raise ValueError("explain takes routes of one pair of engines, and at least one")
-    subjects: dict[object, tuple[Lane, list[Reading]]] = {}
+    subjects: dict[object, tuple[RankTransfer, list[Reading]]] = {}
     for route in routes:
-        for lane in route.lanes:
-            key = (lane.fields, lane.src_group, lane.dst_group)
-            subjects.setdefault(key, (lane, []))[1].append(_reading(lane))
+        for transfer in route.transfers:
+            key = (transfer.fields, transfer.src_group, transfer.dst_group)
+            subjects.setdefault(key, (transfer, []))[1].append(_reading(transfer))
     return Explanation(
         src_engine=routes[0].src_engine,
         dst_engine=routes[0].dst_engine,
         dst_ranks=tuple(route.dst_rank for route in routes),
-        subjects=_merge([_subject(lane, readings) for lane, readings in subjects.values()]),
+        subjects=_merge([_subject(transfer, readings) for transfer, readings in subjects.values()]),
         sources=_sources(routes),
         warnings=tuple(dict.fromkeys(warning for route in routes for warning in route.warnings)),
     )
 
 
-def _subject(lane: Lane, readings: list[Reading]) -> Subject:
+def _subject(transfer: RankTransfer, readings: list[Reading]) -> Subject:
     return Subject(
-        fields=lane.fields,
-        src_groups=(lane.src_group.name,),
-        dst_groups=(lane.dst_group.name,),
-        src_tokens_per_page=lane.src_group.tokens_per_page,
-        dst_tokens_per_page=lane.dst_group.tokens_per_page,
-        window_tokens=_window(lane),
-        is_state=lane.is_state,
+        fields=transfer.fields,
+        src_groups=(transfer.src_group.name,),
+        dst_groups=(transfer.dst_group.name,),
+        src_tokens_per_page=transfer.src_group.tokens_per_page,
+        dst_tokens_per_page=transfer.dst_group.tokens_per_page,
+        window_tokens=_window(transfer),
+        is_state=transfer.is_state,
         readings=_collapse(readings),
     )
 
 
-def _window(lane: Lane) -> int | None:
+def _window(transfer: RankTransfer) -> int | None:
     """Tokens that one side keeps at least, where a side does not keep all: no other is moved."""
-    windows = [group.window_tokens for group in (lane.src_group, lane.dst_group)]
+    windows = [group.window_tokens for group in (transfer.src_group, transfer.dst_group)]
     return min((tokens for tokens in windows if tokens is not None), default=None)
 
 
@@ -190,27 +190,29 @@ def _collapse(readings: Iterable[Reading]) -> tuple[Reading, ...]:
     return tuple(sorted(merged, key=lambda reading: (reading.dst_ranks, reading.src_rank)))
 
 
-def _reading(lane: Lane) -> Reading:
-    if lane.choice is None:
-        raise ValueError("a lane without a choice of direct or staged; explain takes routes that compile_route made")
-    parts = tuple(_part(axis) for axis in lane.axes)
-    return Reading((lane.dst_rank,), lane.src_rank, parts, lane_bytes(lane), lane.choice)
+def _reading(transfer: RankTransfer) -> Reading:
+    if transfer.choice is None:
+        raise ValueError(
+            "a transfer without a choice of direct or staged; explain takes routes that compile_route made"
+        )
+    parts = tuple(_part(axis) for axis in transfer.axes)
+    return Reading((transfer.dst_rank,), transfer.src_rank, parts, transfer_bytes(transfer), transfer.choice)
 
 
-def lane_bytes(lane: Lane) -> Fraction:
-    """What a lane moves per token, on average over a period of its ownerships; per request if it is a state."""
-    cells = prod((_share(axis) for axis in lane.axes), start=Fraction(1))
-    return cells * lane.element_bytes * len(lane.fields) / lane.tokens_per_index
+def transfer_bytes(transfer: RankTransfer) -> Fraction:
+    """What a transfer moves per token, on average over a period of its ownerships; per request if it is a state."""
+    cells = prod((_share(axis) for axis in transfer.axes), start=Fraction(1))
+    return cells * transfer.element_bytes * len(transfer.fields) / transfer.tokens_per_index
 
 
-def _share(axis: LaneAxis) -> Fraction:
+def _share(axis: TransferAxis) -> Fraction:
     """Coordinates of a bounded axis, or the share of all coordinates of the sequence."""
     owners = (axis.chosen, axis.dst.owned)
     count = count_common(axis.extent, *owners)
     return Fraction(count, 1 if axis.extent is not None else exact_period(None, owners))
 
 
-def _part(axis: LaneAxis) -> Part:
+def _part(axis: TransferAxis) -> Part:
     chosen, held = axis.chosen, axis.dst.owned
     if (
         isinstance(chosen, Interval)
@@ -243,14 +245,14 @@ def _sources(routes: Sequence[Route]) -> tuple[SourceUse, ...]:
     for route in routes:
         for src_rank, ranks in route.reporters.items():
             reporters.setdefault(src_rank, set()).update(ranks)
-        for lane in route.lanes:
-            src_rank = lane.src_rank
-            readers.setdefault(src_rank, set()).add(lane.dst_rank)
-            if lane.is_state:
-                per_request[src_rank] = per_request.get(src_rank, Fraction(0)) + lane_bytes(lane)
+        for transfer in route.transfers:
+            src_rank = transfer.src_rank
+            readers.setdefault(src_rank, set()).add(transfer.dst_rank)
+            if transfer.is_state:
+                per_request[src_rank] = per_request.get(src_rank, Fraction(0)) + transfer_bytes(transfer)
                 continue
-            sizes, window = per_token.setdefault(src_rank, {}), _window(lane)
-            sizes[window] = sizes.get(window, Fraction(0)) + lane_bytes(lane)
+            sizes, window = per_token.setdefault(src_rank, {}), _window(transfer)
+            sizes[window] = sizes.get(window, Fraction(0)) + transfer_bytes(transfer)
     return tuple(_use(rank, readers, reporters, per_token.get(rank, {}), per_request) for rank in sorted(reporters))
 
 

@@ -7,7 +7,7 @@ to this rank write; never two regions at once, which may follow each other witho
 `find_unwritten` is that definition, for copies that are listed. `find_holes` says the same of a request without listing millions of
 them, for a route that is proved:
 
-1. A page is whole if the intervals have all that any lane could write of it. As every destination cell with a source is written exactly
+1. A page is whole if the intervals have all that any transfer could write of it. As every destination cell with a source is written exactly
    once, nothing but geometry says which bytes of a whole page are holes: they are the same in all whole pages of a group.
 2. So of each group one whole page is looked at, and all that are not whole; its holes are then those of the others too.
 """
@@ -97,7 +97,7 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
 
 def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
     """The copies of a pair into some of its destination pages."""
-    for bound in bind_pieces(pair, pair.lanes, pair.pieces(request)):
+    for bound in bind_pieces(pair, pair.transfers, pair.pieces(request)):
         kept, of = np.isin(bound.dst_page, pages), bound.of
         if kept.any():
             yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[kept], bound.dst_page[kept]).flat()

@@ -1,8 +1,8 @@
 """Transfers that share both block tables, and what each pair of their pages means.
 
-1. A `GroupPair` is all lanes between two groups that cut the sequence alike: a request is checked and cut once for them.
+1. A `GroupPair` is all transfers between two groups that cut the sequence alike: a request is checked and cut once for them.
 2. `cut` divides token indices at the pages of both sides. Pieces that overlap alike are strided slices of both tables: `Piece`.
-3. Where a source page and a destination page overlap in one way, all lanes from one source rank are one `Page`: their copies differ
+3. Where a source page and a destination page overlap in one way, all transfers from one source rank are one `Page`: their copies differ
    between requests by page ids only. Pages are computed at first use and kept (`kept`).
 """
 
@@ -24,8 +24,8 @@ from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, cut_long
 from kvreshard.plan.cost import Way
 from kvreshard.plan.cover import count_in_windows
-from kvreshard.plan.lane import Lane, Overlap, Span
 from kvreshard.plan.pattern import Bases
+from kvreshard.plan.transfer import Overlap, RankTransfer, Span
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -79,13 +79,13 @@ KnownPages = WeakValueDictionary[object, Page]
 
 @dataclass(frozen=True, eq=False)
 class GroupPair:
-    """Lanes between two groups that cut the sequence alike."""
+    """Transfers between two groups that cut the sequence alike."""
 
     src: Side
     dst: Side
     tokens_per_index: int
     keep_partial: bool
-    lanes: tuple[Lane, ...]
+    transfers: tuple[RankTransfer, ...]
     known_pages: KnownPages = field(default_factory=WeakValueDictionary)
 
     @property
@@ -93,13 +93,15 @@ class GroupPair:
         return self.dst.owned is None
 
     @cached_property
-    def by_way(self) -> tuple[tuple[Way | None, tuple[Lane, ...]], ...]:
-        """The lanes by how they are read; None where a request decides."""
-        found: dict[Way | None, list[Lane]] = {}
-        for lane in self.lanes:
-            way: Way | None = "direct" if lane.choice is None else lane.choice.way
-            found.setdefault(None if lane.choice is not None and lane.choice.is_open else way, []).append(lane)
-        return tuple((way, tuple(lanes)) for way, lanes in found.items())
+    def by_way(self) -> tuple[tuple[Way | None, tuple[RankTransfer, ...]], ...]:
+        """The transfers by how they are read; None where a request decides."""
+        found: dict[Way | None, list[RankTransfer]] = {}
+        for transfer in self.transfers:
+            way: Way | None = "direct" if transfer.choice is None else transfer.choice.way
+            found.setdefault(None if transfer.choice is not None and transfer.choice.is_open else way, []).append(
+                transfer
+            )
+        return tuple((way, tuple(transfers)) for way, transfers in found.items())
 
     def indices(self, intervals: Iterable[Tokens]) -> Iterator[tuple[int, int]]:
         """Ranges of indices, without repeats: two intervals may touch one compressed index. A state is index 0."""
@@ -130,33 +132,36 @@ class GroupPair:
 
     @cached_property
     def _are_shared(self) -> bool:
-        """Whether ranks share the sequence, so that a lane may have nothing of a piece."""
-        alongs = [lane.along for lane in self.lanes]
+        """Whether ranks share the sequence, so that a transfer may have nothing of a piece."""
+        alongs = [transfer.along for transfer in self.transfers]
         return any(along and not along.chosen.period == along.dst.owned.period == 1 for along in alongs)
 
-    def holders(self, piece: Piece, lanes: tuple[Lane, ...]) -> Sequence[int]:
-        """Which of some lanes have anything of a piece: of many ranks that share the sequence, each has a few. No pattern is made."""
+    def holders(self, piece: Piece, transfers: tuple[RankTransfer, ...]) -> Sequence[int]:
+        """Which of some transfers have anything of a piece: of many ranks that share the sequence, each has a few. No pattern is made."""
         if not self._are_shared:
-            return range(len(lanes))
-        key = "holders", piece.overlap, tuple([lane.bases for lane in lanes])
-        found: tuple[int, ...] = lanes[0].pattern_cache.get(
+            return range(len(transfers))
+        key = "holders", piece.overlap, tuple([transfer.bases for transfer in transfers])
+        found: tuple[int, ...] = transfers[0].pattern_cache.get(
             self,
             key,
-            lambda: tuple(n for n, lane in enumerate(lanes) if _holds(lane, piece)),
+            lambda: tuple(n for n, transfer in enumerate(transfers) if _holds(transfer, piece)),
             lambda held: 8 * len(held),
         )
         return found
 
-    def pages(self, piece: Piece, lanes: tuple[Lane, ...]) -> tuple[PageOf, ...]:
-        """What some of the lanes copy where two spans overlap as in this piece; kept for the next request."""
-        key = piece.overlap, tuple([lane.bases for lane in lanes])
-        return lanes[0].pattern_cache.get(self, key, lambda: tuple(self._make_pages(piece, lanes)), _kept_bytes)
+    def pages(self, piece: Piece, transfers: tuple[RankTransfer, ...]) -> tuple[PageOf, ...]:
+        """What some of the transfers copy where two spans overlap as in this piece; kept for the next request."""
+        key = piece.overlap, tuple([transfer.bases for transfer in transfers])
+        return transfers[0].pattern_cache.get(self, key, lambda: tuple(self._make_pages(piece, transfers)), _kept_bytes)
 
-    def _make_pages(self, piece: Piece, lanes: tuple[Lane, ...]) -> Iterator[PageOf]:
+    def _make_pages(self, piece: Piece, transfers: tuple[RankTransfer, ...]) -> Iterator[PageOf]:
         together: dict[tuple[int, ...], list[_Runs]] = {}
-        for lane in [lanes[number] for number in self.holders(piece, lanes)]:
-            ranks, strides = (lane.src_rank, lane.dst_rank), (lane.src_page_stride_bytes, lane.dst_page_stride_bytes)
-            for src_step, dst_step, runs in _runs_by_page(lane, piece.overlap):
+        for transfer in [transfers[number] for number in self.holders(piece, transfers)]:
+            ranks, strides = (
+                (transfer.src_rank, transfer.dst_rank),
+                (transfer.src_page_stride_bytes, transfer.dst_page_stride_bytes),
+            )
+            for src_step, dst_step, runs in _runs_by_page(transfer, piece.overlap):
                 together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
             page = self._page(found, src_stride, dst_stride)
@@ -192,9 +197,9 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
         return int(self.lengths[0]) if (self.lengths == self.lengths[0]).all() else 0
 
 
-def _runs_by_page(lane: Lane, overlap: Overlap) -> Iterator[tuple[int, int, _Runs]]:
+def _runs_by_page(transfer: RankTransfer, overlap: Overlap) -> Iterator[tuple[int, int, _Runs]]:
     """The runs of an overlap for each pair of pages of the spans that have some, by the pages' numbers in their spans."""
-    pattern = lane.pattern(overlap)
+    pattern = transfer.pattern(overlap)
     if not len(pattern.lengths):
         return
     order = np.lexsort((pattern.dst_pages, pattern.src_pages))
@@ -205,9 +210,9 @@ def _runs_by_page(lane: Lane, overlap: Overlap) -> Iterator[tuple[int, int, _Run
         yield int(pattern.src_pages[rows[0]]), int(pattern.dst_pages[rows[0]]), _Runs(pattern.bases, *columns)
 
 
-def _holds(lane: Lane, piece: Piece) -> bool:
-    """Whether a lane has anything of a piece."""
-    along, low = lane.along, np.array([piece.first])
+def _holds(transfer: RankTransfer, piece: Piece) -> bool:
+    """Whether a transfer has anything of a piece."""
+    along, low = transfer.along, np.array([piece.first])
     return along is None or bool(count_in_windows(along.chosen, along.dst.owned, low, low + piece.overlap[2])[0] > 0)
 
 
@@ -215,11 +220,11 @@ def _kept_bytes(pages: tuple[PageOf, ...]) -> int:
     return sum(10 * one.page.length.nbytes for one in pages)
 
 
-def make_pairs(lanes: Iterable[Lane]) -> tuple[GroupPair, ...]:
-    """Every lane in one pair, in the order of the first of each."""
-    together: dict[object, list[Lane]] = {}
-    for lane in lanes:
-        together.setdefault((*_sides(lane), lane.tokens_per_index, lane.keep_partial), []).append(lane)
+def make_pairs(transfers: Iterable[RankTransfer]) -> tuple[GroupPair, ...]:
+    """Every transfer in one pair, in the order of the first of each."""
+    together: dict[object, list[RankTransfer]] = {}
+    for transfer in transfers:
+        together.setdefault((*_sides(transfer), transfer.tokens_per_index, transfer.keep_partial), []).append(transfer)
     known: KnownPages = WeakValueDictionary()
     return tuple(
         GroupPair(*_sides(found[0]), found[0].tokens_per_index, found[0].keep_partial, tuple(found), known)
@@ -227,14 +232,14 @@ def make_pairs(lanes: Iterable[Lane]) -> tuple[GroupPair, ...]:
     )
 
 
-def _sides(lane: Lane) -> tuple[Side, Side]:
+def _sides(transfer: RankTransfer) -> tuple[Side, Side]:
     def side(name: str, group: Group, span: Span, mapped: AxisMap | None) -> Side:
         return Side(name, group, span, mapped.owned if mapped else None, mapped.indices_per_page if mapped else 1)
 
-    along = lane.along
+    along = transfer.along
     return (
-        side("source", lane.src_group, lane.src_span, along.src if along else None),
-        side("destination", lane.dst_group, lane.dst_span, along.dst if along else None),
+        side("source", transfer.src_group, transfer.src_span, along.src if along else None),
+        side("destination", transfer.dst_group, transfer.dst_span, along.dst if along else None),
     )
 
 

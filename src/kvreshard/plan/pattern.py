@@ -1,6 +1,6 @@
 """Which bytes of a source page go to which bytes of a destination page?
 
-A `Pattern` answers for one overlap of a source page and a destination page, for all fields of a lane at once:
+A `Pattern` answers for one overlap of a source page and a destination page, for all fields of a transfer at once:
 
 1. Refine every axis; a run is one strip per axis, with their loops together.
 2. Coalesce: a loop that continues the run on both sides lengthens it.

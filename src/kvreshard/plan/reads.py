@@ -2,7 +2,7 @@
 
 1. Check the request.
 2. Cut it once per pair of groups, to pieces that overlap alike.
-3. Lanes whose way is open (`cost`) are counted both ways, and read in the way that `CostModel.prefers_staging` says. Forced ways are kept.
+3. Transfers whose way is open (`cost`) are counted both ways, and read in the way that `CostModel.prefers_staging` says. Forced ways are kept.
 
 Refused with BindError, before anything moves: what `request_check` refuses, and a page that does not fit the staging buffer.
 """
@@ -17,11 +17,11 @@ from kvreshard.model.tables import Request
 from kvreshard.plan.bind import MIN_PAGED_COPIES, Bound, bind_pieces, find_alike, gathered
 from kvreshard.plan.copies import Copies
 from kvreshard.plan.cost import CostModel, Work
-from kvreshard.plan.lane import Lane
 from kvreshard.plan.pairs import GroupPair, Piece
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch, fill_bytes, find_staged, pack, stage
+from kvreshard.plan.transfer import RankTransfer
 
 
 class ReadPlan(msgspec.Struct, frozen=True):
@@ -41,29 +41,33 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
     batches: list[Batch] = []
     for pair in route.pairs:
         pieces = pair.pieces(request)
-        for way, lanes in pair.by_way if pieces else ():
-            bound = [] if way == "staged" and staging_bytes else list(bind_pieces(pair, lanes, pieces))
+        for way, transfers in pair.by_way if pieces else ():
+            bound = [] if way == "staged" and staging_bytes else list(bind_pieces(pair, transfers, pieces))
             if staging_bytes and (
-                way == "staged" or (way is None and is_staged(pair, lanes, pieces, bound, staging_bytes))
+                way == "staged" or (way is None and is_staged(pair, transfers, pieces, bound, staging_bytes))
             ):
-                batches += stage(pair, lanes, pieces, staging_bytes)
+                batches += stage(pair, transfers, pieces, staging_bytes)
             else:
                 direct += bound
     copies = [one for alike in find_alike(direct) for one in alike.copies(min_paged)]
-    return ReadPlan(tuple(gathered(copies)), tuple(pack(batches, staging_bytes, _model(route.lanes))))
+    return ReadPlan(tuple(gathered(copies)), tuple(pack(batches, staging_bytes, _model(route.transfers))))
 
 
 def is_staged(
-    pair: GroupPair, lanes: tuple[Lane, ...], pieces: Sequence[Piece], bound: Sequence[Bound], staging_bytes: int
+    pair: GroupPair,
+    transfers: tuple[RankTransfer, ...],
+    pieces: Sequence[Piece],
+    bound: Sequence[Bound],
+    staging_bytes: int,
 ) -> bool:
-    """Whether the pieces of lanes whose way is open go through the buffer. `bound`: the same pieces, read directly."""
-    model = _model(lanes)
+    """Whether the pieces of transfers whose way is open go through the buffer. `bound`: the same pieces, read directly."""
+    model = _model(transfers)
     alike = find_alike(bound)
     num_copies, num_bytes = sum(one.num_copies for one in alike), sum(one.num_bytes for one in alike)
     if not model.may_prefer_staging(num_copies, num_bytes):
         return False
     reads = read_bytes = runs = 0
-    for staged in find_staged(pair, lanes, pieces):
+    for staged in find_staged(pair, transfers, pieces):
         if staged.image.slot_bytes > staging_bytes:
             return False
         num_fields = len(staged.image.bases.src)
@@ -74,6 +78,6 @@ def is_staged(
     return model.prefers_staging(Work(num_copies, num_bytes, reads + int(num_batches), read_bytes, runs, num_batches))
 
 
-def _model(lanes: Sequence[Lane]) -> CostModel:
-    choice = lanes[0].choice if lanes else None
+def _model(transfers: Sequence[RankTransfer]) -> CostModel:
+    choice = transfers[0].choice if transfers else None
     return CostModel() if choice is None else choice.model

@@ -118,7 +118,7 @@ def count_cuts(src: AxisMap, dst: AxisMap, chosen: Ownership, src_low: int, dst_
 
 @lru_cache(maxsize=1 << 12)
 def _inner(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
-    """The digits inside a page, canonical. An engine's axes have a few kinds of them, and every lane asks several times."""
+    """The digits inside a page, canonical. An engine's axes have a few kinds of them, and every transfer asks several times."""
     return canonical(tuple(d for d in digits if not d.page_step and d.extent is not None))
 
 

@@ -58,7 +58,7 @@ class Touched(msgspec.Struct, frozen=True, eq=False):
 
 
 def check_request(route: Route, request: Request) -> None:
-    """Raises BindError unless every lane of the route can be bound."""
+    """Raises BindError unless every transfer of the route can be bound."""
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     _check_group_names(route, request)

@@ -1,7 +1,7 @@
 """Route: everything that one destination rank reads from one source engine.
 
-`compile_route`: 1. match fields by name (`match`), 2. elect sources (`election`), 3. make a `Lane` per source and box, each read in the way
-that costs less (`cost`), 4. prove that the lanes cover the destination exactly once and stay in bounds (`check`).
+`compile_route`: 1. match fields by name (`match`), 2. elect sources (`election`), 3. make a `RankTransfer` per source and box, each read in the way
+that costs less (`cost`), 4. prove that the transfers cover the destination exactly once and stay in bounds (`check`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvreshard.plan.budget import Budget
 from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose
 from kvreshard.plan.election import Box, Election, Family, elect
-from kvreshard.plan.lane import OVERLAPS_LOOKED_AT, Lane, LaneAxis, Span
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.pattern import Bases
 from kvreshard.plan.pattern_cache import PatternCache
+from kvreshard.plan.transfer import OVERLAPS_LOOKED_AT, RankTransfer, Span, TransferAxis
 
-# Steps of a lane, each of its fields, and each other lane of the same fields, with which the proof compares it.
+# Steps of a transfer, each of its fields, and each other transfer of the same fields, with which the proof compares it.
 LANE_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
 # Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
 TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
@@ -35,31 +35,31 @@ TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
 
 @dataclass(frozen=True)
 class Route:
-    """All lanes of one destination rank from one source engine, and who reports to which source rank."""
+    """All transfers of one destination rank from one source engine, and who reports to which source rank."""
 
     src_engine: str
     dst_engine: str
     dst_rank: int
-    lanes: tuple[Lane, ...]
+    transfers: tuple[RankTransfer, ...]
     reporters: Mapping[int, tuple[int, ...]]
     warnings: tuple[str, ...]
     dst_groups: tuple[Group, ...]
-    """All groups of the destination engine, those without lanes to this rank included."""
+    """All groups of the destination engine, those without transfers to this rank included."""
 
     @property
     def src_ranks(self) -> tuple[int, ...]:
         """The source ranks that this destination rank reads from, ascending."""
-        return tuple(sorted({lane.src_rank for lane in self.lanes}))
+        return tuple(sorted({transfer.src_rank for transfer in self.transfers}))
 
     @cached_property
     def pairs(self) -> tuple[GroupPair, ...]:
-        """The lanes, together where they share both block tables and cut the sequence alike."""
-        return make_pairs(self.lanes)
+        """The transfers, together where they share both block tables and cut the sequence alike."""
+        return make_pairs(self.transfers)
 
     def drop_patterns(self) -> None:
-        """Drop what its lanes have computed: nobody will read by it."""
-        owners: set[Hashable] = {*(lane.bases for lane in self.lanes), *self.pairs}
-        for cache in {lane.pattern_cache for lane in self.lanes}:
+        """Drop what its transfers have computed: nobody will read by it."""
+        owners: set[Hashable] = {*(transfer.bases for transfer in self.transfers), *self.pairs}
+        for cache in {transfer.pattern_cache for transfer in self.transfers}:
             cache.drop(owners)
 
 
@@ -75,8 +75,8 @@ def compile_route(
 ) -> Route:
     """The proved route of one destination rank. Raises LayoutMismatch naming field, axis, both values and the remedy.
 
-    `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per lane
-    whether it is read directly or through staging; `way` forces it. `pattern_cache`: what the lanes compute stays there, if routes share it.
+    `election`: the table of this pair, if another destination rank's route has already needed it. `cost` decides per transfer
+    whether it is read directly or through staging; `way` forces it. `pattern_cache`: what the transfers compute stays there, if routes share it.
     """
     if dst_rank not in dst.rank_by_number:
         raise LayoutMismatch(
@@ -85,35 +85,37 @@ def compile_route(
     matched = match_fields(src, dst)
     table = election if election is not None else elect(src, dst, matched.names)
     cache, budget = PatternCache() if pattern_cache is None else pattern_cache, Budget(src, dst)
-    lanes: list[Lane] = []
+    transfers: list[RankTransfer] = []
     for index, family in enumerate(table.families):
         boxes = table.boxes.get((dst_rank, index), ())
-        each_lane = LANE_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
-        budget.spend(family.fields[0], len(boxes) * each_lane, "too many boxes that one rank reads")
+        each_transfer = LANE_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
+        budget.spend(family.fields[0], len(boxes) * each_transfer, "too many boxes that one rank reads")
         for src_rank, box in boxes:
-            lane = _lane(src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, cache)
-            lanes.append(_decide(lane, cost, way, budget))
-    route = Route(src.engine, dst.engine, dst_rank, tuple(lanes), table.reporters, matched.warnings, dst.groups)
+            transfer = _transfer(
+                src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, cache
+            )
+            transfers.append(_decide(transfer, cost, way, budget))
+    route = Route(src.engine, dst.engine, dst_rank, tuple(transfers), table.reporters, matched.warnings, dst.groups)
     prove(route, src, dst)
     return route
 
 
-def _decide(lane: Lane, cost: CostModel, way: Way | None, budget: Budget) -> Lane:
-    """The lane with the way that costs less for a typical page. Raises LayoutMismatch where finding a page's runs takes too long."""
-    field, along = lane.fields[0], lane.along
+def _decide(transfer: RankTransfer, cost: CostModel, way: Way | None, budget: Budget) -> RankTransfer:
+    """The transfer with the way that costs less for a typical page. Raises LayoutMismatch where finding a page's runs takes too long."""
+    field, along = transfer.fields[0], transfer.along
     longest = 1 if along is None else max(along.chosen.period, along.dst.owned.period)
-    turns = OVERLAPS_LOOKED_AT * (min(lane.src_span.indices, lane.dst_span.indices) // longest + 1)
+    turns = OVERLAPS_LOOKED_AT * (min(transfer.src_span.indices, transfer.dst_span.indices) // longest + 1)
     budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
-    window = lane.typical_window()
-    cuts, kept = lane.work(*window)
+    window = transfer.typical_window()
+    cuts, kept = transfer.work(*window)
     budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many intervals")
-    pattern = lane.pattern(lane.overlap_of(*window))
+    pattern = transfer.pattern(transfer.overlap_of(*window))
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(field, steps, "pages that overlap in too many runs")
-    return lane.chosen(choose(pattern, cost, way))
+    return transfer.chosen(choose(pattern, cost, way))
 
 
-def _lane(
+def _transfer(
     src_rank: Rank,
     dst_rank: Rank,
     src: EngineLayout,
@@ -121,10 +123,10 @@ def _lane(
     family: Family,
     box: Box,
     pattern_cache: PatternCache,
-) -> Lane:
+) -> RankTransfer:
     src_geometry, dst_geometry = family.src[src_rank.rank], family.dst[dst_rank.rank]
     axes = tuple(
-        LaneAxis(axis.name, axis.extent, src_map, dst_map, chosen)
+        TransferAxis(axis.name, axis.extent, src_map, dst_map, chosen)
         for axis, src_map, dst_map, chosen in zip(
             family.shape.axes, src_geometry.axes, dst_geometry.axes, box, strict=True
         )
@@ -132,7 +134,7 @@ def _lane(
     sequence = family.shape.sequence
     along = next((axis for axis in axes if axis.extent is None), None)
     state = Span(1, 1, 1, None)
-    return Lane(
+    return RankTransfer(
         src_rank=src_rank.rank,
         dst_rank=dst_rank.rank,
         src_group=src.group_by_name[src_geometry.group],

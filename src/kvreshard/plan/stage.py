@@ -1,6 +1,6 @@
 """Pages of many short runs go through a buffer: they are read in few large pieces and permuted locally.
 
-1. The `Image` of a source page is all that a lane copies from it, in boxes: runs joined over gaps that are cheaper read than posted
+1. The `Image` of a source page is all that a transfer copies from it, in boxes: runs joined over gaps that are cheaper read than posted
    around. A slot of the buffer holds the image of one page of one field.
 2. A `Batch` is one filling of the buffer. Images of neighbouring pages become one read where both sides continue.
 3. A `Move` goes from slots to destination pages, by loops, not as a list. Several destination pages may take from one slot.
@@ -22,14 +22,14 @@ from kvreshard.model.errors import BindError
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel
-from kvreshard.plan.lane import Lane, Overlap
 from kvreshard.plan.pairs import GroupPair, Piece
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
 from kvreshard.plan.refine import Loop, Strip, fold
+from kvreshard.plan.transfer import Overlap, RankTransfer
 
 # What was read is permuted while it is still in a cache, and the first batch is permuted early. Of 3 to 16 MiB, 4 and 5 were the fastest in
 # eighteen cases of 84 and 168 MB (HND TP 8 -> 4: 30 ms, 36 with 16 MiB; page 64 -> 16, random: 43, with 6 MiB 60), and below 3 the posts cost
-# more than is saved. Of 671 MB it made no difference, and each batch costs processor time: so many per lane, then they grow.
+# more than is saved. Of 671 MB it made no difference, and each batch costs processor time: so many per transfer, then they grow.
 FILL_BYTES, MAX_FILL_BYTES = 5 << 20, 16 << 20
 MAX_SMALL_BATCHES = 32
 
@@ -49,7 +49,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Image(msgspec.Struct, frozen=True, eq=False):
-    """What some overlaps of a lane need of a source page: boxes, shape (n,), side by side in a slot of `slot_bytes`.
+    """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in a slot of `slot_bytes`.
 
     `steps`: for each overlap those out of the slot. `run_counts`: for each overlap its runs, of one field.
     """
@@ -104,9 +104,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 
 
 class Staged(msgspec.Struct, frozen=True, eq=False):
-    """The pieces of a lane that share an image, with the source pages that hold them, ascending and each once."""
+    """The pieces of a transfer that share an image, with the source pages that hold them, ascending and each once."""
 
-    lane: Lane
+    transfer: RankTransfer
     image: Image
     pieces: tuple[Piece, ...]
     pages: Int64s
@@ -115,7 +115,7 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
     def num_reads(self) -> int:
         """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where a slot is a whole page."""
         image = self.image
-        if len(image.lengths) > 1 or image.slot_bytes != self.lane.src_page_stride_bytes:
+        if len(image.lengths) > 1 or image.slot_bytes != self.transfer.src_page_stride_bytes:
             return len(self.pages) * len(image.lengths)
         return 1 + int(np.count_nonzero(self.pages[1:] - self.pages[:-1] != 1))
 
@@ -136,29 +136,31 @@ def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None 
     return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
-def find_staged(pair: GroupPair, lanes: tuple[Lane, ...], pieces: Sequence[Piece]) -> Iterator[Staged]:
-    """What some lanes of a pair move of some pieces, as images.
+def find_staged(pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece]) -> Iterator[Staged]:
+    """What some transfers of a pair move of some pieces, as images.
 
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
     of a request have images of their own.
     """
-    of_lane: list[list[Piece]] = [[] for _ in lanes]
+    of_transfer: list[list[Piece]] = [[] for _ in transfers]
     for piece in pieces:
-        for number in pair.holders(piece, lanes):
-            of_lane[number].append(piece)
-    for lane, held in zip(lanes, of_lane, strict=True):
+        for number in pair.holders(piece, transfers):
+            of_transfer[number].append(piece)
+    for transfer, held in zip(transfers, of_transfer, strict=True):
         together: dict[object, list[Piece]] = {}
         for piece in held:
-            pattern = lane.pattern(piece.overlap)
+            pattern = transfer.pattern(piece.overlap)
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
                 key = pattern.bases.src.tobytes(), None if piece.recurs else piece.first
                 together.setdefault(key, []).append(piece)
         for found in together.values():
             members = sorted(found, key=lambda piece: piece.overlap)
-            image = _image_of(lane, tuple(piece.overlap for piece in members))
-            pages = [piece.page_ids(piece.src, lane.src_span, step) for piece, step in _source_steps(image, members)]
-            yield Staged(lane, image, tuple(members), np.unique(np.concatenate(pages)))
+            image = _image_of(transfer, tuple(piece.overlap for piece in members))
+            pages = [
+                piece.page_ids(piece.src, transfer.src_span, step) for piece, step in _source_steps(image, members)
+            ]
+            yield Staged(transfer, image, tuple(members), np.unique(np.concatenate(pages)))
 
 
 def _source_steps(image: Image, members: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
@@ -166,12 +168,15 @@ def _source_steps(image: Image, members: Sequence[Piece]) -> Iterator[tuple[Piec
         yield from ((piece, number) for number in sorted({step.src_step for step in steps}))
 
 
-def _image_of(lane: Lane, overlaps: tuple[Overlap, ...]) -> Image:
+def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
     """Kept for the next request."""
-    max_gap_bytes = 0 if lane.choice is None else lane.choice.max_gap_bytes
+    max_gap_bytes = 0 if transfer.choice is None else transfer.choice.max_gap_bytes
     key = "image", max_gap_bytes, overlaps
-    return lane.pattern_cache.get(
-        lane.bases, key, lambda: make_image([lane.pattern(one) for one in overlaps], max_gap_bytes), Image.kept_bytes
+    return transfer.pattern_cache.get(
+        transfer.bases,
+        key,
+        lambda: make_image([transfer.pattern(one) for one in overlaps], max_gap_bytes),
+        Image.kept_bytes,
     )
 
 
@@ -206,16 +211,18 @@ def _steps(pattern: Pattern, offsets: Int64s, slot_offsets: Int64s) -> Iterator[
             yield Step(src_step, dst_step, length, strip.src_byte, strip.dst_byte, strip.loops)
 
 
-def stage(pair: GroupPair, lanes: tuple[Lane, ...], pieces: Sequence[Piece], staging_bytes: int) -> Iterator[Batch]:
-    """Batches of what some lanes of a pair move, lane by lane. Raises BindError if one slot does not fit the buffer."""
-    for staged in find_staged(pair, lanes, pieces):
-        lane, size = staged.lane, staged.image.slot_bytes
+def stage(
+    pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece], staging_bytes: int
+) -> Iterator[Batch]:
+    """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one slot does not fit the buffer."""
+    for staged in find_staged(pair, transfers, pieces):
+        transfer, size = staged.transfer, staged.image.slot_bytes
         if size > staging_bytes:
             raise BindError(
-                f"fields {lane.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
+                f"fields {transfer.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
                 "buffer or read directly"
             )
-        model, num_fields = None if lane.choice is None else lane.choice.model, len(staged.image.bases.src)
+        model, num_fields = None if transfer.choice is None else transfer.choice.model, len(staged.image.bases.src)
         fill = fill_bytes(staging_bytes, staged.num_read_bytes * num_fields, model)
         pages_each = min(len(staged.pages), max(1, fill // size))
         yield from _batches(staged, pages_each, max(1, fill // (size * pages_each)))
@@ -223,14 +230,14 @@ def stage(pair: GroupPair, lanes: tuple[Lane, ...], pieces: Sequence[Piece], sta
 
 def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batch]:
     """Batches of so many pages of so many fields."""
-    lane, image, size = staged.lane, staged.image, staged.image.slot_bytes
+    transfer, image, size = staged.transfer, staged.image, staged.image.slot_bytes
     paths = [
-        path for piece, steps in zip(staged.pieces, image.steps, strict=True) for path in _paths(lane, piece, steps)
+        path for piece, steps in zip(staged.pieces, image.steps, strict=True) for path in _paths(transfer, piece, steps)
     ]
     slot_offsets = np.cumsum(image.lengths) - image.lengths
     for low in range(0, len(staged.pages), pages_each):
         held = staged.pages[low : low + pages_each]
-        source = (held[:, None] * lane.src_page_stride_bytes + image.offsets).reshape(-1)
+        source = (held[:, None] * transfer.src_page_stride_bytes + image.offsets).reshape(-1)
         place = (np.arange(len(held))[:, None] * size + slot_offsets).reshape(-1)
         reads = coalesce(source, place, np.tile(image.lengths, len(held)), max_bytes=MAX_COPY_BYTES)
         moves = [move for path in paths for move in path.moves(held, size)]
@@ -239,7 +246,7 @@ def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batc
             src, dst = (bases[first : first + fields_each] for bases in (image.bases.src, image.bases.dst))
             at = np.arange(len(src), dtype=np.int64) * (len(held) * size)
             columns = (src[:, None] + reads[0]).reshape(-1), (at[:, None] + reads[1]).reshape(-1)
-            listed = CopyList(lane.src_rank, lane.dst_rank, *columns, np.tile(reads[2], len(src)))
+            listed = CopyList(transfer.src_rank, transfer.dst_rank, *columns, np.tile(reads[2], len(src)))
             yield Batch(
                 listed,
                 tuple(replace(move, src_bases=at, dst_bases=dst) for move in moves),
@@ -264,13 +271,13 @@ class _Path(msgspec.Struct, frozen=True, eq=False):
             yield Move(step.length, step.loops, held, src_at + step.slot_offset, held, dst_at + step.dst_offset)
 
 
-def _paths(lane: Lane, piece: Piece, steps: Iterable[Step]) -> Iterator[_Path]:
+def _paths(transfer: RankTransfer, piece: Piece, steps: Iterable[Step]) -> Iterator[_Path]:
     together: dict[tuple[int, int], list[Step]] = {}
     for step in steps:
         together.setdefault((step.src_step, step.dst_step), []).append(step)
     for (src_step, dst_step), found in together.items():
-        src_page = piece.page_ids(piece.src, lane.src_span, src_step)
-        dst_at = piece.page_ids(piece.dst, lane.dst_span, dst_step) * lane.dst_page_stride_bytes
+        src_page = piece.page_ids(piece.src, transfer.src_span, src_step)
+        dst_at = piece.page_ids(piece.dst, transfer.dst_span, dst_step) * transfer.dst_page_stride_bytes
         order = np.argsort(src_page, kind="stable")
         yield _Path(tuple(found), src_page[order], dst_at[order])
 

@@ -333,14 +333,14 @@ def check_life(remote: RemoteEngine, card: EngineCard) -> EngineCard:
 
 def describe_route(route: Route) -> str:
     """A route in a sentence, for a log."""
-    ways = [lane.choice.way for lane in route.lanes if lane.choice is not None]
+    ways = [transfer.choice.way for transfer in route.transfers if transfer.choice is not None]
     shares: dict[int, int] = {}
-    for lane in route.lanes:
-        shares[lane.src_rank] = shares.get(lane.src_rank, 0) + len(lane.fields)
+    for transfer in route.transfers:
+        shares[transfer.src_rank] = shares.get(transfer.src_rank, 0) + len(transfer.fields)
     told = ", ".join(f"rank {rank} ({count} fields)" for rank, count in sorted(shares.items()))
     staged = sum(way == "staged" for way in ways)
     return (
-        f"rank {route.dst_rank} reads {told or 'nothing'} in {len(route.lanes)} lanes, {len(route.lanes) - staged} direct and "
+        f"rank {route.dst_rank} reads {told or 'nothing'} in {len(route.transfers)} transfers, {len(route.transfers) - staged} direct and "
         f"{staged} staged" + "".join(f"; {warning}" for warning in route.warnings)
     )
 

@@ -59,7 +59,7 @@ class Moved:
     """What one rank's part of a request took. Seconds are wall time.
 
     `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `zeroed_bytes`
-    of new pages were written by no copy. `post_s`: handing the direct lanes to the transport, part of the total.
+    of new pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total.
     """
 
     num_bytes: int

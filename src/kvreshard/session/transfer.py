@@ -1,7 +1,7 @@
 """How is one request carried out on a transport, from route to settled bytes, by a thread that waits for it?
 
 `pull` runs on the destination rank and drives the steps of `session.pull` to their end, then reports to the source ranks
-that the election appoints, readers and unread ones. `push` runs on a source rank and writes the lanes that it is the
+that the election appoints, readers and unread ones. `push` runs on a source rank and writes the transfers that it is the
 source of; it always posts runs directly, since a destination page that several sources fill can not be written whole.
 
 Refused: BindError before anything moves. Raises TransportError, after all transfers have settled, when one failed.
@@ -45,7 +45,10 @@ def pull(
 def push(mover: Mover, routes: Iterable[Route], request: Request, src_rank: int) -> Moved:
     """Write what `src_rank` is the source of in the routes of the destination ranks."""
     started_s = mover.clock()
-    mine = [replace(r, lanes=tuple(lane for lane in r.lanes if lane.src_rank == src_rank)) for r in routes]
+    mine = [
+        replace(r, transfers=tuple(transfer for transfer in r.transfers if transfer.src_rank == src_rank))
+        for r in routes
+    ]
     lists = [copies for route in mine for copies in bind(route, request)]
     bind_s = mover.clock() - started_s
     _settle([mover.post(Direction.WRITE, copies) for copies in lists], mover.timeout_s)

@@ -1,7 +1,7 @@
 """What watches loads, off by default: digests in logical coordinates, flight records and their replay, shadow mode."""
 
 from kvreshard.tools.cells import Side
-from kvreshard.tools.digest import digest_cells, digest_lanes
+from kvreshard.tools.digest import digest_cells, digest_transfers
 from kvreshard.tools.memory import Memory
 from kvreshard.tools.verdict import Difference, Digest, Part, Verdict, compare
 
@@ -14,5 +14,5 @@ __all__ = [
     "Verdict",
     "compare",
     "digest_cells",
-    "digest_lanes",
+    "digest_transfers",
 ]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvreshard.model.address import AxisMap
 from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
-from kvreshard.plan.lane import Lane
+from kvreshard.plan.transfer import RankTransfer
 
 Int64s = NDArray[np.int64]
 Side = Literal["src", "dst"]
@@ -65,20 +65,20 @@ class Cells:
         return replace(self, fields=tuple(self.fields[index] for index in kept), bases=self.bases[kept])
 
 
-def of_lane(lane: Lane, side: Side) -> Cells:
-    """The cells that a lane moves, on one side: the elected part, and what the other side holds."""
+def of_transfer(transfer: RankTransfer, side: Side) -> Cells:
+    """The cells that a transfer moves, on one side: the elected part, and what the other side holds."""
     at_source = side == "src"
     axes = [
         Cut(a.name, a.extent, *((a.src, (a.dst.owned, a.chosen)) if at_source else (a.dst, (a.src.owned, a.chosen))))
-        for a in lane.axes
+        for a in transfer.axes
     ]
     return Cells(
-        lane.fields,
-        lane.bases.src if at_source else lane.bases.dst,
-        lane.element_bytes,
-        lane.src_group if at_source else lane.dst_group,
-        lane.src_page_stride_bytes if at_source else lane.dst_page_stride_bytes,
+        transfer.fields,
+        transfer.bases.src if at_source else transfer.bases.dst,
+        transfer.element_bytes,
+        transfer.src_group if at_source else transfer.dst_group,
+        transfer.src_page_stride_bytes if at_source else transfer.dst_page_stride_bytes,
         tuple(axes),
-        lane.tokens_per_index,
-        lane.keep_partial,
+        transfer.tokens_per_index,
+        transfer.keep_partial,
     )

@@ -7,7 +7,7 @@ size, read as a signed number; its number counts the units of a row in logical o
 pseudo-random numbers of 64 bits under a key. Nothing in it depends on where a cell lies, so layouts agree; it is a sum, so parts add up.
 A difference is missed once in 2^44: docs/design/0006-digest.md.
 
-- `digest_lanes`: per transfer and field, from one side's own memory and address maps. Each destination rank's cells are in exactly one
+- `digest_transfers`: per transfer and field, from one side's own memory and address maps. Each destination rank's cells are in exactly one
   of its transfers, so replicas count once per rank that has them.
 - `digest_cells`: some cells of one rank as one sum, for whoever asks about a part of a transfer.
 
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import Request, Tokens
-from kvreshard.plan.lane import Lane
-from kvreshard.tools.cells import Cells, Side, of_lane
+from kvreshard.plan.transfer import RankTransfer
+from kvreshard.tools.cells import Cells, Side, of_transfer
 from kvreshard.tools.memory import Memory
 from kvreshard.tools.rows import Intervals, Rows, Tables, inner_axes, locate, page_rows
 from kvreshard.tools.verdict import Digest, Part
@@ -38,32 +38,32 @@ MAX_KEY_BYTES = 64
 UNITS_AT_ONCE = 1 << 17
 
 
-def digest_lanes(
-    lanes: Iterable[Lane],
+def digest_transfers(
+    transfers: Iterable[RankTransfer],
     side: Side,
     request: Request,
     memory: Memory,
     key: bytes,
     fields: Collection[str] | None = None,
 ) -> dict[Part, Digest]:
-    """The digest of every field of every lane, over the cells that the lane moves for the request.
+    """The digest of every field of every transfer, over the cells that the transfer moves for the request.
 
-    A side needs its own block tables only. `memory` holds that side's ranks of these lanes. `fields`: only these. A lane
+    A side needs its own block tables only. `memory` holds that side's ranks of these transfers. `fields`: only these. A transfer
     whose group has no intervals is left out.
     """
     tables = request.src_tables if side == "src" else request.dst_tables
     found = dict[Part, Digest]()
-    for lane in lanes:
-        cells, name = of_lane(lane, side).only(fields), lane.dst_group.name
+    for transfer in transfers:
+        cells, name = of_transfer(transfer, side).only(fields), transfer.dst_group.name
         if name not in request.intervals:
             raise BindError(f"group '{name}': no token intervals; give an empty list to digest nothing")
         intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[name])
         if not intervals:
             continue
-        box = ", ".join(f"{axis.name} {axis.chosen}" for axis in lane.axes)
+        box = ", ".join(f"{axis.name} {axis.chosen}" for axis in transfer.axes)
         digests = _digest_fields(cells, tables, {cells.group.name: intervals}, memory, key)
         for field, digest in zip(cells.fields, digests, strict=True):
-            found[Part(field, lane.src_rank, lane.dst_rank, box, intervals)] = digest
+            found[Part(field, transfer.src_rank, transfer.dst_rank, box, intervals)] = digest
     return found
 
 

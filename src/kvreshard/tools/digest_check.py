@@ -100,7 +100,7 @@ class DigestCheck:
         self._mover, self._cards = landing.peer.mover, landing.peer.card.rank_by_number
         self._pending: dict[int, _Pending] = {}
         self._todo = make_requests(
-            landing.peer.route.lanes, load.transfer, load.lease, secrets.token_bytes(16), self._new_token
+            landing.peer.route.transfers, load.transfer, load.lease, secrets.token_bytes(16), self._new_token
         )
 
     def steps(self) -> Generator[Transfer | None, None, int]:

@@ -29,11 +29,11 @@ from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.model.ownership import MAX_SIZE, Cyclic, Interval, Ownership
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.cover import count_common
-from kvreshard.plan.lane import Lane
+from kvreshard.plan.transfer import RankTransfer
 from kvreshard.session.commands import RemoteLease
 from kvreshard.session.notes import VERSION
 from kvreshard.tools import Digest, Memory, digest_cells
-from kvreshard.tools.cells import Cells, Cut, of_lane
+from kvreshard.tools.cells import Cells, Cut, of_transfer
 from kvreshard.tools.digest import cut_tokens
 
 # 16 MiB take some 8 ms to digest: what a session's thread may do at a stretch.
@@ -114,23 +114,23 @@ def is_readable(memory: Memory, rank: Rank) -> bool:
 
 
 def make_requests(
-    lanes: Sequence[Lane], request: Request, lease: RemoteLease, key: bytes, new_token: Callable[[], int]
+    transfers: Sequence[RankTransfer], request: Request, lease: RemoteLease, key: bytes, new_token: Callable[[], int]
 ) -> Iterator[tuple[Part, DigestRequest]]:
-    """Every cell that the lanes move for the request, in exactly one digest request. `new_token()` gives a random word."""
-    for lane in lanes:
-        intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[lane.dst_group.name])
+    """Every cell that the transfers move for the request, in exactly one digest request. `new_token()` gives a random word."""
+    for transfer in transfers:
+        intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[transfer.dst_group.name])
         if not intervals:
             continue
-        num_fields, num_tokens = _size(lane)
-        parts = [intervals] if lane.is_state else list(cut_tokens(intervals, num_tokens))
-        within = tuple((_to_owned(axis.dst.owned), _to_owned(axis.chosen)) for axis in lane.axes)
-        cells = of_lane(lane, "dst")
-        for first in range(0, len(lane.fields), num_fields):
-            fields = lane.fields[first : first + num_fields]
+        num_fields, num_tokens = _size(transfer)
+        parts = [intervals] if transfer.is_state else list(cut_tokens(intervals, num_tokens))
+        within = tuple((_to_owned(axis.dst.owned), _to_owned(axis.chosen)) for axis in transfer.axes)
+        cells = of_transfer(transfer, "dst")
+        for first in range(0, len(transfer.fields), num_fields):
+            fields = transfer.fields[first : first + num_fields]
             mine = cells.only(fields)
             for part in parts:
                 asked = DigestRequest(VERSION, lease.request, lease.word, new_token(), key, fields, within, part)
-                yield Part(lane.src_rank, mine, part), asked
+                yield Part(transfer.src_rank, mine, part), asked
 
 
 def answer_request(
@@ -145,19 +145,19 @@ def answer_request(
     return digest_cells(cells, tables, {cells.group.name: request.intervals}, memory, request.key)
 
 
-def _size(lane: Lane) -> tuple[int, int]:
-    """Fields and tokens of one request about a lane."""
-    per_index = lane.element_bytes * prod(
-        count_common(axis.extent, axis.dst.owned, axis.chosen) for axis in lane.axes if axis.extent is not None
+def _size(transfer: RankTransfer) -> tuple[int, int]:
+    """Fields and tokens of one request about a transfer."""
+    per_index = transfer.element_bytes * prod(
+        count_common(axis.extent, axis.dst.owned, axis.chosen) for axis in transfer.axes if axis.extent is not None
     )
-    if lane.is_state:
+    if transfer.is_state:
         return max(1, min(REQUEST_FIELDS, REQUEST_BYTES // max(1, per_index))), 1
-    page = lane.src_group.tokens_per_page or 1
-    indices = max(1, page // lane.tokens_per_index)
-    num_fields = max(1, min(REQUEST_FIELDS, len(lane.fields), REQUEST_BYTES // max(1, per_index * indices)))
-    tokens = REQUEST_BYTES // max(1, per_index * num_fields) * lane.tokens_per_index
-    tokens = max(lane.tokens_per_index, min(tokens, MAX_TOKENS))
-    return num_fields, tokens // lane.tokens_per_index * lane.tokens_per_index
+    page = transfer.src_group.tokens_per_page or 1
+    indices = max(1, page // transfer.tokens_per_index)
+    num_fields = max(1, min(REQUEST_FIELDS, len(transfer.fields), REQUEST_BYTES // max(1, per_index * indices)))
+    tokens = REQUEST_BYTES // max(1, per_index * num_fields) * transfer.tokens_per_index
+    tokens = max(transfer.tokens_per_index, min(tokens, MAX_TOKENS))
+    return num_fields, tokens // transfer.tokens_per_index * transfer.tokens_per_index
 
 
 def _find_cells(request: DigestRequest, layout: EngineLayout, rank: Rank) -> Cells:

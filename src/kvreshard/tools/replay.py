@@ -33,7 +33,7 @@ from kvreshard.session import card
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
-from kvreshard.tools import compare, digest_lanes
+from kvreshard.tools import compare, digest_transfers
 from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
@@ -137,7 +137,7 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
     except TransportError as error:
         return replace(found, reason=f"the memory transport refuses it: {error}")
     found = replace(found, num_bytes=moved.num_bytes)
-    sides = (digest_lanes(route.lanes, side, request, host, KEY) for side in ("src", "dst"))
+    sides = (digest_transfers(route.transfers, side, request, host, KEY) for side in ("src", "dst"))
     verdict = compare(*sides)
     if not verdict.equal:
         return replace(found, reason=f"wrong bytes here too: {verdict}")

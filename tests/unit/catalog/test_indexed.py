@@ -143,7 +143,7 @@ def test_ling_in_both_generations() -> None:
 def test_every_engine_can_be_reached(raw: dict[str, Any], src: str, dst: str) -> None:
     model = read_model("m", raw)
     prefill, decode = (describe(model, parse_engine(text), name) for text, name in ((src, "p"), (dst, "d")))
-    assert compile_route(prefill, decode, 0).lanes
+    assert compile_route(prefill, decode, 0).transfers
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> N
     life = incarnation_of(bytes(32))[:12]
     assert f"engine 'prefill', incarnation {life}: 2 ranks, 2 fields in 1 group," in result.stdout
     assert f"route prefill -> this side ({path})" in result.stdout
-    assert "proved; 2 lanes" in result.stdout
+    assert "proved; 2 transfers" in result.stdout
     assert "the handshake does not tell it" in result.stdout
 
 

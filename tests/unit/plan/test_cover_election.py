@@ -172,11 +172,11 @@ def test_unread_ranks_get_one_reporter_and_read_ranks_their_readers() -> None:
 
 
 def test_boxes_of_one_source_are_joined() -> None:
-    """4 heads on one destination rank from 2 source ranks of 2 heads: two lanes, not four."""
+    """4 heads on one destination rank from 2 source ranks of 2 heads: two transfers, not four."""
     kind = Attention(4, 2, "bfloat16")
     src, dst = engine("prefill", tp=2, kind=kind), engine("decode", tp=1, kind=kind)
     route = compile_route(src, dst, 0)
-    heads = [(lane.src_rank, lane.axes[1].chosen) for lane in route.lanes]
+    heads = [(transfer.src_rank, transfer.axes[1].chosen) for transfer in route.transfers]
     assert sorted(set(heads), key=str) == [(0, Interval(0, 2)), (1, Interval(2, 4))]
 
 

@@ -11,7 +11,7 @@ from kvreshard.kinds.mla import Latent
 from kvreshard.model import EngineLayout
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
-from kvreshard.plan.explain import Explanation, explain, lane_bytes, name_fields, number_ranges
+from kvreshard.plan.explain import Explanation, explain, name_fields, number_ranges, transfer_bytes
 
 
 def engine(tp: int, *, dcp: int = 1, page: int = 4, tokens_per_state: int = 1) -> EngineLayout:
@@ -134,7 +134,7 @@ def test_a_real_pair_adds_up() -> None:
     routes = [compile_route(src, dst, rank.rank) for rank in dst.ranks]
     explanation = explain(routes)
     everything = explanation.bytes_per_token + sum(explanation.window_bytes.values())
-    assert everything == sum(lane_bytes(lane) for route in routes for lane in route.lanes)
+    assert everything == sum(transfer_bytes(transfer) for route in routes for transfer in route.transfers)
     assert [len(subject.fields) for subject in explanation.subjects] == [50, 10]
 
 

@@ -12,10 +12,10 @@ from kvreshard.kinds import Attention, Latent
 from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable
-from kvreshard.plan import Lane, compile_route, plan_reads
+from kvreshard.plan import RankTransfer, compile_route, plan_reads
 from kvreshard.plan.copies import MAX_COPY_BYTES, Page, PagedCopies
-from kvreshard.plan.lane import Span
 from kvreshard.plan.pairs import GroupPair, Piece, cut, make_pairs
+from kvreshard.plan.transfer import Span
 
 SIZES = st.integers(1, 40)
 
@@ -66,33 +66,33 @@ def test_pages_that_a_table_does_not_have_are_a_bug() -> None:
             Piece((0, 0, 4), first, count, 4, True, table, table).page_ids(table, Span(4, 1, None, None), 0)
 
 
-def lanes_of(tp: int) -> tuple[Lane, ...]:
-    return compile_route(engine("prefill", tp=tp, order="HND"), engine("decode", order="HND"), 0).lanes
+def transfers_of(tp: int) -> tuple[RankTransfer, ...]:
+    return compile_route(engine("prefill", tp=tp, order="HND"), engine("decode", order="HND"), 0).transfers
 
 
-def pages_of(pair: GroupPair, lanes: tuple[Lane, ...] | None = None) -> list[Page]:
+def pages_of(pair: GroupPair, transfers: tuple[RankTransfer, ...] | None = None) -> list[Page]:
     """Of a whole page over a whole page."""
     table = PageTable(range(1, 9), 100)
     whole = Piece((0, 0, pair.src.span.indices), 0, 1, pair.src.span.indices, True, table, table)
-    return [one.page for one in pair.pages(whole, lanes or pair.lanes)]
+    return [one.page for one in pair.pages(whole, transfers or pair.transfers)]
 
 
-def test_lanes_of_one_rank_and_one_pair_of_groups_are_one_page_per_run_length() -> None:
+def test_transfers_of_one_rank_and_one_pair_of_groups_are_one_page_per_run_length() -> None:
     layers = [Layer(f"layers.{i}", Attention(2, 2 + i, "bfloat16")) for i in range(2)]
     groups = [PagedGroup("full", ("layers.0", "layers.1"), 4)]
     src, dst = (assemble(name, layers, groups, Grid(), order="HND", num_pages=9) for name in ("prefill", "decode"))
     (pair,) = compile_route(src, dst, 0).pairs
-    assert len(pair.lanes) > 1
+    assert len(pair.transfers) > 1
     pages = pages_of(pair)
     assert all(page.run_bytes for page in pages)
     assert len({page.run_bytes for page in pages}) == len(pages)
     assert sum(int(page.length.sum()) for page in pages) == sum(
-        lane.pattern((0, 0, 4)).num_bytes for lane in pair.lanes
+        transfer.pattern((0, 0, 4)).num_bytes for transfer in pair.transfers
     )
 
 
 def test_every_source_rank_and_every_stride_has_its_own_page() -> None:
-    first, second = lanes_of(tp=2)
+    first, second = transfers_of(tp=2)
     (pair,) = make_pairs([first, second])
     assert len(pages_of(pair)) == 2
     for name in ("src_page_stride_bytes", "dst_page_stride_bytes"):
@@ -102,9 +102,12 @@ def test_every_source_rank_and_every_stride_has_its_own_page() -> None:
         assert len(strides) == 2
 
 
-def test_some_lanes_of_a_pair_have_pages_of_their_own() -> None:
-    (pair,) = make_pairs(lanes_of(tp=2))
-    assert [len(pages_of(pair, lanes)) for lanes in (pair.lanes, pair.lanes[:1], pair.lanes[1:], pair.lanes)] == [
+def test_some_transfers_of_a_pair_have_pages_of_their_own() -> None:
+    (pair,) = make_pairs(transfers_of(tp=2))
+    assert [
+        len(pages_of(pair, transfers))
+        for transfers in (pair.transfers, pair.transfers[:1], pair.transfers[1:], pair.transfers)
+    ] == [
         2,
         1,
         1,
@@ -132,7 +135,7 @@ def test_what_is_longer_than_a_copy_may_be_is_cut() -> None:
     kind = Latent(1 << 20, "bfloat16")  # 2 MiB per token
     src, dst = (engine(name, kind=kind, page=20, num_pages=3) for name in ("prefill", "decode"))
     (pair,) = compile_route(src, dst, 0).pairs
-    (page,) = (one.page for piece in pair.pieces(request(src, dst, 20)) for one in pair.pages(piece, pair.lanes))
+    (page,) = (one.page for piece in pair.pieces(request(src, dst, 20)) for one in pair.pages(piece, pair.transfers))
     assert page.length.tolist() == [MAX_COPY_BYTES, MAX_COPY_BYTES, (40 << 20) - 2 * MAX_COPY_BYTES]
     assert (page.src_start - page.src_start[0]).tolist() == [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES]
 

@@ -27,7 +27,7 @@ from kvreshard.model import (
 )
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.plan import Lane, Route, bind, compile_route, match_fields
+from kvreshard.plan import RankTransfer, Route, bind, compile_route, match_fields
 from kvreshard.plan.check import prove
 from kvreshard.plan.match import differences
 from kvreshard.plan.pattern import Bases
@@ -115,7 +115,7 @@ def test_a_field_on_one_side_is_refused_or_a_warning(missing_at: str) -> None:
     assert len(route.warnings) == 1
     assert "'draft.0.k', 'draft.0.v'" in route.warnings[0]
     assert "not moved" in route.warnings[0]
-    assert {name for lane in route.lanes for name in lane.fields} == {"layers.0.k", "layers.0.v"}
+    assert {name for transfer in route.transfers for name in transfer.fields} == {"layers.0.k", "layers.0.v"}
 
 
 def test_each_finding_is_told_once_with_its_fields() -> None:
@@ -165,38 +165,38 @@ def test_of_many_different_findings_the_first_are_told() -> None:
 ROUTE = compile_route(SRC, DST, 0)
 
 
-def routed(*lanes: Lane) -> Route:
-    return replace(ROUTE, lanes=lanes)
+def routed(*transfers: RankTransfer) -> Route:
+    return replace(ROUTE, transfers=transfers)
 
 
-def with_axis(lane: Lane, number: int, **parts: Any) -> Lane:
-    axes = list(lane.axes)
+def with_axis(transfer: RankTransfer, number: int, **parts: Any) -> RankTransfer:
+    axes = list(transfer.axes)
     axes[number] = replace(axes[number], **parts)
-    return replace(lane, axes=tuple(axes))
+    return replace(transfer, axes=tuple(axes))
 
 
-def lane_of(src_rank: int) -> Lane:
-    return next(lane for lane in ROUTE.lanes if lane.src_rank == src_rank)
+def transfer_of(src_rank: int) -> RankTransfer:
+    return next(transfer for transfer in ROUTE.transfers if transfer.src_rank == src_rank)
 
 
-def based(lane: Lane, side: str, delta: int) -> Lane:
-    bases = replace(lane.bases, **{side: getattr(lane.bases, side) + delta})
-    return replace(lane, bases=bases)
+def based(transfer: RankTransfer, side: str, delta: int) -> RankTransfer:
+    bases = replace(transfer.bases, **{side: getattr(transfer.bases, side) + delta})
+    return replace(transfer, bases=bases)
 
 
-def of_fields(lane: Lane, *numbers: int) -> Lane:
-    """The lane with some of its fields only, as often as they are asked for."""
+def of_fields(transfer: RankTransfer, *numbers: int) -> RankTransfer:
+    """The transfer with some of its fields only, as often as they are asked for."""
     rows = list(numbers)
-    bases = Bases(lane.bases.src[rows], lane.bases.dst[rows], lane.bases.region[rows])
-    return replace(lane, fields=tuple(lane.fields[row] for row in rows), bases=bases)
+    bases = Bases(transfer.bases.src[rows], transfer.bases.dst[rows], transfer.bases.region[rows])
+    return replace(transfer, fields=tuple(transfer.fields[row] for row in rows), bases=bases)
 
 
-ZERO, ONE = lane_of(0), lane_of(1)
+ZERO, ONE = transfer_of(0), transfer_of(1)
 HEAD = ONE.axes[1]
 
 
 @pytest.mark.parametrize(
-    ("lanes", "facts"),
+    ("transfers", "facts"),
     [
         ((ZERO,), "field 'layers.0.k'|a hole|rank 0|head [0, 2)|rank 0 gives|head [0, 1)"),
         ((), "field 'layers.0.k'|a hole|nobody gives anything"),
@@ -220,12 +220,12 @@ HEAD = ONE.axes[1]
             (with_axis(ZERO, 1, chosen=Cyclic(0, 1, 3)), ONE),
             "axis 'head': 1 of every 3 from 0 is no part of an axis of 2",
         ),
-        ((with_axis(ZERO, 1, src=HEAD.src), ONE), "source rank 0, axis 'head'|the lane maps|its layout says"),
+        ((with_axis(ZERO, 1, src=HEAD.src), ONE), "source rank 0, axis 'head'|the transfer maps|its layout says"),
         ((with_axis(ZERO, 0, dst=ZERO.axes[0].src), ONE), "destination rank 0, axis 'token'|its layout says"),
         ((replace(ZERO, axes=ZERO.axes[:2]), ONE), "2 axes, its layout has 3"),
         ((with_axis(ZERO, 1, name="channel"), ONE), "('channel', 2)|its layout has|('head', 2)"),
         ((with_axis(ZERO, 1, extent=3), ONE), "('head', 3)|its layout has|('head', 2)"),
-        ((replace(ZERO, dst_rank=4), ONE), "a lane to rank 4 in the route of rank 0"),
+        ((replace(ZERO, dst_rank=4), ONE), "a transfer to rank 4 in the route of rank 0"),
         ((replace(ZERO, tokens_per_index=2), ONE), "axis 'token': 2 tokens per index|its layout says 1"),
         ((replace(ZERO, keep_partial=True), ONE), "axis 'token'|partial ones kept|(left)"),
         ((replace(ZERO, src_span=replace(ZERO.src_span, indices=3)), ONE), "source rank 0, axis 'token': a span of 3"),
@@ -251,16 +251,16 @@ HEAD = ONE.axes[1]
         ((replace(ZERO, fields=("layers.0.k", "layers.0.k")), ONE), "field 'layers.0.v'|a hole"),
     ],
 )
-def test_the_proof_refuses_a_wrong_route(lanes: tuple[Lane, ...], facts: str) -> None:
+def test_the_proof_refuses_a_wrong_route(transfers: tuple[RankTransfer, ...], facts: str) -> None:
     mismatch(
         "route from engine 'prefill' to rank 0 of engine 'decode' is not provable|" + facts,
-        lambda: prove(routed(*lanes), SRC, DST),
+        lambda: prove(routed(*transfers), SRC, DST),
     )
 
 
-def test_the_proof_accepts_the_right_route_and_its_lanes_in_any_order() -> None:
+def test_the_proof_accepts_the_right_route_and_its_transfers_in_any_order() -> None:
     prove(ROUTE, SRC, DST)
-    prove(routed(*reversed(ROUTE.lanes)), SRC, DST)
+    prove(routed(*reversed(ROUTE.transfers)), SRC, DST)
     prove(routed(of_fields(ONE, 1), ZERO, of_fields(ONE, 0)), SRC, DST)
 
 
@@ -268,8 +268,8 @@ def test_the_proof_refuses_fields_of_another_rank() -> None:
     """A pipeline stage that does not hold the field."""
     src, dst = engine("prefill", stages=(0, 1)), engine("decode", stages=(0, 0))
     route = compile_route(src, dst, 0)
-    moved = tuple(replace(lane, src_rank=1 - lane.src_rank) for lane in route.lanes)
-    mismatch("does not hold the field", lambda: prove(replace(route, lanes=moved), src, dst))
+    moved = tuple(replace(transfer, src_rank=1 - transfer.src_rank) for transfer in route.transfers)
+    mismatch("does not hold the field", lambda: prove(replace(route, transfers=moved), src, dst))
 
 
 def test_the_proof_refuses_unequal_encodings() -> None:
@@ -278,14 +278,14 @@ def test_the_proof_refuses_unequal_encodings() -> None:
     mismatch("'layers.0.k'|encoding|'float16'|'bfloat16'", lambda: prove(ROUTE, fp16, DST))
 
 
-def test_a_lane_of_fewer_axes_is_told_and_not_compared_with_others() -> None:
+def test_a_transfer_of_fewer_axes_is_told_and_not_compared_with_others() -> None:
     fewer = replace(ZERO, axes=(ZERO.axes[0], ZERO.axes[2]))
-    for lanes in ((fewer, ONE), (ONE, fewer)):
-        mismatch("2 axes, its layout has 3", lambda lanes=lanes: prove(routed(*lanes), SRC, DST))
+    for transfers in ((fewer, ONE), (ONE, fewer)):
+        mismatch("2 axes, its layout has 3", lambda transfers=transfers: prove(routed(*transfers), SRC, DST))
 
 
-def test_the_proof_compares_every_field_of_a_lane() -> None:
-    """One field of several in a lane is not what it was, whichever it is."""
+def test_the_proof_compares_every_field_of_a_transfer() -> None:
+    """One field of several in a transfer is not what it was, whichever it is."""
     assert len(ZERO.fields) == 2
     for name in ZERO.fields:
         fields = [replace(field, encoding="float16") if field.name == name else field for field in SRC.fields]
@@ -309,7 +309,7 @@ def test_a_sharded_length_for_a_replicated_field_is_refused() -> None:
 
 
 def test_bases_are_proved_field_by_field() -> None:
-    """Two fields of one lane with their addresses swapped: right bytes in number, wrong bytes in place."""
+    """Two fields of one transfer with their addresses swapped: right bytes in number, wrong bytes in place."""
     swapped = replace(ZERO, bases=replace(ZERO.bases, src=np.flip(ZERO.bases.src)))
     mismatch(
         "'layers.0.k', source rank 0: first cell at address 1000004", lambda: prove(routed(swapped, ONE), SRC, DST)

@@ -22,7 +22,7 @@ from kvreshard.kinds import Attention, Latent
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutMismatch, Ownership
 from kvreshard.model.changed import replace
 from kvreshard.model.ownership import MAX_SIZE
-from kvreshard.plan import budget, compile_route, elect, election, lane, match_fields, plan_reads
+from kvreshard.plan import budget, compile_route, elect, election, match_fields, plan_reads, transfer
 from kvreshard.plan.check import overlap_table
 from kvreshard.plan.cover import count_common, count_in_windows, exact_period
 from kvreshard.plan.election import CutAxis, count_edges, find_edges
@@ -145,15 +145,15 @@ def test_large_odd_pairs_are_planned_without_laying_turns_out(
     )
 
 
-def test_no_pattern_is_made_of_pages_that_have_nothing_of_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 ranks that hold a token of every 32, read by 31: a page meets a page in 62 ways, of which a lane has a few."""
+def test_no_pattern_is_made_of_pages_that_have_nothing_of_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 ranks that hold a token of every 32, read by 31: a page meets a page in 62 ways, of which a transfer has a few."""
     made: list[Pattern] = []
 
     def make(*columns: Any) -> Pattern:
         made.append(build_pattern(*columns))
         return made[-1]
 
-    monkeypatch.setattr(lane, "build_pattern", make)
+    monkeypatch.setattr(transfer, "build_pattern", make)
     src, dst = odd("prefill", 32, 1), odd("decode", 31, 1)
     route = compile_route(src, dst, 0)
     plan_reads(route, request(src, dst, 16 * 31 * 32))
@@ -219,7 +219,7 @@ def test_a_span_beyond_any_sequence_is_refused() -> None:
     """Turns of 2^40 - 1 tokens in pages of 16 are whole together after 2^45, which is still a number of tokens; of 2^45 - 1 not."""
     dst = odd("decode", 1, 1)
     route = compile_route(odd("prefill", 2, (1 << 40) - 1), dst, 0)
-    assert route.lanes[0].src_span.indices == 32 * ((1 << 40) - 1) < MAX_SIZE
+    assert route.transfers[0].src_span.indices == 32 * ((1 << 40) - 1) < MAX_SIZE
     with pytest.raises(
         LayoutMismatch, match=r"axis 'token', engine 'prefill': .* whole together only every .* interleave that divides"
     ):

@@ -9,11 +9,11 @@ import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.plan import stage
-from kvreshard.plan.lane import Lane
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.pattern_cache import ENTRY_BYTES, PatternCache
 from kvreshard.plan.route import compile_route
 from kvreshard.plan.stage import Image
+from kvreshard.plan.transfer import RankTransfer
 
 
 def test_what_was_not_asked_for_in_the_longest_time_goes_first() -> None:
@@ -52,41 +52,43 @@ def test_what_an_owner_that_is_gone_had_is_dropped_and_nothing_else() -> None:
     assert made == ["pa", "ra"]
 
 
-def ends(lane: Lane) -> list[tuple[int, int, int]]:
+def ends(transfer: RankTransfer) -> list[tuple[int, int, int]]:
     """Ways in which the requests of a life begin and end in a page."""
-    page = lane.src_span.indices
+    page = transfer.src_span.indices
     return [(start, start, stop - start) for start in range(0, page, 24) for stop in range(start + 7, page, 24)]
 
 
-def image_of(lane: Lane, overlap: tuple[int, int, int]) -> Image:
+def image_of(transfer: RankTransfer, overlap: tuple[int, int, int]) -> Image:
     """What staging makes of an overlap; kept for the next time."""
-    return stage._image_of(lane, (overlap,))
+    return stage._image_of(transfer, (overlap,))
 
 
-def lanes_of(kept: PatternCache, num_sources: int) -> list[Lane]:
+def transfers_of(kept: PatternCache, num_sources: int) -> list[RankTransfer]:
     """Of sources whose pages are large and whose heads are apart here."""
     model = load("llama-3.1-8b")
     dst = describe(model, parse_engine("tp=1,page=192,order=HND"), "decode", num_pages=64)
     found = []
     for number in range(num_sources):
         src = describe(model, parse_engine("tp=2,page=192,order=NHD"), f"prefill-{number}", num_pages=64)
-        found += compile_route(src, dst, 0, pattern_cache=kept).lanes
+        found += compile_route(src, dst, 0, pattern_cache=kept).transfers
     return found
 
 
-def test_the_lanes_of_all_sources_share_a_bound() -> None:
+def test_the_transfers_of_all_sources_share_a_bound() -> None:
     bound = 1 << 20
     kept = PatternCache(bound)
-    for lane in lanes_of(kept, 3):
-        for overlap in ends(lane):
-            image_of(lane, overlap)
+    for transfer in transfers_of(kept, 3):
+        for overlap in ends(transfer):
+            image_of(transfer, overlap)
         assert bound // 2 < kept.num_bytes <= bound
 
 
-def test_lanes_do_not_take_one_another_s_patterns() -> None:
-    """Congruent lanes of several sources, in one place; a fresh lane has nothing of theirs."""
+def test_transfers_do_not_take_one_another_s_patterns() -> None:
+    """Congruent transfers of several sources, in one place; a fresh transfer has nothing of theirs."""
     kept = PatternCache()
-    for shared, (alone,) in zip(lanes_of(kept, 2), [[lane] for lane in lanes_of(PatternCache(), 2)], strict=True):
+    for shared, (alone,) in zip(
+        transfers_of(kept, 2), [[transfer] for transfer in transfers_of(PatternCache(), 2)], strict=True
+    ):
         for overlap in ends(shared)[:5]:
             mine, own = shared.pattern(overlap), alone.pattern(overlap)
             assert shared.pattern(overlap) is mine
@@ -112,8 +114,12 @@ def deep_bytes(value: object, seen: set[int]) -> int:
 @pytest.mark.parametrize("engines", [("tp=2,page=192,order=NHD", "tp=1,page=192,order=HND"), ("page=64", "page=63")])
 def test_sizes_are_about_what_values_take(engines: tuple[str, str]) -> None:
     src, dst = (describe(load("llama-3.1-8b"), parse_engine(text), text, num_pages=64) for text in engines)
-    lane = compile_route(src, dst, 0).lanes[0]
-    values: list[Pattern | Image] = [lane.pattern((0, 0, 60)), image_of(lane, (0, 0, 60)), image_of(lane, (1, 1, 13))]
+    transfer = compile_route(src, dst, 0).transfers[0]
+    values: list[Pattern | Image] = [
+        transfer.pattern((0, 0, 60)),
+        image_of(transfer, (0, 0, 60)),
+        image_of(transfer, (1, 1, 13)),
+    ]
     for value in values:
-        taken = deep_bytes(value, {id(lane.bases)})
+        taken = deep_bytes(value, {id(transfer.bases)})
         assert taken / 2 < value.kept_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES

@@ -11,7 +11,7 @@ from tests.pairs.small import engine
 from kvreshard.kinds import Attention
 from kvreshard.model import Cyclic, EngineLayout, Interval, LayoutError, Ownership
 from kvreshard.model.changed import replace
-from kvreshard.plan import Lane, Route, compile_route
+from kvreshard.plan import RankTransfer, Route, compile_route
 from kvreshard.plan.check import find_faults
 
 KIND = Attention(4, 2, "bfloat16")
@@ -38,58 +38,60 @@ def draw(rng: np.random.Generator, extent: int | None) -> Ownership:
             continue
 
 
-def with_box(lane: Lane, axis: int, chosen: Ownership) -> Lane:
-    axes = list(lane.axes)
+def with_box(transfer: RankTransfer, axis: int, chosen: Ownership) -> RankTransfer:
+    axes = list(transfer.axes)
     axes[axis] = replace(axes[axis], chosen=chosen)
-    return replace(lane, axes=tuple(axes))
+    return replace(transfer, axes=tuple(axes))
 
 
 def changed(rng: np.random.Generator, route: Route) -> Route:
     """The route with a box less, one twice, one cut in two, two that have changed places, or one that is another."""
-    lanes = list(route.lanes)
-    number, axis = int(rng.integers(len(lanes))), int(rng.integers(3))
-    lane = lanes[number]
+    transfers = list(route.transfers)
+    number, axis = int(rng.integers(len(transfers))), int(rng.integers(3))
+    transfer = transfers[number]
     match rng.integers(6):
         case 0:
-            del lanes[number]
+            del transfers[number]
         case 1:
-            lanes.append(lane)
+            transfers.append(transfer)
         case 2 if (
-            isinstance(chosen := lane.axes[1].chosen, Interval) and chosen.stop and chosen.stop - chosen.start > 1
+            isinstance(chosen := transfer.axes[1].chosen, Interval) and chosen.stop and chosen.stop - chosen.start > 1
         ):
-            lanes[number : number + 1] = [
-                with_box(lane, 1, Interval(chosen.start, chosen.start + 1)),
-                with_box(lane, 1, Interval(chosen.start + 1, chosen.stop)),
+            transfers[number : number + 1] = [
+                with_box(transfer, 1, Interval(chosen.start, chosen.start + 1)),
+                with_box(transfer, 1, Interval(chosen.start + 1, chosen.stop)),
             ]
         case 4:
-            other = int(rng.integers(len(lanes)))
-            mine, others = [axis.chosen for axis in lane.axes], [axis.chosen for axis in lanes[other].axes]
+            other = int(rng.integers(len(transfers)))
+            mine, others = [axis.chosen for axis in transfer.axes], [axis.chosen for axis in transfers[other].axes]
             for index in range(3):
-                lanes[number] = with_box(lanes[number], index, others[index])
-                lanes[other] = with_box(lanes[other], index, mine[index])
+                transfers[number] = with_box(transfers[number], index, others[index])
+                transfers[other] = with_box(transfers[other], index, mine[index])
         case 3:
-            rng.shuffle(lanes)  # type: ignore[arg-type]
+            rng.shuffle(transfers)  # type: ignore[arg-type]
         case _:
-            lanes[number] = with_box(lane, axis, draw(rng, lane.axes[axis].extent))
-    return replace(route, lanes=tuple(lanes))
+            transfers[number] = with_box(transfer, axis, draw(rng, transfer.axes[axis].extent))
+    return replace(route, transfers=tuple(transfers))
 
 
 def is_right(route: Route, dst: EngineLayout) -> bool:
     """Whether every cell that the rank holds is written once, by a source that holds it, and so is no cell of an axis' outside."""
     rank = dst.rank_by_number[route.dst_rank]
     periods = {
-        o.period for lane in route.lanes for o in (lane.axes[0].chosen, lane.axes[0].src.owned, lane.axes[0].dst.owned)
+        o.period
+        for transfer in route.transfers
+        for o in (transfer.axes[0].chosen, transfer.axes[0].src.owned, transfer.axes[0].dst.owned)
     }
     tokens = 2 * math.lcm(*periods, 8)
     for name, shard in rank.shard_by_field.items():
         mine = [held(mapped.owned, extent) for mapped, extent in zip(shard.geometry.axes, (tokens, 4, 2), strict=True)]
         written = dict.fromkeys(product(*mine), 0)
-        for lane in route.lanes:
-            if name not in lane.fields:
+        for transfer in route.transfers:
+            if name not in transfer.fields:
                 continue
             boxes = [
                 (held(axis.chosen, extent), held(axis.src.owned, extent), own)
-                for axis, extent, own in zip(lane.axes, (tokens, 4, 2), mine, strict=True)
+                for axis, extent, own in zip(transfer.axes, (tokens, 4, 2), mine, strict=True)
             ]
             for cell in product(*(chosen & own for chosen, _, own in boxes)):
                 written[cell] += 1
@@ -115,7 +117,7 @@ def test_what_the_proof_accepts_is_right_cell_by_cell(run_seed: int) -> None:
         route = changed(rng, right)
         if next(find_faults(route, src, dst), None) is None:
             accepted += 1
-            assert is_right(route, dst), route.lanes
+            assert is_right(route, dst), route.transfers
         else:
             refused += 1
     assert min(accepted, refused) > 30

@@ -87,8 +87,8 @@ def test_a_page_stays_the_same_object() -> None:
         for one in plan_reads(route, make_request(src, dst, scattered(), scattered())).direct
         if isinstance(one, PagedCopies)
     ]
-    assert len(found) == 2 * len(route.lanes)
-    assert found[0] is found[len(route.lanes)]
+    assert len(found) == 2 * len(route.transfers)
+    assert found[0] is found[len(route.transfers)]
 
 
 def test_neighbouring_pages_are_joined() -> None:
@@ -188,8 +188,8 @@ def test_a_part_of_a_page_that_does_not_fit_is_read_directly() -> None:
     tables = {src_group.name: PageTable([3], 5)}, {dst_group.name: PageTable([7], 5)}
     request = Request(*tables, {dst_group.name: [(0, 5)]}, {})
     route = compile_route(src, dst, 0)
-    assert route.lanes[0].choice is not None
-    assert route.lanes[0].choice.way == "staged"
+    assert route.transfers[0].choice is not None
+    assert route.transfers[0].choice.way == "staged"
     assert plan_reads(route, request, STAGING_BYTES).batches
     assert plan_reads(route, request, 64).direct
 
@@ -290,7 +290,7 @@ def test_a_request_of_many_batches_is_staged_where_moving_them_hides() -> None:
     for share in (0.0, 0.67):
         model = CostModel(1.4e-6, 1e10, 1e-9, 8e9, 6e9, share, min_speedup=MEASURED_SPEEDUP)
         route = compile_route(src, dst, 0, cost=model)
-        assert {lane.choice.way for lane in route.lanes if lane.choice is not None} == {"direct"}
+        assert {transfer.choice.way for transfer in route.transfers if transfer.choice is not None} == {"direct"}
         for count in (4, 256):
             told = PageTable(range(1, count + 1), 16 * count)
             groups = src.groups[0].name, dst.groups[0].name
@@ -315,7 +315,7 @@ def test_the_way_whose_reads_are_faster_is_taken(constant: str, way: str) -> Non
     src, dst = pair("tp=8,order=HND", "tp=4,order=HND")
     model = CostModel(1e-6, 2e9, 1e-9, 4e9, 2e9, min_speedup=1.0)
     route = compile_route(src, dst, 0, cost=replace(model, **{constant: 2e10}))
-    assert {lane.choice.way for lane in route.lanes if lane.choice is not None} == {way}
+    assert {transfer.choice.way for transfer in route.transfers if transfer.choice is not None} == {way}
     tables = {src.groups[0].name: PageTable(range(1, 65), 1024)}, {dst.groups[0].name: PageTable(range(1, 65), 1024)}
     plan = plan_reads(route, Request(*tables, {dst.groups[0].name: [(0, 1024)]}, {}), STAGING_BYTES)
     assert (bool(plan.direct), bool(plan.batches)) == (way == "direct", way == "staged")
@@ -330,7 +330,7 @@ def test_copies_are_counted_as_they_would_be_listed(sizes: tuple[int, int]) -> N
     tables = {src_group.name: PageTable(pages[0], 1999)}, {dst_group.name: PageTable(pages[1], 1999)}
     request = Request(*tables, {dst_group.name: [(5, 1999)]}, {})
     (pair_of_groups,) = compile_route(src, dst, 0).pairs
-    alike = find_alike(bind_pieces(pair_of_groups, pair_of_groups.lanes, pair_of_groups.pieces(request)))
+    alike = find_alike(bind_pieces(pair_of_groups, pair_of_groups.transfers, pair_of_groups.pieces(request)))
     assert alike
     for one in alike:
         listed = one.listed(1 << 60)
@@ -354,7 +354,7 @@ def test_short_lists_of_a_source_are_posted_as_one() -> None:
     request = Request(*tables, {group.name: [(0, num_tokens)] for group in dst.groups}, {})
     route = compile_route(src, dst, 0)
     plan = plan_reads(route, request)
-    assert len(route.lanes) > 1
+    assert len(route.transfers) > 1
     assert len(plan.direct) == len(route.src_ranks)
     assert rows([one.flat() for one in plan.direct]) == rows(list(bind(route, request)))
 
@@ -399,7 +399,7 @@ def test_neighbours_that_go_to_several_places_of_a_page_are_one_read(prefill: st
     request = Request(*tables, {dst_group.name: [(first, NUM_TOKENS)]}, {})
     route = compile_route(src, dst, 0, way="staged")
     plan = plan_reads(route, request, STAGING_BYTES)
-    num_fields = sum(len(lane.bases.src) for lane in route.lanes)
+    num_fields = sum(len(transfer.bases.src) for transfer in route.transfers)
     # One read of a field per batch that it is in; and one more for a part of a page.
     assert sum(batch.reads.num_copies for batch in plan.batches) <= num_fields * (2 if first == 40 else 1) + len(
         plan.batches

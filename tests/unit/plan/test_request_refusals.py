@@ -198,7 +198,7 @@ def test_the_pages_of_every_source_rank_are_looked_at() -> None:
     kind = Latent(4, "bfloat16")
     src, dst = engine("prefill", kind=kind, tp=2, dcp=2, null_page=0), engine("decode", kind=kind)
     route = compile_route(src, dst, 0)
-    assert {lane.src_rank for lane in route.lanes} == {0, 1}
+    assert {transfer.src_rank for transfer in route.transfers} == {0, 1}
     wanted = request(src, dst, 4, [(1, 2)], src_pages=[0])
     refused("group 'full'|source|null page 0", wanted, src, dst)
 

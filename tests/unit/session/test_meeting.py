@@ -46,7 +46,7 @@ def meet(dst: Side, listener: Listener, keys: Keys | None, heard: list[Hello]) -
     me = LocalRank(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
     options = EndpointOptions(handshake_timeout_s=60.0, keys=keys)
     route = meet_engine(me, RemoteEngine("prefill", LIFE, listener.address), options, lambda: heard).route
-    assert all(lane.pattern_cache is me.pattern_cache for lane in route.lanes), "it has a bound of its own"
+    assert all(transfer.pattern_cache is me.pattern_cache for transfer in route.transfers), "it has a bound of its own"
     return route.src_ranks
 
 

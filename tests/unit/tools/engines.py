@@ -17,10 +17,10 @@ from kvreshard.kinds.assemble import Grid, Layer, PagedGroup, assemble
 from kvreshard.model import EngineLayout
 from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request, Tokens
-from kvreshard.plan import Lane
+from kvreshard.plan import RankTransfer
 from kvreshard.testing.oracle import oracle_transfer, write_values
-from kvreshard.tools import Digest, Memory, Part, Side, digest_cells, digest_lanes
-from kvreshard.tools.cells import of_lane
+from kvreshard.tools import Digest, Memory, Part, Side, digest_cells, digest_transfers
+from kvreshard.tools.cells import of_transfer
 from kvreshard.transport.local import HostMemory
 
 NUM_TOKENS = 45
@@ -46,14 +46,14 @@ class ArrayBytes(HostMemory):
 
 @dataclass(frozen=True)
 class Arrived:
-    """A request after its transfer: both layouts, both memories, all lanes."""
+    """A request after its transfer: both layouts, both memories, all transfers."""
 
     src: EngineLayout
     dst: EngineLayout
     request: Request
     src_memory: dict[tuple[int, str], np.ndarray]
     dst_memory: dict[tuple[int, str], np.ndarray]
-    lanes: tuple[Lane, ...]
+    transfers: tuple[RankTransfer, ...]
 
     def memory_of(self, side: Side) -> dict[int, Memory]:
         """Readers of each rank's memory: every rank is a process of its own, and addresses may repeat between ranks."""
@@ -66,20 +66,26 @@ class Arrived:
     def digests(self, side: Side, key: bytes, fields: list[str] | None = None) -> dict[Part, Digest]:
         found: dict[Part, Digest] = {}
         for rank, memory in self.memory_of(side).items():
-            lanes = [lane for lane in self.lanes if (lane.src_rank if side == "src" else lane.dst_rank) == rank]
-            found |= digest_lanes(lanes, side, self.request, memory, key, fields)
+            transfers = [
+                transfer
+                for transfer in self.transfers
+                if (transfer.src_rank if side == "src" else transfer.dst_rank) == rank
+            ]
+            found |= digest_transfers(transfers, side, self.request, memory, key, fields)
         return found
 
-    def parts(self, side: Side, key: bytes, cut: Callable[[Lane], Iterable[tuple[Tokens, ...]]]) -> dict[Part, Digest]:
-        """As `digests`, of the token ranges that `cut` makes of each lane's; nothing where it makes none."""
+    def parts(
+        self, side: Side, key: bytes, cut: Callable[[RankTransfer], Iterable[tuple[Tokens, ...]]]
+    ) -> dict[Part, Digest]:
+        """As `digests`, of the token ranges that `cut` makes of each transfer's; nothing where it makes none."""
         found: dict[Part, Digest] = {}
         tables = self.request.src_tables if side == "src" else self.request.dst_tables
         memory = self.memory_of(side)
-        for lane in self.lanes:
-            cells, box = of_lane(lane, side), ", ".join(f"{a.name} {a.chosen}" for a in lane.axes)
-            for tokens, field in product(cut(lane), lane.fields):
-                part, own = Part(field, lane.src_rank, lane.dst_rank, box, tokens), cells.only([field])
-                rank = lane.src_rank if side == "src" else lane.dst_rank
+        for transfer in self.transfers:
+            cells, box = of_transfer(transfer, side), ", ".join(f"{a.name} {a.chosen}" for a in transfer.axes)
+            for tokens, field in product(cut(transfer), transfer.fields):
+                part, own = Part(field, transfer.src_rank, transfer.dst_rank, box, tokens), cells.only([field])
+                rank = transfer.src_rank if side == "src" else transfer.dst_rank
                 found[part] = digest_cells(own, tables, {own.group.name: tokens}, memory[rank], key)
         return found
 
@@ -120,8 +126,8 @@ def arrive(src: EngineLayout, dst: EngineLayout, request: Request, seed: int) ->
     src_memory, dst_memory = random_memory(src, rng), random_memory(dst, rng)
     write_values(src, dst, src_memory, request, seed)
     after = oracle_transfer(src, dst, src_memory, dst_memory, request)
-    lanes = tuple(lane for route in compile_all(src, dst) for lane in route.lanes)
-    return Arrived(src, dst, request, src_memory, after, lanes)
+    transfers = tuple(transfer for route in compile_all(src, dst) for transfer in route.transfers)
+    return Arrived(src, dst, request, src_memory, after, transfers)
 
 
 def arrive_pair(pair: Pair) -> Arrived:

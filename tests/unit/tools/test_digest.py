@@ -15,7 +15,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
-from kvreshard.tools import Digest, Memory, compare, digest_lanes
+from kvreshard.tools import Digest, Memory, compare, digest_transfers
 from kvreshard.tools.digest import UNITS_AT_ONCE, weights
 from kvreshard.tools.rows import INDICES_PER_WINDOW
 from kvreshard.transport.local import HostMemory
@@ -41,7 +41,7 @@ def digest(
 ) -> dict[str, Digest]:
     """Per field the digest of what a rank would read from an engine like its own."""
     request = Request(tables, {}, intervals, {})
-    found = digest_lanes(compile_route(layout, layout, rank).lanes, "src", request, memory, key)
+    found = digest_transfers(compile_route(layout, layout, rank).transfers, "src", request, memory, key)
     return {
         name: sum((one for part, one in found.items() if part.field == name), Digest(0, 0))
         for name in {part.field for part in found}
@@ -157,8 +157,8 @@ def test_rings_compressed_tokens_and_opaque_pages(kind, page: int, num_tokens: i
         )  # fmt: skip
     for rank in layout.ranks:
         reader = ArrayBytes({region.address: memory[rank.rank, region.name] for region in rank.regions})
-        lanes = compile_route(layout, layout, rank.rank).lanes
-        found = digest_lanes(lanes, "dst", Request({}, {"g": table}, {"g": [interval]}, {}), reader, KEY)
+        transfers = compile_route(layout, layout, rank.rank).transfers
+        found = digest_transfers(transfers, "dst", Request({}, {"g": table}, {"g": [interval]}, {}), reader, KEY)
         for shard in rank.shards:
             field = layout.field_by_name[shard.field]
             cells = slow_digest.read_cells(replace(layout, ranks=(rank,)), shard.field, memory, table, [interval])

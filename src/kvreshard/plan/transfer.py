@@ -1,6 +1,6 @@
 """What does one destination rank read from one source rank, as one box, and how do its pages overlap?
 
-A `Lane` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
+A `RankTransfer` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
 tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept (`pattern_cache`).
 """
 
@@ -45,8 +45,8 @@ class Span(msgspec.Struct, frozen=True):
     capacity: int | None
 
 
-class LaneAxis(msgspec.Struct, frozen=True):
-    """One axis of a lane: both sides' maps and the elected part."""
+class TransferAxis(msgspec.Struct, frozen=True):
+    """One axis of a transfer: both sides' maps and the elected part."""
 
     name: str
     extent: int | None
@@ -56,7 +56,7 @@ class LaneAxis(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Lane:
+class RankTransfer:
     """Congruent fields that `dst_rank` reads from `src_rank`. Bases have shape (len(fields),), addresses in bytes.
 
     For the sequence axis, if there is one: `tokens_per_index`, `keep_partial`, and both sides' spans.
@@ -71,7 +71,7 @@ class Lane:
     element_bytes: int
     src_page_stride_bytes: int
     dst_page_stride_bytes: int
-    axes: tuple[LaneAxis, ...]
+    axes: tuple[TransferAxis, ...]
     tokens_per_index: int
     keep_partial: bool
     src_span: Span
@@ -80,7 +80,7 @@ class Lane:
     pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False, repr=False)
 
     @cached_property
-    def along(self) -> LaneAxis | None:
+    def along(self) -> TransferAxis | None:
         """The sequence axis, None for a state."""
         return next((axis for axis in self.axes if axis.extent is None), None)
 
@@ -91,17 +91,17 @@ class Lane:
 
     def pattern(self, overlap: Overlap) -> Pattern:
         """The runs where a source page and a destination page overlap; kept for the next time."""
-        # The bases are the lane's own object, and stay so in every choice of it.
+        # The bases are the transfer's own object, and stay so in every choice of it.
         return self.pattern_cache.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.kept_bytes)
 
     def _make_pattern(self, overlap: Overlap) -> Pattern:
         return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
 
-    def chosen(self, choice: Choice) -> Lane:
-        """The same lane, read in one way."""
+    def chosen(self, choice: Choice) -> RankTransfer:
+        """The same transfer, read in one way."""
         return replace(self, choice=choice)
 
-    def _strips(self, axis: LaneAxis, overlap: Overlap) -> list[Strip]:
+    def _strips(self, axis: TransferAxis, overlap: Overlap) -> list[Strip]:
         if axis.extent is None:
             return refine(axis.src, axis.dst, axis.chosen, *overlap)
         return refine(axis.src, axis.dst, axis.chosen, 0, 0, axis.extent)
@@ -109,7 +109,7 @@ class Lane:
     def typical_window(self) -> tuple[int, int]:
         """The coordinates of the fullest overlap of two pages near the start of a sequence: what a page costs.
 
-        Where ranks share the sequence, the first overlap may hold nothing of this lane; some laps are looked at.
+        Where ranks share the sequence, the first overlap may hold nothing of this transfer; some laps are looked at.
         """
         src_size, dst_size = self.src_span.indices, self.dst_span.indices
         along = self.along
