@@ -20,7 +20,7 @@ from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
 from bench.compare import median_s
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, RemoteLease, Renew
-from kvreshard.session.handshake import Address
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.peer import Peer
 from kvreshard.session.peers import Peers
@@ -83,8 +83,8 @@ def known_sources(count: int) -> float:
     for number in range(count):
         remote = RemoteEngine(f"engine-{number}", f"{number:032x}", Address("10.0.0.1", number))
         known: Future[Peer] = Future()
-        card = msgspec.structs.replace(base.card, lease_s=30.0)  # type: ignore[union-attr]
-        known.set_result(Peer(remote, card, base.layout, base.route, base.mover))  # type: ignore[union-attr]
+        engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)  # type: ignore[union-attr]
+        known.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))  # type: ignore[union-attr]
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)

@@ -1,7 +1,7 @@
 """Row a: meeting a prefill engine, up to the moment when the first request could be posted, beside the in-tree connector.
 
 160 regions of 10,000 pages (Llama-3.1-70B with K and V apart), prefill TP 8 -> decode TP 4: each decode rank meets two source
-ranks. Ours: decode the card and its layout, compare facts, elect, compile, prove, add both peers, bind the request, make the
+ranks. Ours: decode the engine metadata and its layout, compare facts, elect, compile, prove, add both peers, bind the request, make the
 first transfers. In-tree: its own `add_remote_agent` per source, then its own preparation of the request. In both, `transfer` is
 left out. Then both are let go, and the bytes are compared with their sources.
 """
@@ -21,7 +21,13 @@ from bench.results import Result, compared
 from bench.shapes import Shape, request
 from kvreshard.model.tables import Request
 from kvreshard.plan.route import compile_route
-from kvreshard.session.card import RankCard, check_facts, decode_card, encode_card, make_card
+from kvreshard.session.engine_metadata import (
+    RankMetadata,
+    check_compatibility,
+    decode_engine_metadata,
+    encode_engine_metadata,
+    make_engine_metadata,
+)
 from kvreshard.session.transfer import pull
 
 ROW = "a handshake"
@@ -40,20 +46,24 @@ def run(release: str, full: bool) -> Iterator[Result]:
     with Arena(src, dst, 0, (0, 1)) as arena:
         wanted = request(arena.src, arena.dst, NUM_TOKENS, "random")
         arena.fill(wanted)
-        facts = {"model": "bench"}
-        cards = [RankCard(rank.rank, arena.metadata.get(rank.rank, b""), 0, 0) for rank in arena.src.ranks]
-        card = encode_card(make_card(arena.src, bytes(32), facts, cards, 30.0))
-        mine = make_card(
-            arena.dst, bytes(32), facts, [RankCard(rank.rank, b"", 0, 0) for rank in arena.dst.ranks], 30.0
+        compatibility = {"model": "bench"}
+        metadata_by_rank = [
+            RankMetadata(rank.rank, arena.metadata.get(rank.rank, b""), 0, 0) for rank in arena.src.ranks
+        ]
+        engine_metadata = encode_engine_metadata(
+            make_engine_metadata(arena.src, bytes(32), compatibility, metadata_by_rank, 30.0)
+        )
+        mine = make_engine_metadata(
+            arena.dst, bytes(32), compatibility, [RankMetadata(rank.rank, b"", 0, 0) for rank in arena.dst.ranks], 30.0
         )
         prepared, listed = Prepared(arena), Listed.of(wanted)
 
         def ours() -> None:
-            theirs_card = decode_card(card)
-            check_facts(mine, theirs_card)
-            route = compile_route(theirs_card.decode_layout(), arena.dst, 0)
-            cards = theirs_card.rank_by_number
-            arena.transport.add_peers({f"source {rank}": cards[rank].metadata for rank in route.src_ranks})
+            their_metadata = decode_engine_metadata(engine_metadata)
+            check_compatibility(mine, their_metadata)
+            route = compile_route(their_metadata.decode_layout(), arena.dst, 0)
+            metadata_by_rank = their_metadata.rank_by_number
+            arena.transport.add_peers({f"source {rank}": metadata_by_rank[rank].metadata for rank in route.src_ranks})
             prepared.prepare(route, listed)
 
         intree = InTree(PAIR, arena.dst, 0, arena.plain, arena.address)

@@ -146,7 +146,10 @@ class Nursery:
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
             **({} if compiles else {"TORCHDYNAMO_DISABLE": "1"}),
         }
-        with Listener(socket, "AF_UNIX") as listener, (self.logs / f"nursery{int(compiles)}.log").open("ab") as log:
+        with (
+            Listener(socket, "AF_UNIX") as listener,
+            (self.logs / f"nursery{int(compiles)}.log").open("ab") as log,
+        ):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.nursery", socket], env=variables, cwd=ROOT, stdout=log, stderr=log
             )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.e2e.snapshots import NULL_BLOCK, RankFacts, Snapshot
+from tests.e2e.snapshots import NULL_BLOCK, RankInfo, Snapshot
 
 from kvreshard.model import EngineLayout, Field, Group, Shard
 from kvreshard.model.wire import decode
@@ -50,11 +50,11 @@ class Incomplete(Exception):
     """A page that must be there is not, or a rank could not be described."""
 
 
-Holder = tuple[Shard, Group, Snapshot, RankFacts, EngineLayout]
+Holder = tuple[Shard, Group, Snapshot, RankInfo, EngineLayout]
 
 
 def logical_cache(
-    facts: Sequence[RankFacts], snapshots: Sequence[Snapshot], num_tokens: int, first_token: int = 0
+    facts: Sequence[RankInfo], snapshots: Sequence[Snapshot], num_tokens: int, first_token: int = 0
 ) -> dict[str, Logical]:
     """Every field of the request, from `first_token`, as far as a decode step after `num_tokens` tokens needs it.
 
@@ -91,7 +91,7 @@ def _assemble(field: Field, holders: Sequence[Holder], num_tokens: int, first_to
     return Logical(field, first, cells, held, tuple(parts))
 
 
-def _needed(field: Field, group: Group, rank: RankFacts, num_tokens: int, first_token: int) -> tuple[int, int]:
+def _needed(field: Field, group: Group, rank: RankInfo, num_tokens: int, first_token: int) -> tuple[int, int]:
     """Half-open range of sequence indices that the token after `num_tokens` tokens looks at."""
     axis = field.sequence
     if axis is None:
@@ -111,7 +111,7 @@ def _addresses(
     shard: Shard,
     group: Group,
     snapshot: Snapshot,
-    rank: RankFacts,
+    rank: RankInfo,
     layout: EngineLayout,
     first: int,
     stop: int,
@@ -137,7 +137,7 @@ def _addresses(
     return tuple(where), base + page_ids * shard.geometry.page_stride_bytes + offsets
 
 
-def _page_table(group: Group, snapshot: Snapshot, rank: RankFacts) -> NDArray[np.int64]:
+def _page_table(group: Group, snapshot: Snapshot, rank: RankInfo) -> NDArray[np.int64]:
     """The group's pages of the request, in logical order; 0 where there is none."""
     index, facts = _group_facts(group, rank)
     blocks = list(snapshot.held.block_ids[index])
@@ -147,7 +147,7 @@ def _page_table(group: Group, snapshot: Snapshot, rank: RankFacts) -> NDArray[np
     return np.array(blocks, dtype=np.int64)
 
 
-def _group_facts(group: Group, rank: RankFacts) -> tuple[int, dict[str, Any]]:
+def _group_facts(group: Group, rank: RankInfo) -> tuple[int, dict[str, Any]]:
     """The place of the group among the engine's, and what the engine said about it."""
     return next((i, facts) for i, facts in enumerate(rank.groups) if facts["name"] == group.name)
 

@@ -59,7 +59,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankInfo:
     """What `rankR.json` says."""
 
     rank: int
@@ -171,14 +171,14 @@ def global_rank(vllm_config: Any) -> int:
     return int(data_parallel * DATA_PARALLEL_STEP + get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group)
 
 
-def read_facts(folder: Path) -> list[RankFacts]:
+def read_compatibility(folder: Path) -> list[RankInfo]:
     """All ranks of an engine, by number."""
     found = []
     for path in sorted(folder.glob("rank*.json")):
         about = json.loads(path.read_text())
         layout = path.with_suffix(".layout")
         content = layout.read_bytes() if layout.exists() else None
-        found.append(RankFacts(about["rank"], about["layers"], about["groups"], content, about["refusal"]))
+        found.append(RankInfo(about["rank"], about["layers"], about["groups"], content, about["refusal"]))
     return sorted(found, key=lambda facts: facts.rank)
 
 

@@ -111,7 +111,7 @@ NOT_SEALED = "were not sealed by that engine"
         pytest.param(put([[1]], "remote_block_ids"), FAILS, NOT_SEALED, id="too few blocks"),
         pytest.param(put(10**6, "kvreshard", "slot"), FAILS, NOT_SEALED, id="a slot that does not exist"),
         pytest.param(put("0" * 15 + "7", "kvreshard", "word"), FAILS, NOT_SEALED, id="another word"),
-        pytest.param(put("ab" * 16, "kvreshard", "incarnation"), FAILS, "restarted", id="a former life"),
+        pytest.param(put("ab" * 16, "kvreshard", "instance_id"), FAILS, "restarted", id="a former life"),
         pytest.param(put("other", "remote_engine_id"), FAILS, "'other'", id="another engine's id"),
     ],
 )

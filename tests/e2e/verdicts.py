@@ -27,7 +27,7 @@ from tests.e2e.engines import Nursery
 from tests.e2e.logical import Incomplete, Logical, first_difference, logical_cache
 from tests.e2e.prompts import ladder, prompt
 from tests.e2e.router import Routed, route
-from tests.e2e.snapshots import Snapshot, read_facts, read_snapshots
+from tests.e2e.snapshots import Snapshot, read_compatibility, read_snapshots
 from tests.e2e.zoo import MODELS
 
 FAILED = "failed"
@@ -143,8 +143,8 @@ class Bench:
             tokens = min(loaded[0].held.num_tokens, kept[0].held.num_tokens)
             cached = loaded[0].held.num_tokens - loaded[0].held.loaded_tokens
             for first, tolerance in ((cached, 0.0), (0, CLOSE[self.dtype])):
-                got = logical_cache(read_facts(self.decode.snapshots), loaded, tokens, first)
-                expected = logical_cache(read_facts(self.prefill.snapshots), kept, tokens, first)
+                got = logical_cache(read_compatibility(self.decode.snapshots), loaded, tokens, first)
+                expected = logical_cache(read_compatibility(self.prefill.snapshots), kept, tokens, first)
                 difference = first_difference(expected, got, tolerance)
                 if difference is not None:
                     self.result.found(WRONG, f"loaded pages are not the prefill engine's: {difference}")
@@ -168,7 +168,7 @@ class Bench:
         # A draft's cache of a token depends on the next one too: the same text, and not only what was loaded of it.
         engine.generate([text[:prefilled]], 1, request_ids=[name])
         try:
-            expected = logical_cache(read_facts(engine.snapshots), _await_snapshots(engine, name), tokens)
+            expected = logical_cache(read_compatibility(engine.snapshots), _await_snapshots(engine, name), tokens)
             if first_difference(expected, got) is not None:
                 self.result.ordinary_bytes = "close"
                 difference = first_difference(expected, got, CLOSE[self.dtype])

@@ -19,7 +19,7 @@ Port = int
 Kept = list[socket.socket]
 CLIENTS: dict[str, Callable[[Port], Kept]] = {}
 
-HELLO = {"form": "kvreshard.hello", "version": 1, "ask": "card", "engine": "d", "rank": 0}
+HELLO = {"form": "kvreshard.handshake", "version": 1, "ask": "metadata", "engine": "d", "rank": 0}
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 # A hostile client never waits for long: what the server does not take within this is not sent.
 PATIENCE_S = 5.0
@@ -160,14 +160,14 @@ def wants_an_unknown_mechanism(port: Port) -> Kept:
 
 @client
 def wants_plain_passwords(port: Port) -> Kept:
-    hello = frame(b"\x05HELLO\x05admin\x05admin", command=True)
-    return said(port, GREETING[:12], b"PLAIN".ljust(20, b"\0"), b"\0" * 32, hello)
+    handshake_message = frame(b"\x05HELLO\x05admin\x05admin", command=True)
+    return said(port, GREETING[:12], b"PLAIN".ljust(20, b"\0"), b"\0" * 32, handshake_message)
 
 
 @client
 def wants_keys_and_sends_noise(port: Port) -> Kept:
-    hello = frame(b"\x05HELLO" + os.urandom(194), command=True)
-    return said(port, GREETING[:12], b"CURVE".ljust(20, b"\0"), b"\0" * 32, hello)
+    handshake_message = frame(b"\x05HELLO" + os.urandom(194), command=True)
+    return said(port, GREETING[:12], b"CURVE".ljust(20, b"\0"), b"\0" * 32, handshake_message)
 
 
 # ZeroMQ, misused.

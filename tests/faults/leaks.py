@@ -36,7 +36,7 @@ from tests.soak.shapes import SHAPES
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
-from kvreshard.session.handshake import Address
+from kvreshard.session.handshake_server import Address
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.nixl import NixlTransport
@@ -107,7 +107,7 @@ class Cycles:
         self.prefills, self.loads = Prefills(self.source), Loads(self.reader)
 
     def restart_source(self) -> None:
-        """The prefill engine ends, and starts again at its address as another incarnation."""
+        """The prefill engine ends, and starts again at its address as another instance id."""
         port = self.source.listener.address.port
         self.source.close()
         self.source = Engine(self.source.shape, OPTIONS, self.rng, port, WATCHED)

@@ -18,7 +18,7 @@ from tests.faults.network_control import Setup, Told, Wanted
 from tests.pairs.small import GROUP
 from tests.unit.session import world
 
-from kvreshard.session import handshake
+from kvreshard.session import handshake_server
 from kvreshard.session.commands import Acquire, EndpointOptions, Load, Publish, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.keys import read_keys
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
@@ -26,7 +26,7 @@ from kvreshard.transport.nixl import NixlTransport
 
 POISON = 0xEE
 
-# Of all engines here, as their cards say: no lease of a test is shorter, and readers renew six times in it.
+# Of all engines here, as their engine metadata say: no lease of a test is shorter, and readers renew six times in it.
 LEASE_S = 1.5
 
 
@@ -41,11 +41,13 @@ class EngineProcess:
         self.setup = setup
         self.side = world.make_side(time.monotonic, None, setup.layout(), lambda rank: None, None, options)
         self.side.lease_s = LEASE_S
-        card = self.side.card()
-        self.listener = handshake.Listener(handshake.Address(setup.host, 0), card, keys=keys)
+        engine_metadata = self.side.engine_metadata()
+        self.listener = handshake_server.HandshakeServer(
+            handshake_server.Address(setup.host, 0), engine_metadata, keys=keys
+        )
         self.told = Told()
         for endpoint in self.side.endpoints.values():
-            endpoint.introduce(card, self.side.layout)
+            endpoint.introduce(engine_metadata, self.side.layout)
             endpoint.start()
 
     def port(self) -> int:
@@ -61,7 +63,7 @@ class EngineProcess:
             endpoint.submit(Publish(wanted.name, ttl_s, wanted.request(self.setup, reader).src_tables))
 
     def load(self, wanted: Wanted, source: Setup, port: int) -> None:
-        remote = RemoteEngine(source.name, world.LIFE, handshake.Address(source.host, port))
+        remote = RemoteEngine(source.name, world.LIFE, handshake_server.Address(source.host, port))
         lease = RemoteLease(wanted.name, wanted.slot, wanted.word)
         transfer = wanted.request(source, self.setup)
         for endpoint in self.side.endpoints.values():

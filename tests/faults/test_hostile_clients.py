@@ -15,10 +15,10 @@ from tests.faults.hostile import CLIENTS, HELLO, peer, push, said, told
 from tests.faults.hostile import frame as zmtp_frame
 from tests.pairs.small import engine
 
-from kvreshard.session.card import EngineCard, RankCard, make_card
-from kvreshard.session.handshake import Address, Hello, Listener, fetch_card
+from kvreshard.session.connection_limits import Bounds
+from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address, HandshakeMessage, HandshakeServer, fetch_engine_metadata
 from kvreshard.session.keys import Keys, read_keys, write_keys
-from kvreshard.session.visitors import Bounds
 
 LOCAL = Address("127.0.0.1", 0)
 # Generous: what matters is that the answer comes at all, on a machine that may be busy.
@@ -26,9 +26,11 @@ PATIENCE_S = 60.0
 BIG = 4 * 1024 * 1024
 
 
-def card(metadata: bytes = b"meta") -> EngineCard:
+def engine_metadata(metadata: bytes = b"meta") -> EngineMetadata:
     layout = engine("prefill", tp=2)
-    return make_card(layout, bytes(32), {}, [RankCard(r.rank, metadata, 4096, 512) for r in layout.ranks], 30.0)
+    return make_engine_metadata(
+        layout, bytes(32), {}, [RankMetadata(r.rank, metadata, 4096, 512) for r in layout.ranks], 30.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,51 +39,53 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Hello]:
+def outcomes() -> list[HandshakeMessage]:
     return []
 
 
 @pytest.fixture(scope="module")
-def open_door(outcomes: list[Hello]) -> Iterator[Listener]:
-    listener = Listener(LOCAL, card(b"x" * BIG), outcomes.append)
+def open_door(outcomes: list[HandshakeMessage]) -> Iterator[HandshakeServer]:
+    listener = HandshakeServer(LOCAL, engine_metadata(b"x" * BIG), outcomes.append)
     yield listener
     listener.close()
 
 
 @pytest.fixture(scope="module")
-def locked_door(keys: Keys) -> Iterator[Listener]:
-    listener = Listener(LOCAL, card(), keys=keys)
+def locked_door(keys: Keys) -> Iterator[HandshakeServer]:
+    listener = HandshakeServer(LOCAL, engine_metadata(), keys=keys)
     yield listener
     listener.close()
 
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_next_honest_client_is_answered(
-    open_door: Listener, name: str, record_property: Callable[[str, object], None]
+    open_door: HandshakeServer, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("hostile clients", 1)
     with ExitStack() as kept:
         for plain in CLIENTS[name](open_door.address.port):
             kept.enter_context(plain)
-        assert fetch_card(open_door.address, "decode", 0, PATIENCE_S).engine == "prefill"
+        assert fetch_engine_metadata(open_door.address, "decode", 0, PATIENCE_S).engine == "prefill"
 
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_next_honest_client_with_a_key_is_answered(
-    locked_door: Listener, keys: Keys, name: str, record_property: Callable[[str, object], None]
+    locked_door: HandshakeServer, keys: Keys, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("hostile clients", 1)
     with ExitStack() as kept:
         for plain in CLIENTS[name](locked_door.address.port):
             kept.enter_context(plain)
-        assert fetch_card(locked_door.address, "decode", 0, PATIENCE_S, keys).engine == "prefill"
+        assert fetch_engine_metadata(locked_door.address, "decode", 0, PATIENCE_S, keys).engine == "prefill"
 
 
-def test_whoever_says_it_no_control_character_gets_in(open_door: Listener, outcomes: list[Hello]) -> None:
+def test_whoever_says_it_no_control_character_gets_in(
+    open_door: HandshakeServer, outcomes: list[HandshakeMessage]
+) -> None:
     for plain in CLIENTS["writes_into_the_log"](open_door.address.port):
         with plain:
-            fetch_card(open_door.address, "decode", 0, PATIENCE_S)
-    assert all(hello.engine.isprintable() for hello in outcomes)
+            fetch_engine_metadata(open_door.address, "decode", 0, PATIENCE_S)
+    assert all(handshake_message.engine.isprintable() for handshake_message in outcomes)
 
 
 def resident_bytes() -> int:
@@ -90,18 +94,18 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_clients_that_ask_and_never_read_hold_no_copies_of_the_card() -> None:
-    listener = Listener(LOCAL, card(b"x" * BIG))
+    listener = HandshakeServer(LOCAL, engine_metadata(b"x" * BIG))
     try:
-        fetch_card(listener.address, "decode", 0, PATIENCE_S)
+        fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
         before = resident_bytes()
         with ExitStack() as kept:
             for _ in range(64):
                 for plain in told(listener.address.port, *[HELLO] * 8):
                     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                     kept.enter_context(plain)
-            fetch_card(listener.address, "decode", 0, PATIENCE_S)
+            fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
             grown = resident_bytes() - before
-        # Each of the 64 has asked for 8 cards of 8 MiB: 4 GiB. Two decoded cards of the honest client are in the figure.
+        # Each of the 64 has asked for 8 engine metadata of 8 MiB: 4 GiB. Two decoded engine metadata of the honest client are in the figure.
         assert grown < 256 * 1024 * 1024
     finally:
         listener.close()
@@ -121,19 +125,19 @@ def ends(plain: socket.socket) -> bool:
 
 
 def test_a_message_without_end_is_cut_off() -> None:
-    listener = Listener(LOCAL, card(), bounds=Bounds(max_visit_bytes=1 << 20))
+    listener = HandshakeServer(LOCAL, engine_metadata(), bounds=Bounds(max_visit_bytes=1 << 20))
     try:
         with peer(listener.address.port) as plain:
             part = zmtp_frame(b"x" * 60_000, more=True)
             assert any(not push(plain, part) for _ in range(100_000))
-        assert fetch_card(listener.address, "decode", 0, PATIENCE_S).engine == "prefill"
+        assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S).engine == "prefill"
     finally:
         listener.close()
 
 
 @pytest.mark.parametrize("slow", [b"", b"\xff\0\0"])
 def test_a_slow_visit_ends(slow: bytes) -> None:
-    listener = Listener(LOCAL, card(), bounds=Bounds(max_visit_s=0.05))
+    listener = HandshakeServer(LOCAL, engine_metadata(), bounds=Bounds(max_visit_s=0.05))
     try:
         for plain in said(listener.address.port, slow):
             with plain:
@@ -143,7 +147,7 @@ def test_a_slow_visit_ends(slow: bytes) -> None:
 
 
 def test_the_oldest_visit_makes_room_for_the_newest() -> None:
-    listener = Listener(LOCAL, card(), bounds=Bounds(max_connections=3))
+    listener = HandshakeServer(LOCAL, engine_metadata(), bounds=Bounds(max_connections=3))
     try:
         with ExitStack() as kept:
             plains = [kept.enter_context(peer(listener.address.port)) for _ in range(4)]
@@ -168,6 +172,6 @@ def test_it_says_when_everybody_may_ask(
     """The address is only said to be reachable: no test listens beyond this machine."""
     monkeypatch.setattr(Address, "is_loopback", property(lambda address: not reachable))
     with caplog.at_level(logging.WARNING):
-        Listener(LOCAL, card(), keys=keys if has_keys else None).close()
+        HandshakeServer(LOCAL, engine_metadata(), keys=keys if has_keys else None).close()
     assert len(caplog.records) == warns
     assert ("from everybody who reaches that port" in caplog.text) == bool(warns)

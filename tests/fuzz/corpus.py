@@ -13,12 +13,12 @@ from tests.fuzz.targets import PAIRS, TARGETS
 from tests.pairs.small import engine
 
 from kvreshard.model import wire
-from kvreshard.session import hello as hellos
-from kvreshard.session.card import RankCard, encode_card, make_card
+from kvreshard.session import handshake_messages
 from kvreshard.session.commands import RemoteEngine, RemoteLease
-from kvreshard.session.handshake import Address
+from kvreshard.session.engine_metadata import RankMetadata, encode_engine_metadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.seal import instance_id_of
 from kvreshard.tools.digest_request import DigestRequest, Owned, write_request
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
@@ -47,7 +47,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "memory", "p", RegionTable([MemoryRegion(4096, 8192), MemoryRegion(1 << 20, 64, "cuda:0")]), b"x"
     )
     prefill = RemotePrefill(
-        RemoteEngine("engine", incarnation_of(KEY), Address("10.0.0.1", 5600)),
+        RemoteEngine("engine", instance_id_of(KEY), Address("10.0.0.1", 5600)),
         RemoteLease("cmpl-1", 7, 2**63 + 12345),
         40,
         (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
@@ -56,14 +56,22 @@ def seeds() -> dict[str, dict[str, bytes]]:
     )
     within: tuple[tuple[Owned, ...], ...] = (((0, None, None),), ((0, 1, None), (0, 2, None)), ((0, 2, None),))
     asked = DigestRequest(1, "cmpl-1", 2**63 + 12345, 7, KEY, ("layers.0.k", "layers.0.v"), within, ((0, 5), (8, 12)))
-    hello = hellos.Hello(hellos.FORM, hellos.VERSION, "card", "d", 1)
-    told = hellos.Hello(hellos.FORM, hellos.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False)
-    engine_cards = {
-        name: make_card(layout, KEY, {"model": "m"}, [RankCard(r.rank, regions, 4096, 512) for r in layout.ranks], 30.0)
+    handshake_message = handshake_messages.HandshakeMessage(
+        handshake_messages.FORM, handshake_messages.VERSION, "metadata", "d", 1
+    )
+    told = handshake_messages.HandshakeMessage(
+        handshake_messages.FORM, handshake_messages.VERSION, "outcome", "d", 1, "rank 1 reads rank 0", False
+    )
+    engine_metadata_list = {
+        name: make_engine_metadata(
+            layout, KEY, {"model": "m"}, [RankMetadata(r.rank, regions, 4096, 512) for r in layout.ranks], 30.0
+        )
         for name, layout in layouts.items()
     }
     return {
-        "card": {name: encode_card(card) for name, card in engine_cards.items()},
+        "engine_metadata": {
+            name: encode_engine_metadata(engine_metadata) for name, engine_metadata in engine_metadata_list.items()
+        },
         "layout": {name: wire.encode(layout) for name, layout in layouts.items()},
         "layout_json": {name: wire.encode(layout, "json") for name, layout in layouts.items()},
         "note": {
@@ -71,8 +79,15 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "heartbeat": write_note(Heartbeat(1, "d", (("r", 1), ("s", 2)))),
         },
         "digest_request": {"heads": write_request(asked)},
-        "hello": {"card": msgspec.msgpack.encode(hello), "outcome": msgspec.msgpack.encode(told)},
-        "answer": {"noted": msgspec.msgpack.encode(hellos.Answer(hellos.ANSWER_FORM, 1, "noted"))},
+        "handshake_message": {
+            "metadata": msgspec.msgpack.encode(handshake_message),
+            "outcome": msgspec.msgpack.encode(told),
+        },
+        "answer": {
+            "noted": msgspec.msgpack.encode(
+                handshake_messages.HandshakeAnswer(handshake_messages.ANSWER_FORM, 1, "noted")
+            )
+        },
         "params": {
             "three-groups": json.dumps(write_params(prefill, {"tp_size": 2, "dcp_size": 1, "pp_size": 1}, KEY)).encode()
         },

@@ -20,8 +20,8 @@ from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutError
 from kvreshard.model.tables import PageTable
 from kvreshard.plan import bind
 from kvreshard.plan.route import compile_route
-from kvreshard.session.card import decode_card
-from kvreshard.session.hello import read_answer, read_hello
+from kvreshard.session.engine_metadata import decode_engine_metadata
+from kvreshard.session.handshake_messages import read_answer, read_message
 from kvreshard.session.notes import read_note
 from kvreshard.tools.digest_request import answer_request, read_request
 from kvreshard.transport.base import TransportError
@@ -42,10 +42,10 @@ def target(function: Target) -> Target:
 
 
 @target
-def card(data: bytes) -> Outcome:
-    """What a listener answers: the card, and the layout and the transport's metadata in it."""
+def engine_metadata(data: bytes) -> Outcome:
+    """What a listener answers: the engine metadata, and the layout and the transport's metadata in it."""
     try:
-        found = decode_card(data)
+        found = decode_engine_metadata(data)
         found.decode_layout()
         for rank in found.ranks:
             decode_metadata("memory", rank.metadata).table()
@@ -101,8 +101,8 @@ def _source() -> tuple[EngineLayout, ArrayBytes]:
 
 
 @target
-def hello(data: bytes) -> Outcome:
-    found = read_hello(data)
+def handshake_message(data: bytes) -> Outcome:
+    found = read_message(data)
     assert isinstance(found, str) or found.engine.isprintable()
     return "refused" if isinstance(found, str) else "accepted"
 

@@ -11,10 +11,16 @@ import msgspec
 import pytest
 from tests.pairs.small import engine
 
-from kvreshard.session import hello as hellos
-from kvreshard.session.card import EngineCard, RankCard, decode_card, encode_card, make_card
-from kvreshard.session.handshake import card_hello, outcome_hello
-from kvreshard.session.hello import Answer, Hello, read_answer, read_hello
+from kvreshard.session import handshake_messages
+from kvreshard.session.engine_metadata import (
+    EngineMetadata,
+    RankMetadata,
+    decode_engine_metadata,
+    encode_engine_metadata,
+    make_engine_metadata,
+)
+from kvreshard.session.handshake_messages import HandshakeAnswer, HandshakeMessage, read_answer, read_message
+from kvreshard.session.handshake_server import metadata_request, outcome_message
 from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
 from kvreshard.tools.digest_request import DigestRequest, read_request, write_request
 
@@ -25,21 +31,21 @@ HEARTBEAT = Heartbeat(VERSION, "d", (("r", 1), ("s", 2)))
 ASKED = DigestRequest(VERSION, "r", 7, 2**64 - 1, KEY, ("layers.0.k",), (((0, 4, None),), ((1, 1, 2),)), ((0, 40),))
 
 
-def card() -> EngineCard:
+def engine_metadata() -> EngineMetadata:
     layout = engine("prefill", tp=2)
-    ranks = [RankCard(rank.rank, b"meta", 4096, 512, 8192, 16) for rank in layout.ranks]
-    return make_card(layout, KEY, {"model": "m"}, ranks, 4.0)
+    ranks = [RankMetadata(rank.rank, b"meta", 4096, 512, 8192, 16) for rank in layout.ranks]
+    return make_engine_metadata(layout, KEY, {"model": "m"}, ranks, 4.0)
 
 
 def messages() -> dict[str, bytes]:
     """What this side writes, by file name."""
-    answer = Answer(hellos.ANSWER_FORM, hellos.VERSION, "noted")
+    answer = HandshakeAnswer(handshake_messages.ANSWER_FORM, handshake_messages.VERSION, "noted")
     return {
         "answer-v1": msgspec.msgpack.encode(answer),
-        "card-v1": encode_card(card()),
+        "engine-metadata-v1": encode_engine_metadata(engine_metadata()),
         "heartbeat-v1": write_note(next(heartbeats(HEARTBEAT.consumer, HEARTBEAT.leases))),
-        "hello-card-v1": card_hello("decode", 3),
-        "hello-outcome-v1": outcome_hello("decode", 3, "reads", False),
+        "handshake-metadata-v1": metadata_request("decode", 3),
+        "handshake-outcome-v1": outcome_message("decode", 3, "reads", False),
         "digest-request-v1": write_request(ASKED),
         "report-v1": write_note(REPORT),
     }
@@ -59,11 +65,15 @@ def test_a_form_is_written_as_it_was(name: str) -> None:
 
 
 def test_every_form_is_read() -> None:
-    found = decode_card(golden("card"))
-    assert found == card()
+    found = decode_engine_metadata(golden("engine-metadata"))
+    assert found == engine_metadata()
     assert found.decode_layout() == engine("prefill", tp=2)
-    assert read_hello(golden("hello-card")) == Hello("kvreshard.hello", 1, "card", "decode", 3)
-    assert read_hello(golden("hello-outcome")) == Hello("kvreshard.hello", 1, "outcome", "decode", 3, "reads", False)
+    assert read_message(golden("handshake-metadata")) == HandshakeMessage(
+        "kvreshard.handshake", 1, "metadata", "decode", 3
+    )
+    assert read_message(golden("handshake-outcome")) == HandshakeMessage(
+        "kvreshard.handshake", 1, "outcome", "decode", 3, "reads", False
+    )
     assert read_answer(golden("answer")) == "noted"
     assert [read_note(golden(name)) for name in ("report", "heartbeat")] == [REPORT, HEARTBEAT]
     assert read_request(golden("digest-request")) == ASKED

@@ -22,10 +22,10 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.model.changed import replace
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.card import RankCard, make_card
 from kvreshard.session.commands import Command, EndpointOptions, RemoteEngine, Results
 from kvreshard.session.endpoint import Endpoint
-from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address, HandshakeServer
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.seal import new_key
 from kvreshard.session.staging import Staging
@@ -100,14 +100,14 @@ class Engine:
         self.pool = Pool(views(self.layout, memory), shape.num_pages, rng)
         self.content = Content(self.layout, MAX_TOKENS)
         self._ranks = {rank.rank: self._open(rank.rank, memory[rank.rank], options) for rank in layout.ranks}
-        cards = [self._card(number, rank) for number, rank in self._ranks.items()]
+        metadata_by_rank = [self._engine_metadata(number, rank) for number, rank in self._ranks.items()]
         self.key = new_key()
-        card = make_card(self.layout, self.key, {"model": shape.model}, cards, LEASE_S)
+        engine_metadata = make_engine_metadata(self.layout, self.key, {"model": shape.model}, metadata_by_rank, LEASE_S)
         for rank in self._ranks.values():
-            rank.endpoint.introduce(card, self.layout)
+            rank.endpoint.introduce(engine_metadata, self.layout)
             rank.endpoint.start()
-        self.listener = Listener(Address("127.0.0.1", port or free_ports(1)), card)
-        self.remote = RemoteEngine(shape.name, card.incarnation, self.listener.address)
+        self.listener = HandshakeServer(Address("127.0.0.1", port or free_ports(1)), engine_metadata)
+        self.remote = RemoteEngine(shape.name, engine_metadata.instance_id, self.listener.address)
 
     def _open(self, number: int, memory: dict[str, np.ndarray], options: EndpointOptions) -> _Rank:
         transport = NixlTransport(f"{self.shape.name}-{number}")
@@ -122,9 +122,9 @@ class Engine:
         return _Rank(memory, transport, table, staging, endpoint, observer)
 
     @staticmethod
-    def _card(number: int, rank: _Rank) -> RankCard:
+    def _engine_metadata(number: int, rank: _Rank) -> RankMetadata:
         table, mailbox = rank.table, rank.observer.mailbox
-        return RankCard(
+        return RankMetadata(
             number, rank.transport.metadata(), table.region.address, len(table), mailbox.region.address, len(mailbox)
         )
 

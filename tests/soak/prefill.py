@@ -39,7 +39,7 @@ class Params(msgspec.Struct, frozen=True):
 
 def seal_params(engine: Engine, lease: RemoteLease, tables: Mapping[str, PageTable]) -> str:
     """The code of the engine's seal."""
-    source, named = (engine.remote.engine, engine.remote.incarnation), (lease.request, lease.slot, lease.word)
+    source, named = (engine.remote.engine, engine.remote.instance_id), (lease.request, lease.slot, lease.word)
     return make_seal(engine.key, source, named, tables, b"").code.hex()
 
 

@@ -41,7 +41,7 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.layer_info import LayerInfo
 from kvreshard.vllm.rank_place import RankPlace
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -55,7 +55,7 @@ class ModelLayer:
     """One layer: its specification on a rank of a given place, the facts about it, and how its backend indexes."""
 
     spec: Callable[[RankPlace], Any]
-    facts: LayerFacts
+    info: LayerInfo
     writer: Any
     stage: int = 0
 
@@ -164,7 +164,7 @@ def build(
                 kv_cache_config=kv_cache_config,
                 kv_caches=tensors,
                 place=place,
-                facts={key: layer.facts for key, layer in layers.items()},
+                info={key: layer.info for key, layer in layers.items()},
             )
         )
         places.append(place)
@@ -354,9 +354,9 @@ def reshard_over_nixl(src: Side, dst: Side, num_tokens: int, seed: int = 0) -> i
     return num_bytes
 
 
-def refused(facts: str, make: Callable[[], Any]) -> None:
+def refused(info: str, make: Callable[[], Any]) -> None:
     """It raises a LayoutError with all of these facts, which are separated by bars."""
     with pytest.raises(LayoutError) as caught:
         make()
-    for fact in facts.split("|"):
+    for fact in info.split("|"):
         assert fact in str(caught.value)

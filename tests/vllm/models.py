@@ -18,11 +18,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.layer_info import LayerInfo
 from kvreshard.vllm.rank_place import RankPlace
 
 BF16, FP32 = torch.bfloat16, torch.float32
-FLASH = LayerFacts("FLASH_ATTN", "auto", "cuda")
+FLASH = LayerInfo("FLASH_ATTN", "auto", "cuda")
 Layers = dict[str, ModelLayer]
 
 
@@ -42,7 +42,7 @@ def attention(
     window: int | None = None,
     v_size: int | None = None,
     dtype: Any = BF16,
-    facts: LayerFacts = FLASH,
+    info: LayerInfo = FLASH,
     writer: Any = None,
     stage: int = 0,
     **options: Any,
@@ -62,7 +62,7 @@ def attention(
             return FullAttentionSpec(**common)
         return SlidingWindowSpec(sliding_window=window, **common)
 
-    return ModelLayer(spec, facts, writer or writers.cell(total, head_size, v_size), stage)
+    return ModelLayer(spec, info, writer or writers.cell(total, head_size, v_size), stage)
 
 
 def mla(
@@ -79,7 +79,7 @@ def mla(
     **options: Any,
 ) -> ModelLayer:
     """A latent, or a cache with the same specification."""
-    facts = LayerFacts(backend, cache_dtype, platform)
+    info = LayerInfo(backend, cache_dtype, platform)
 
     def spec(place: RankPlace) -> Any:
         common: dict[str, Any] = {
@@ -95,7 +95,7 @@ def mla(
         return SlidingWindowMLASpec(sliding_window=window, **common)
 
     tokens_per_state = int(options.get("tokens_per_state", 1))
-    return ModelLayer(spec, facts, writer or writers.latent("latent", tokens_per_state), stage)
+    return ModelLayer(spec, info, writer or writers.latent("latent", tokens_per_state), stage)
 
 
 def indexer(bs: int = 16, platform: str = "cuda", stage: int = 0) -> ModelLayer:
@@ -104,7 +104,7 @@ def indexer(bs: int = 16, platform: str = "cuda", stage: int = 0) -> ModelLayer:
     made = mla(
         132, bs=bs, dtype=torch.uint8, backend="DEEPSEEK_V32_INDEXER", platform=platform, writer=writer, stage=stage
     )
-    return ModelLayer(made.spec, LayerFacts("DEEPSEEK_V32_INDEXER", "", platform), writer, stage)
+    return ModelLayer(made.spec, LayerInfo("DEEPSEEK_V32_INDEXER", "", platform), writer, stage)
 
 
 def ring(
@@ -118,7 +118,7 @@ def ring(
             dcp_sharded=False,
         )  # fmt: skip
 
-    return ModelLayer(spec, LayerFacts(backend, "", "cuda"), writers.ring(*parts))
+    return ModelLayer(spec, LayerInfo(backend, "", "cuda"), writers.ring(*parts))
 
 
 def state(
@@ -146,7 +146,7 @@ def state(
             tp_replicated=is_replicated,
         )
 
-    return ModelLayer(spec, LayerFacts("MAMBA", "", "cuda", state_form=form, state_sizes=sizes), writer, stage)
+    return ModelLayer(spec, LayerInfo("MAMBA", "", "cuda", state_form=form, state_sizes=sizes), writer, stage)
 
 
 SHAPES = mamba_utils.MambaStateShapeCalculator
@@ -264,4 +264,4 @@ def speculative(draft_heads: int, draft_tp: int | None = None) -> Any:
 
 def with_scales(layers: Layers, k: float, v: float) -> Layers:
     """The same layers with the scales that their fp8 values are multiplied by."""
-    return {key: replace(layer, facts=replace(layer.facts, scales=(k, v))) for key, layer in layers.items()}
+    return {key: replace(layer, info=replace(layer.info, scales=(k, v))) for key, layer in layers.items()}

@@ -31,15 +31,15 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.commands import Acquire, Command, Failure, Load, Publish
-from kvreshard.session.handshake import Address
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.handshake_server import Address
+from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions
 from kvreshard.vllm.producer import Producer
 
 KEY = bytes(range(32))
-LIFE = incarnation_of(KEY)
+LIFE = instance_id_of(KEY)
 
 FULL = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 WINDOW = 100

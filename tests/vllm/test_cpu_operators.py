@@ -19,7 +19,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 75
@@ -81,9 +81,9 @@ def cpu_attention_writer(cache: Any, slots: Any, isa: str, dtype: Any, cache_dty
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_cpu_attention(isa: str, dtype: Any, cache_dtype: str, bs: int, head_size: int, tp: int) -> None:
-    facts = LayerFacts("CPU_ATTN", cache_dtype, isa, scales=(1.0, 1.0) if cache_dtype != "auto" else None)
+    info = LayerInfo("CPU_ATTN", cache_dtype, isa, scales=(1.0, 1.0) if cache_dtype != "auto" else None)
     stored = dtype if cache_dtype == "auto" else torch.uint8
-    layers = {models.name(i): models.attention(2, head_size, bs=bs, dtype=stored, facts=facts) for i in range(2)}
+    layers = {models.name(i): models.attention(2, head_size, bs=bs, dtype=stored, info=info) for i in range(2)}
     side = build("prefill", layers, tp=tp, blocks=6, config={"kv_heads": 2})
     give_pages(side, TOKENS, np.random.default_rng(3))
     slots = torch.from_numpy(np.array(side.tables["g0"])[np.arange(TOKENS) // bs] * bs + np.arange(TOKENS) % bs)

@@ -22,7 +22,7 @@ from kvreshard.model import LayoutMismatch, merge_ranks
 from kvreshard.model.changed import replace
 from kvreshard.model.wire import decode, encode
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.layer_info import LayerInfo
 from kvreshard.vllm.rank_place import RankPlace
 
 pytestmark = pytest.mark.vllm
@@ -57,27 +57,24 @@ def test_kernel_blocks_next_to_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_insides_of_pages(interior: str) -> None:
     plain = {models.name(i): models.attention(4, 8, bs=32) for i in range(2)}
     if interior == "slots":
-        facts = LayerFacts("B12X", "auto", "cuda")
+        info = LayerInfo("B12X", "auto", "cuda")
         packed = {"num_head_slots": 2, "state_content_bytes": lambda place: models.held(4, place) * 8 * 2}
-        layer = models.attention(4, 8, facts=facts, writer=writers.slots(4, 8), **packed)
+        layer = models.attention(4, 8, info=info, writer=writers.slots(4, 8), **packed)
         reshard(build("prefill", dict.fromkeys(plain, layer), tp=2), build("decode", plain), TOKENS)
     elif interior == "scaled-cell":
-        facts = LayerFacts("TRITON_ATTN", "int8_per_token_head", "cuda")
-        layer = models.attention(
-            4, 8, dtype=torch.int8, facts=facts, writer=writers.cell(4, 12), state_content_bytes=24
-        )
+        info = LayerInfo("TRITON_ATTN", "int8_per_token_head", "cuda")
+        layer = models.attention(4, 8, dtype=torch.int8, info=info, writer=writers.cell(4, 12), state_content_bytes=24)
         layers = dict.fromkeys(plain, layer)
         reshard(build("prefill", layers, tp=2), build("decode", layers, order="LBNHC"), TOKENS)
     elif interior == "diffkv":
-        facts = LayerFacts("FLASH_ATTN_DIFFKV", "auto", "cuda")
-        layers = {name: models.attention(4, 12, v_size=8, facts=facts) for name in plain}
+        info = LayerInfo("FLASH_ATTN_DIFFKV", "auto", "cuda")
+        layers = {name: models.attention(4, 12, v_size=8, info=info) for name in plain}
         reshard(build("prefill", layers, tp=2), build("decode", layers, order="BLNHC"), TOKENS)
     else:
         for isa in ("vec", "amx"):
-            facts = LayerFacts("CPU_ATTN", "auto", isa)
+            info = LayerInfo("CPU_ATTN", "auto", isa)
             cpu = {
-                name: models.attention(4, 32, bs=32, facts=facts, writer=writers.cpu_planes(4, 32, isa))
-                for name in plain
+                name: models.attention(4, 32, bs=32, info=info, writer=writers.cpu_planes(4, 32, isa)) for name in plain
             }
             gpu = {name: models.attention(4, 32, bs=48) for name in plain}
             reshard(build("prefill", cpu, tp=2), build("decode", gpu, order="LBNHC"), TOKENS)
@@ -130,7 +127,7 @@ def described(layers: dict[str, Any], config: Any, groups: list[KVCacheGroupSpec
         kv_cache_config=kv_cache_config,
         kv_caches=caches,
         place=RankPlace(),
-        facts=layers,
+        info=layers,
     )
 
 
@@ -142,8 +139,8 @@ def by_hand(**options: Any) -> tuple[FullAttentionSpec, Any]:
 def test_a_shared_cache_has_fields_under_one_name() -> None:
     spec, cache = by_hand()
     names = ["model.layers.0.attn", "model.layers.1.attn"]
-    facts = {names[0]: models.FLASH, names[1]: replace(models.FLASH, shares_with=names[0])}
-    layout = described(facts, fake_config(), [KVCacheGroupSpec(names, spec)], dict.fromkeys(names, cache))
+    info = {names[0]: models.FLASH, names[1]: replace(models.FLASH, shares_with=names[0])}
+    layout = described(info, fake_config(), [KVCacheGroupSpec(names, spec)], dict.fromkeys(names, cache))
     assert [field.name for field in layout.fields] == ["model.layers.0.attn.k", "model.layers.0.attn.v"]
 
 
@@ -198,7 +195,7 @@ def test_a_draft_has_a_config_of_its_own(tp: int, held: int, draft_tp: int | Non
             kv_cache_config=KVCacheConfig(4, [], [KVCacheGroupSpec(["model.layers.2.attn"], spec)]),
             kv_caches={"model.layers.2.attn": cache.clone()},
             place=RankPlace(rank, tp),
-            facts={"model.layers.2.attn": models.FLASH},
+            info={"model.layers.2.attn": models.FLASH},
         )
         for rank in range(tp)
     ]
@@ -213,7 +210,7 @@ def test_a_draft_has_a_config_of_its_own(tp: int, held: int, draft_tp: int | Non
 
 def test_an_unknown_backend_is_an_opaque_page() -> None:
     layers = {
-        name: replace(layer, facts=LayerFacts("ROCM_ATTN", "auto", "rocm")) for name, layer in models.llama().items()
+        name: replace(layer, info=LayerInfo("ROCM_ATTN", "auto", "rocm")) for name, layer in models.llama().items()
     }
     src, dst = build("prefill", layers, tp=2), build("decode", layers, tp=2, blocks=9)
     assert [field.axes[2].extent for field in src.layout.fields] == [2 * 16 * 32] * 2
@@ -228,7 +225,7 @@ def test_an_unknown_backend_is_an_opaque_page() -> None:
         (
             build(
                 "decode",
-                {name: models.attention(4, 8, bs=32, facts=LayerFacts("ROCM_ATTN", "auto", "rocm")) for name in layers},
+                {name: models.attention(4, 8, bs=32, info=LayerInfo("ROCM_ATTN", "auto", "rocm")) for name in layers},
                 tp=2,
             ),
             "tokens per index",
@@ -242,8 +239,8 @@ def test_an_unknown_backend_is_an_opaque_page() -> None:
 
 @pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
 def test_an_opaque_page_in_pieces(order: str) -> None:
-    facts = LayerFacts("ROCM_ATTN", "auto", "rocm")
-    layers = {name: replace(layer, facts=facts) for name, layer in models.llama().items()}
+    info = LayerInfo("ROCM_ATTN", "auto", "rocm")
+    layers = {name: replace(layer, info=info) for name, layer in models.llama().items()}
     src, dst = build("prefill", layers, order=order), build("decode", layers, order=order, blocks=9)
     rng = np.random.default_rng(2)
     for side in (src, dst):
@@ -267,20 +264,20 @@ def test_an_unknown_page_that_all_ranks_hold_goes_to_any_number_of_ranks() -> No
 def test_pages_that_a_backend_repacks_are_opaque() -> None:
     """ROCm's attention calls itself FLASH_ATTN and shuffles pages exactly when it repacks them."""
     packed = {"num_head_slots": 2, "state_content_bytes": lambda place: 4 * 8 * 2}
-    layer = models.attention(4, 8, facts=LayerFacts("FLASH_ATTN", "auto", "rocm"), **packed)
+    layer = models.attention(4, 8, info=LayerInfo("FLASH_ATTN", "auto", "rocm"), **packed)
     layout = build("prefill", {models.name(0): layer}).layout
     assert [field.name for field in layout.fields] == [f"{models.name(0)}.page"]
     assert "/FLASH_ATTN/rocm/auto/bfloat16/" in layout.fields[0].encoding
 
 
 def test_heads_are_not_asked_for_where_the_page_is_opaque() -> None:
-    facts = LayerFacts("ROCM_ATTN", "auto", "rocm")
-    layers = {name: replace(layer, facts=facts) for name, layer in models.llama().items()}
+    info = LayerInfo("ROCM_ATTN", "auto", "rocm")
+    layers = {name: replace(layer, info=info) for name, layer in models.llama().items()}
     assert len(build("prefill", layers, tp=8).layout.fields) == 2
 
 
 def test_opaque_pages_tell_scales_apart() -> None:
-    layers = {models.name(0): models.attention(4, 8, dtype=torch.uint8, facts=LayerFacts("ROCM_ATTN", "fp8", "rocm"))}
+    layers = {models.name(0): models.attention(4, 8, dtype=torch.uint8, info=LayerInfo("ROCM_ATTN", "fp8", "rocm"))}
     one, two = (build("prefill", models.with_scales(layers, 1.0, v)) for v in (1.0, 0.25))
     with pytest.raises(LayoutMismatch, match=r"scales=1,0\.25"):
         run(one, two, TOKENS, np.random.default_rng(0))
@@ -291,9 +288,9 @@ def test_what_is_refused() -> None:
     name = "model.layers.0.attn"
     cross = CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 
-    def one(own: Any = spec, tensor: Any = cache, **facts: Any) -> Any:
+    def one(own: Any = spec, tensor: Any = cache, **info: Any) -> Any:
         caches = {} if tensor is None else {name: tensor}
-        found = replace(models.FLASH, **facts)
+        found = replace(models.FLASH, **info)
         return lambda: described({name: found}, fake_config(), [KVCacheGroupSpec([name], own)], caches)
 
     refused(f"'{name}'|CrossAttentionSpec|encoder", one(cross))

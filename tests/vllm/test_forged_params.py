@@ -24,7 +24,7 @@ from tests.vllm.simulation.engine import Engine, Finished, Shape
 from tests.vllm.simulation.text import Text
 from tests.vllm.simulation.world import World
 
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm import worker
 from kvreshard.vllm.params import KEY, read_params
 from kvreshard.vllm.slots import Slots
@@ -147,7 +147,7 @@ def old_seal(params: dict[str, Any]) -> str:
     """The seal without a key of former days, which anybody can make."""
     read = read_params(params)
     referred = (
-        (read.remote.engine, read.remote.incarnation),
+        (read.remote.engine, read.remote.instance_id),
         (read.lease.request, read.lease.slot, read.lease.word),
         (read.num_tokens, read.groups, read.pages, read.prompt),
     )
@@ -176,7 +176,7 @@ def test_an_honest_request_is_loaded(fleet: Fleet) -> None:
     answer = fleet.ask("d", tokens, params)
     assert (answer.reason, fleet.failures, bool(fleet.posted)) == ("length", {}, True)
     assert fleet.cached
-    key = fleet.world.by_name["p"].card.key
+    key = fleet.world.by_name["p"].engine_metadata.key
     assert key.hex() not in json.dumps(params)
 
 
@@ -195,8 +195,8 @@ def test_no_field_can_be_changed_alone(fleet: Fleet) -> None:
     _, example = fleet.prefill("p", 1)
     tried = 0
     for path, value in leaves(example):
-        # Another engine or incarnation is another address book: see the tests of mixed parameters and of a restart.
-        if path[0] in NOT_SEALED or path in {("remote_engine_id",), (KEY, "incarnation"), (KEY, "seal")}:
+        # Another engine or instance id is another address book: see the tests of mixed parameters and of a restart.
+        if path[0] in NOT_SEALED or path in {("remote_engine_id",), (KEY, "instance_id"), (KEY, "seal")}:
             continue
         huge = [2**40, 2**63, 2**64 - 1] if isinstance(value, int) else ["f" * 300, "f" * 10**6]
         for made in (other(value), *huge):
@@ -252,14 +252,14 @@ def test_parameters_of_one_engine_are_not_taken_by_another(fleet: Fleet, seal: C
     forged = copy.deepcopy(of_p)
     for name in ("remote_engine_id", "remote_host", "remote_port"):
         forged[name] = of_q[name]
-    forged[KEY]["incarnation"] = of_q[KEY]["incarnation"]
+    forged[KEY]["instance_id"] = of_q[KEY]["instance_id"]
     fleet.check_nothing_came(tokens, put(forged, (KEY, "seal"), seal(forged, of_q)))
 
 
 def restart(engine: Engine) -> None:
-    """Another incarnation of the engine, with the same request, lease and pages in it."""
+    """Another instance id of the engine, with the same request, lease and pages in it."""
     key = bytes(range(1, 33))
-    engine.card = msgspec.structs.replace(engine.card, key=key, incarnation=incarnation_of(key))
+    engine.engine_metadata = msgspec.structs.replace(engine.engine_metadata, key=key, instance_id=instance_id_of(key))
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
@@ -267,7 +267,7 @@ def test_parameters_of_a_former_incarnation_are_not_taken(fleet: Fleet, is_renam
     tokens, params = fleet.prefill("p", 1)
     restart(fleet.world.by_name["p"])
     if is_renamed:
-        params = put(params, (KEY, "incarnation"), fleet.world.by_name["p"].card.incarnation)
+        params = put(params, (KEY, "instance_id"), fleet.world.by_name["p"].engine_metadata.instance_id)
     fleet.check_nothing_came(tokens, params)
 
 

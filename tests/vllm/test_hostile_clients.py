@@ -51,7 +51,7 @@ class InTree:
         self.stop, ready = threading.Event(), threading.Event()
         self.thread = threading.Thread(
             target=NixlBaseConnectorScheduler._nixl_handshake_listener,
-            args=({(0, 0): b"card"}, ready, self.stop, "127.0.0.1", self.port),
+            args=({(0, 0): b"metadata"}, ready, self.stop, "127.0.0.1", self.port),
             daemon=True,
         )
         self.thread.start()
@@ -65,7 +65,7 @@ class InTree:
             worker.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
             for _ in range(50):
                 if worker.poll(100):
-                    return bool(worker.recv_multipart()[0] == b"card")
+                    return bool(worker.recv_multipart()[0] == b"metadata")
                 if not self.thread.is_alive():
                     break
         return False

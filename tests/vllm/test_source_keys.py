@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, prefill, request
 
 from kvreshard.session.commands import Failure, Load, Release, Renew, StopRenewing
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm import known_sources
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.prompt import Prompt, digest_prompt
@@ -110,7 +110,7 @@ def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.Monke
     for number in range(5):
         key = bytes([number]) * 32
         named = dict(params(), remote_engine_id=f"p{number}")
-        named["kvreshard"] = dict(named["kvreshard"], incarnation=incarnation_of(key))
+        named["kvreshard"] = dict(named["kvreshard"], instance_id=instance_id_of(key))
         asked.append(request(f"d-{number}", TOKENS, kv_transfer_params=named))
         list(decode.side.arrive(asked[-1], named))
         decode.meet({f"d-{number}": key})
@@ -122,7 +122,7 @@ def test_what_ranks_say_of_keys_is_added_up_and_not_shown() -> None:
     said = ReshardWorkerMetadata(keys={"a": KEY}).aggregate(ReshardWorkerMetadata(keys={"b": KEY}, unmet={"c": GONE}))
     assert (said.keys, said.unmet, said.is_empty) == ({"a": KEY, "b": KEY}, {"c": GONE}, False)
     assert ReshardWorkerMetadata().is_empty
-    shown = repr(said) + repr(ReshardMetadata(card=KEY)) + repr(Load)
+    shown = repr(said) + repr(ReshardMetadata(engine_metadata=KEY)) + repr(Load)
     assert repr(KEY)[2:20] not in shown
 
 

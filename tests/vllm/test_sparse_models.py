@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 150
@@ -40,7 +40,7 @@ def dim_first(monkeypatch: pytest.MonkeyPatch) -> bool:
 def rows(channels: int, backend: str, **options: Any) -> ModelLayer:
     """A key per token, or per entry of several."""
     made = models.mla(channels, backend=backend, cache_dtype="", **options)
-    return replace(made, facts=LayerFacts(backend, "", "cuda"))
+    return replace(made, info=LayerInfo(backend, "", "cuda"))
 
 
 def keys(bs: int, backend: str, tokens: int, alignment: int | None = None) -> ModelLayer:
@@ -70,7 +70,7 @@ def test_minimax_m3(orders: tuple[str, str], backend: str) -> None:
         found = {models.name(0): models.attention(4, 16, bs=bs)}
         for number in (1, 2):
             found[models.name(number, "self_attn.attn.index_cache")] = rows(16, "MINIMAX_M3_SPARSE_INDEXER", bs=bs)
-            found[models.name(number)] = models.attention(4, 16, bs=bs, facts=LayerFacts(backend, "auto", "cuda"))
+            found[models.name(number)] = models.attention(4, 16, bs=bs, info=LayerInfo(backend, "auto", "cuda"))
         return found
 
     config = {"kv_heads": 4}
@@ -108,7 +108,7 @@ def test_qwen4_exp(tps: tuple[int, int]) -> None:
             models.name(0, "linear_attn"): models.gated_delta(4, 8, 6, 4, 4, dim_first=True, num_spec=num_drafts),
             f"{indexer}.state_cache": models.ring(ring, 28, backend=qsa, dtype=BF16),
             f"{indexer}.compressed_key_cache": rows(16, qsa, bs=64, tokens_per_state=4),
-            models.name(3): models.attention(2, 16, bs=64, facts=LayerFacts("QWEN4_EXP_QSA_TRITON", "auto", "cuda")),
+            models.name(3): models.attention(2, 16, bs=64, info=LayerInfo("QWEN4_EXP_QSA_TRITON", "auto", "cuda")),
         }
 
     src, dst = (
@@ -165,7 +165,7 @@ def test_inkling(tps: tuple[int, int], orders: tuple[str, str]) -> None:
                 sliding_window=4,
             )  # fmt: skip
 
-        return ModelLayer(spec, LayerFacts("INKLING_SCONV_SWA", "", "cuda"), writers.conv_inputs(heads))
+        return ModelLayer(spec, LayerInfo("INKLING_SCONV_SWA", "", "cuda"), writers.conv_inputs(heads))
 
     made: Callable[..., ModelLayer] = models.attention
     layers = {

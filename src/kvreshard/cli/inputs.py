@@ -27,7 +27,7 @@ from kvreshard.model.text import MAX_NAME, counted, escaped, is_name
 from kvreshard.model.wire import MAX_MESSAGE_BYTES
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.plan.coverage import find_unheld
-from kvreshard.session.constants import host_facts, require_constants
+from kvreshard.session.constants import host_description, require_constants
 from kvreshard.testing.scenario import pages_needed
 from kvreshard.transport.base import is_device
 
@@ -141,7 +141,7 @@ def check_device(device: str) -> None:
 def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
     """The constants of this host in a file of `kvreshard bench --calibrate`; without a file the defaults. Raises KvReshardError."""
     check_device(device)
-    return usual_cost(device) if path is None else require_constants(path, host_facts(device))
+    return usual_cost(device) if path is None else require_constants(path, host_description(device))
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -41,9 +41,9 @@ def _show_load(console: Console, name: str, flight: Flight, replayed: Replayed) 
         ("source", f"{source} at {flight.source_address}"),
         ("destination", f"'{flight.dst.engine}'{_size(replayed.dst)}, rank {flight.rank} loaded"),
     ]
-    facts = flight.src.facts if flight.src is not None else {}
-    for fact in sorted({*facts, *flight.dst.facts}):
-        here, there = flight.dst.facts.get(fact, "not said"), facts.get(fact, "not said")
+    compatibility = flight.src.compatibility if flight.src is not None else {}
+    for fact in sorted({*compatibility, *flight.dst.compatibility}):
+        here, there = flight.dst.compatibility.get(fact, "not said"), compatibility.get(fact, "not said")
         rows.append((fact, here if here == there else f"{there} at the source, {here} at the destination"))
     if replayed.num_bytes:
         rows.append(("replayed", f"{bytes_text(replayed.num_bytes)} moved and compared"))

@@ -1,4 +1,4 @@
-"""Name and version of a form (a layout, a card, a flight record), which a reader checks before it looks at anything else.
+"""Name and version of a form (a layout, engine metadata, a flight record), which a reader checks before it looks at anything else.
 
 This release reads version 1 of each form and no other. `docs/wire.md` says what a later release owes to this one.
 """

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.handshake import Address
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
@@ -20,10 +20,10 @@ from kvreshard.session.seal import Seal
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """An engine that holds what is wanted: a restart under the same name and address is another incarnation."""
+    """An engine that holds what is wanted: a restart under the same name and address is another instance id."""
 
     engine: str
-    incarnation: str
+    instance_id: str
     address: Address
 
 
@@ -174,7 +174,7 @@ class EndpointOptions:
         paused_renewal_s: how long they are renewed for an engine that does not step, since it is paused.
         retry_s: how long a peer that could not be met is not asked again.
         peer_ttl_s: how long a peer is known from which nothing is read.
-        allow_mismatch: facts of the engine cards that may differ.
+        allow_mismatch: facts of the engine engine metadata that may differ.
         keys: with which listeners are asked; None where they use none.
         cost: what copies cost here, to choose between reading directly and through staging.
     """

@@ -55,7 +55,7 @@ def default_path(environ: Mapping[str, str]) -> Path:
     return Path(root) / "kvreshard" / FILE_NAME
 
 
-def host_facts(device: str = "cpu") -> str:
+def host_description(device: str = "cpu") -> str:
     """What the constants of this host depend on, as one key. `device`: where the caches are, "cpu", "cuda:0", ..."""
     versions = [] if device == "cpu" else [f"caches on {device.partition(':')[0]}"]
     for package in ("nixl", "nixl-cu12", "nixl-cu13", "numpy"):

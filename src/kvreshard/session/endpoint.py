@@ -26,7 +26,6 @@ from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import (
     Acquire,
     Cancel,
@@ -42,6 +41,7 @@ from kvreshard.session.commands import (
     Revoke,
     StopRenewing,
 )
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.job import Job, to_failure
 from kvreshard.session.jobs import Jobs
 from kvreshard.session.lease import LeaseTable
@@ -114,9 +114,9 @@ class Endpoint:
         """Memory of the endpoint and its observer that the transport must know."""
         return (self._scratch.region, *self._observer.regions)
 
-    def introduce(self, card: EngineCard, layout: EngineLayout) -> None:
+    def introduce(self, engine_metadata: EngineMetadata, layout: EngineLayout) -> None:
         """Say which engine this rank belongs to; loads wait for it."""
-        self._me = LocalRank(card, layout, self._rank, self._transport, self._memory, self._staging)
+        self._me = LocalRank(engine_metadata, layout, self._rank, self._transport, self._memory, self._staging)
         self.wake()
 
     def start(self) -> None:
@@ -357,8 +357,8 @@ class Endpoint:
         """Tell the load's observer that it has failed."""
         if self._me is None:
             return
-        card = peer.card if peer is not None else self._me.refused.get(load.remote)
-        observer.failed(failure, self._me.card, card, is_routed=peer is not None)
+        engine_metadata = peer.engine_metadata if peer is not None else self._me.refused.get(load.remote)
+        observer.failed(failure, self._me.engine_metadata, engine_metadata, is_routed=peer is not None)
 
     def _free_scratch(self, job: Job) -> None:
         if job.scratch_address is not None:

@@ -6,7 +6,7 @@
    `AGAIN_S`, and fails if its time is over by then. So hosts that never answer cost a newcomer one turn, however many they are.
 4. `close` ends every question that is under way and waits for none.
 
-A question fails with HandshakeError (`knock`). Each that is being asked holds some four file descriptors.
+A question fails with HandshakeError (`ask_and_wait`). Each that is being asked holds some four file descriptors.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import zmq
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session.hello import Address
+from kvreshard.session.exchange import ask
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.keys import Keys
-from kvreshard.session.knock import ask
 from kvreshard.session.poll import Exchange, Ready, Wait, poll_ms
 
 logger = get_logger(__name__)
@@ -77,12 +77,12 @@ class HandshakeClient:
         return len(self._asking)
 
     def ask(
-        self, address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
+        self, address: Address, handshake_message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
     ) -> Future[bytes]:
-        """The listener's answer to `hello`, of at most `max_bytes` bytes. The future raises HandshakeError, after `timeout_s` at latest."""
+        """The listener's answer to `handshake_message`, of at most `max_bytes` bytes. The future raises HandshakeError, after `timeout_s` at latest."""
         deadline_s = time.monotonic() + timeout_s
         question = _Question(
-            address, lambda context: ask(context, address, hello, timeout_s, max_bytes, keys, deadline_s)
+            address, lambda context: ask(context, address, handshake_message, timeout_s, max_bytes, keys, deadline_s)
         )
         with self._lock:
             if self._is_closed:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
-from kvreshard.session.handshake import HandshakeError
+from kvreshard.session.handshake_server import HandshakeError
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
@@ -131,9 +131,9 @@ class Job:
     def _check_seal(self, peer: Peer) -> None:
         """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
         remote, lease = self.load.remote, self.load.lease
-        source = remote.engine, remote.incarnation
+        source = remote.engine, remote.instance_id
         named = lease.request, lease.slot, lease.word
-        check_seal(peer.card.key, source, named, self.load.transfer.src_tables, self.load.seal)
+        check_seal(peer.engine_metadata.key, source, named, self.load.transfer.src_tables, self.load.seal)
 
     def _load_steps(self, peer: Peer, proof: LeaseProof) -> Steps:
         tell = self.observer.noted

@@ -66,9 +66,9 @@ class LocalLeases:
             self.book.expire(now_s)
 
     def release(self, me: tuple[str, str], release: Release) -> bool:
-        """End one, if it is of this engine: every rank of an engine that was to read from itself is told so. `me`: its name and incarnation."""
+        """End one, if it is of this engine: every rank of an engine that was to read from itself is told so. `me`: its name and instance id."""
         lease = release.lease
-        if (release.remote.engine, release.remote.incarnation) != me:
+        if (release.remote.engine, release.remote.instance_id) != me:
             return False
         self.book.report(Report(VERSION, "/".join(me), lease.request, lease.word, self._rank, (self._rank,)))
         return True

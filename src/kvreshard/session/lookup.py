@@ -16,7 +16,7 @@ import time
 
 import zmq
 
-from kvreshard.session.hello import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.poll import Exchange, Wait
 
 MAX_LOOKUPS = 32

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvreshard.model import EngineLayout
 from kvreshard.model.errors import KvReshardError
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import CheckResult, Failure, Load
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import LeaseBook
 from kvreshard.session.peer import Peer
 from kvreshard.transport.base import MemoryRegion, Transfer
@@ -57,7 +57,7 @@ class LoadObserver:
         """
         yield from ()
 
-    def failed(self, failure: Failure, dst: EngineCard, src: EngineCard | None, *, is_routed: bool) -> None:
+    def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
         """The load has failed. `src` is None if the source was never met; `is_routed`: there was a route from it."""
 
 

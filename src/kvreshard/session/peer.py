@@ -9,8 +9,8 @@ from kvreshard.model import EngineLayout, LayoutMismatch
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.route import Route
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import RemoteEngine, RemoteLease
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES
 from kvreshard.session.mover import Mover
 from kvreshard.session.pull import LeaseProof
@@ -26,22 +26,22 @@ class Peer:
     """A source engine that this rank can read from."""
 
     remote: RemoteEngine
-    card: EngineCard
+    engine_metadata: EngineMetadata
     layout: EngineLayout
     route: Route
     mover: Mover
 
     def lease_proof(self, lease: RemoteLease, scratch_address: int) -> LeaseProof:
         """Where the words of a lease stand. Raises LayoutMismatch for a slot that a source rank does not have."""
-        addresses, cards = {}, self.card.rank_by_number
+        addresses, metadata_by_rank = {}, self.engine_metadata.rank_by_number
         for rank in self.route.src_ranks:
-            card = cards[rank]
-            if not 0 <= lease.slot < card.lease_slots:
+            engine_metadata = metadata_by_rank[rank]
+            if not 0 <= lease.slot < engine_metadata.lease_slots:
                 raise LayoutMismatch(
                     f"request '{lease.request}' of engine '{self.remote.engine}': lease slot {lease.slot}, but rank {rank} "
-                    f"has {card.lease_slots}; were the kv_transfer_params changed on their way?"
+                    f"has {engine_metadata.lease_slots}; were the kv_transfer_params changed on their way?"
                 )
-            addresses[rank] = card.lease_address + lease.slot * WORD_BYTES
+            addresses[rank] = engine_metadata.lease_address + lease.slot * WORD_BYTES
         return LeaseProof(lease.word, addresses, scratch_address)
 
     @property
@@ -53,25 +53,25 @@ class Peer:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """This rank: its engine's card and layout, its memory and what it moves bytes with.
+    """This rank: its engine's engine metadata and layout, its memory and what it moves bytes with.
 
-    `refused`: cards of engines that could not be worked with, for the record of a failed load. `pattern_cache`: what the routes from all of
+    `refused`: engine metadata of engines that could not be worked with, for the record of a failed load. `pattern_cache`: what the routes from all of
     its sources keep.
     """
 
-    card: EngineCard
+    engine_metadata: EngineMetadata
     layout: EngineLayout
     rank: int
     transport: Transport
     memory: LocalMemory
     staging: Staging | None
-    refused: dict[RemoteEngine, EngineCard] = field(default_factory=dict, compare=False)
+    refused: dict[RemoteEngine, EngineMetadata] = field(default_factory=dict, compare=False)
     pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False)
 
     @property
     def name(self) -> tuple[str, str]:
-        """The engine and its incarnation."""
-        return self.card.engine, self.card.incarnation
+        """The engine and its instance id."""
+        return self.engine_metadata.engine, self.engine_metadata.instance_id
 
 
 def disconnect(peer: Peer) -> None:

@@ -1,6 +1,6 @@
 """How does a rank get to know an engine that it reads from, once, in the background?
 
-1. Ask the engine's listener for its card; it must be the incarnation that was named.
+1. Ask the engine's listener for its engine metadata; it must be the instance id that was named.
 2. Compare facts, decode the layout, compile and prove this rank's route.
 3. Make the source ranks that it reads from, or reports to, known to the transport.
 4. Tell the other side how it went. Nobody waits for that.
@@ -30,11 +30,11 @@ from concurrent.futures import Future, InvalidStateError
 from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.route import Route, compile_route
-from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, check_facts
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
-from kvreshard.session.handshake import HandshakeError, card_hello, outcome_hello, read_card
+from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata, check_compatibility
 from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.hello import MAX_HELLO_BYTES
+from kvreshard.session.handshake_messages import MAX_MESSAGE_BYTES
+from kvreshard.session.handshake_server import HandshakeError, metadata_request, outcome_message, read_engine_metadata
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.workers import Workers
@@ -62,7 +62,7 @@ class Peers:
         options: EndpointOptions,
         clock: Callable[[], float],
         wake: Callable[[], None],
-        connect: Callable[[LocalRank, RemoteEngine, EngineCard, EndpointOptions], Peer] | None = None,
+        connect: Callable[[LocalRank, RemoteEngine, EngineMetadata, EndpointOptions], Peer] | None = None,
     ) -> None:
         self._options = options
         self._clock = clock
@@ -71,7 +71,7 @@ class Peers:
         self._known: dict[RemoteEngine, Future[Peer]] = {}
         self._asked: dict[RemoteEngine, Future[bytes]] = {}
         self._num_of_host: Counter[str] = Counter()
-        # Those that were met, by (engine, incarnation) and by the engine's name. The lock is for both, and for the counts.
+        # Those that were met, by (engine, instance id) and by the engine's name. The lock is for both, and for the counts.
         self._lives: dict[tuple[str, str], RemoteEngine] = {}
         self._named: dict[str, frozenset[RemoteEngine]] = {}
         self._lock = threading.Lock()
@@ -113,7 +113,7 @@ class Peers:
             text = f"{MAX_PER_HOST} other engines that were named at {host} have not answered; are they there?"
             self._end(remote, peer, HandshakeError(text))
             return peer
-        self._asked[remote] = asked = self._ask_card(me, remote)
+        self._asked[remote] = asked = self._ask_metadata(me, remote)
         asked.add_done_callback(lambda reply: self._on_reply(me, remote, reply, peer))
         return peer
 
@@ -153,7 +153,7 @@ class Peers:
         if peer in self._doubted:
             return
         self._doubted.add(peer)
-        self._ask_card(me, peer.remote).add_done_callback(lambda reply: self._on_doubted(peer, reply))
+        self._ask_metadata(me, peer.remote).add_done_callback(lambda reply: self._on_doubted(peer, reply))
 
     def sweep(self, in_use: Callable[[], Collection[Peer]]) -> None:
         """Forget the peers that are gone, and now and then those that nobody has asked for in a long time, unless loads use them."""
@@ -192,16 +192,18 @@ class Peers:
             if not self._num_of_host[host]:
                 del self._num_of_host[host]
 
-    def _ask_card(self, me: LocalRank, remote: RemoteEngine) -> Future[bytes]:
-        hello, options = card_hello(me.card.engine, me.rank), self._options
-        return self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_CARD_BYTES, options.keys)
+    def _ask_metadata(self, me: LocalRank, remote: RemoteEngine) -> Future[bytes]:
+        handshake_message, options = metadata_request(me.engine_metadata.engine, me.rank), self._options
+        return self._client.ask(
+            remote.address, handshake_message, options.handshake_timeout_s, MAX_ENGINE_METADATA_BYTES, options.keys
+        )
 
     def _as_known(self, remote: RemoteEngine) -> RemoteEngine:
         """The reference under which this life of the engine was met: it may have been named by another address.
 
         One that is being met elsewhere is asked here all the same: that address may be wrong.
         """
-        return self._lives.get((remote.engine, remote.incarnation), remote)
+        return self._lives.get((remote.engine, remote.instance_id), remote)
 
     def _doubt_former(self, me: LocalRank, remote: RemoteEngine) -> None:
         """Other lives of an engine that has answered: most likely it has restarted, but two engines may have been given one name.
@@ -211,7 +213,7 @@ class Peers:
         """
         followed = self._followed.setdefault(remote, set())
         for other in self._named.get(remote.engine, frozenset()) - followed:
-            peer = self._find(other) if other.incarnation != remote.incarnation else None
+            peer = self._find(other) if other.instance_id != remote.instance_id else None
             if peer is not None:
                 followed.add(other)
                 self.doubt(me, peer)
@@ -228,8 +230,8 @@ class Peers:
         for times in (self._asked, self._failed_s, self._used_s, self._followed):
             times.pop(remote, None)
         with self._lock:
-            if self._lives.get((remote.engine, remote.incarnation)) == remote:
-                del self._lives[remote.engine, remote.incarnation]
+            if self._lives.get((remote.engine, remote.instance_id)) == remote:
+                del self._lives[remote.engine, remote.instance_id]
             others = self._named.pop(remote.engine, frozenset()) - {remote}
             if others:
                 self._named[remote.engine] = others
@@ -238,7 +240,7 @@ class Peers:
 
     def _note_met(self, remote: RemoteEngine) -> None:
         with self._lock:
-            self._lives[remote.engine, remote.incarnation] = remote
+            self._lives[remote.engine, remote.instance_id] = remote
             self._named[remote.engine] = self._named.get(remote.engine, frozenset()) | {remote}
 
     # Below: on other threads.
@@ -257,16 +259,16 @@ class Peers:
     def _meet(self, me: LocalRank, remote: RemoteEngine, reply: bytes, peer: Future[Peer]) -> None:
         """Steps 2 to 4."""
         try:
-            card = check_life(remote, read_card(remote.address, reply))
+            engine_metadata = check_life(remote, read_engine_metadata(remote.address, reply))
         except Exception as error:  # noqa: BLE001  whoever waits must hear of it
             self._end(remote, peer, error)
             return
         try:
-            found = self._connect(me, remote, card, self._options)
+            found = self._connect(me, remote, engine_metadata, self._options)
         except Exception as error:
             if len(me.refused) >= MAX_REFUSED:
                 me.refused.clear()
-            me.refused[remote] = card
+            me.refused[remote] = engine_metadata
             is_fault = not isinstance(error, (KvReshardError, TransportError))
             logger.error(
                 "cannot read from engine %s at %s: %s", remote.engine, remote.address, error, exc_info=is_fault
@@ -299,20 +301,22 @@ class Peers:
 
     def _tell(self, me: LocalRank, remote: RemoteEngine, text: str, *, is_good: bool) -> None:
         """A courtesy: whatever goes wrong with it, the handshake has ended as it has."""
-        hello, options = outcome_hello(me.card.engine, me.rank, text, is_good), self._options
+        handshake_message, options = outcome_message(me.engine_metadata.engine, me.rank, text, is_good), self._options
 
         def told(answer: Future[bytes]) -> None:
             if not answer.cancelled() and answer.exception() is not None:
                 logger.debug("engine %s was not told how the handshake went: %s", remote.engine, answer.exception())
 
-        asked = self._client.ask(remote.address, hello, options.handshake_timeout_s, MAX_HELLO_BYTES, options.keys)
+        asked = self._client.ask(
+            remote.address, handshake_message, options.handshake_timeout_s, MAX_MESSAGE_BYTES, options.keys
+        )
         asked.add_done_callback(told)
 
     def _on_doubted(self, peer: Peer, reply: Future[bytes]) -> None:
         def hear() -> None:
             is_there = False
             with contextlib.suppress(Exception):  # whatever it is, it is no answer of that life
-                check_life(peer.remote, read_card(peer.remote.address, reply.result()))
+                check_life(peer.remote, read_engine_metadata(peer.remote.address, reply.result()))
                 is_there = True
             self._gone.put((peer, is_there))
             self._wake()
@@ -321,14 +325,14 @@ class Peers:
             self._workers.submit(hear)
 
 
-def check_life(remote: RemoteEngine, card: EngineCard) -> EngineCard:
-    """The card, of the life that was named. Raises HandshakeError for another."""
-    if (card.engine, card.incarnation) != (remote.engine, remote.incarnation):
+def check_life(remote: RemoteEngine, engine_metadata: EngineMetadata) -> EngineMetadata:
+    """The engine metadata, of the life that was named. Raises HandshakeError for another."""
+    if (engine_metadata.engine, engine_metadata.instance_id) != (remote.engine, remote.instance_id):
         raise HandshakeError(
-            f"at {remote.address} listens engine '{card.engine}', incarnation {card.incarnation[:12]}, not '{remote.engine}', "
-            f"incarnation {remote.incarnation[:12]}: it has restarted, and what the request refers to is gone"
+            f"at {remote.address} listens engine '{engine_metadata.engine}', instance id {engine_metadata.instance_id[:12]}, not '{remote.engine}', "
+            f"instance id {remote.instance_id[:12]}: it has restarted, and what the request refers to is gone"
         )
-    return card
+    return engine_metadata
 
 
 def describe_route(route: Route) -> str:
@@ -345,17 +349,19 @@ def describe_route(route: Route) -> str:
     )
 
 
-def connect_engine(me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+def connect_engine(
+    me: LocalRank, remote: RemoteEngine, engine_metadata: EngineMetadata, options: EndpointOptions
+) -> Peer:
     """Steps 2 and 3. Raises KvReshardError or TransportError."""
-    check_facts(me.card, card, options.allow_mismatch)
-    layout = card.decode_layout()
+    check_compatibility(me.engine_metadata, engine_metadata, options.allow_mismatch)
+    layout = engine_metadata.decode_layout()
     route = compile_route(layout, me.layout, me.rank, cost=options.cost, pattern_cache=me.pattern_cache)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
-    names = {rank: f"{remote.engine}/{remote.incarnation}/{rank}" for rank in sorted(needed)}
-    cards = card.rank_by_number
+    names = {rank: f"{remote.engine}/{remote.instance_id}/{rank}" for rank in sorted(needed)}
+    metadata_by_rank = engine_metadata.rank_by_number
     try:
-        me.transport.add_peers({name: cards[rank].metadata for rank, name in names.items()})
+        me.transport.add_peers({name: metadata_by_rank[rank].metadata for rank, name in names.items()})
     except TransportError:
         route.drop_patterns()
         raise
-    return Peer(remote, card, layout, route, Mover(me.transport, me.memory, names, me.staging))
+    return Peer(remote, engine_metadata, layout, route, Mover(me.transport, me.memory, names, me.staging))

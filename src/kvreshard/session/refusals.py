@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import RemoteLease
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.notes import VERSION, Report, write_note
 from kvreshard.transport.base import Transport, TransportError
 
@@ -31,25 +31,28 @@ class Refusals:
         self._transport = transport
         self._peers: dict[tuple[str, str], list[str]] = {}
 
-    def give_back(self, consumer: str, rank: int, card: EngineCard, lease: RemoteLease) -> None:
-        """Report a lease to all ranks of the engine with this card. `consumer`: this engine and its incarnation."""
+    def give_back(self, consumer: str, rank: int, engine_metadata: EngineMetadata, lease: RemoteLease) -> None:
+        """Report a lease to all ranks of the engine with this engine metadata. `consumer`: this engine and its instance id."""
         report = Report(VERSION, consumer, lease.request, lease.word, rank, (rank,), is_good=False)
         try:
-            for peer in self._connect(card):
+            for peer in self._connect(engine_metadata):
                 self._transport.notify(peer, write_note(report))
         except TransportError as error:
             logger.warning(
-                "engine %s was not told that request %s is not wanted: %s", card.engine, lease.request, error
+                "engine %s was not told that request %s is not wanted: %s", engine_metadata.engine, lease.request, error
             )
 
-    def _connect(self, card: EngineCard) -> list[str]:
-        name = card.engine, card.incarnation
+    def _connect(self, engine_metadata: EngineMetadata) -> list[str]:
+        name = engine_metadata.engine, engine_metadata.instance_id
         if name not in self._peers:
             while len(self._peers) >= MAX_ENGINES:
                 for peer in self._peers.pop(next(iter(self._peers))):
                     with contextlib.suppress(TransportError):
                         self._transport.remove_peer(peer)
-            found = {f"refused {card.engine}/{card.incarnation}/{rank.rank}": rank.metadata for rank in card.ranks}
+            found = {
+                f"refused {engine_metadata.engine}/{engine_metadata.instance_id}/{rank.rank}": rank.metadata
+                for rank in engine_metadata.ranks
+            }
             self._transport.add_peers(found)
             self._peers[name] = list(found)
         return self._peers[name]

@@ -169,12 +169,12 @@ class RemoteLeases:
             if source is None or not (source.waiting or source.kept):
                 continue
             peer = self._peers.met(remote)
-            self._renewals.told(remote, None if peer is None else peer.card, now_s)
+            self._renewals.told(remote, None if peer is None else peer.engine_metadata, now_s)
             if peer is None:
                 self._ask(me, remote, source)
                 continue
             leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.kept))
-            for note in heartbeats(me.card.engine, leases):
+            for note in heartbeats(me.engine_metadata.engine, leases):
                 payload = write_note(note)
                 for rank in peer.told_ranks:
                     self._notify(peer, rank, payload)
@@ -203,12 +203,12 @@ class RemoteLeases:
             elif source.releases:
                 releases, source.releases = source.releases, {}
                 error = None if handshake.cancelled() else handshake.exception()
-                card = me.refused.get(remote)
+                engine_metadata = me.refused.get(remote)
                 for lease in () if handshake.cancelled() else releases:
                     if error is None:
                         self._report(me, handshake.result(), lease, is_good=True)
-                    elif card is not None and not isinstance(error, TransportError):
-                        self._refusals.give_back("/".join(me.name), me.rank, card, lease)
+                    elif engine_metadata is not None and not isinstance(error, TransportError):
+                        self._refusals.give_back("/".join(me.name), me.rank, engine_metadata, lease)
         if not (source.is_wanted or source.releases):
             del self._sources[remote]
             self._peers.cancel(remote)

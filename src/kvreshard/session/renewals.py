@@ -1,6 +1,6 @@
 """When does each source hear next that its leases are still wanted?
 
-How long a lease lasts is its source's own affair, which its card says: a reader that went by its own option would let the leases of a
+How long a lease lasts is its source's own affair, which its engine metadata says: a reader that went by its own option would let the leases of a
 source with a shorter one run out while it waits or reads.
 
 1. A source is told `RENEWALS_PER_LEASE` times in the time of its leases, of all that are wanted there at once.
@@ -18,12 +18,12 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import RemoteEngine
+from kvreshard.session.engine_metadata import EngineMetadata
 
 # Five of them may be late or lost.
 RENEWALS_PER_LEASE = 6
-# What a card says must not make a reader busy: leases of less than a second are not published (`vllm.options`).
+# What engine metadata says must not make a reader busy: leases of less than a second are not published (`vllm.options`).
 MIN_INTERVAL_S = 0.1
 
 
@@ -65,9 +65,9 @@ class Renewals:
             found.append(remote)
         return found
 
-    def told(self, remote: RemoteEngine, card: EngineCard | None, now_s: float) -> None:
-        """A source was told, or asked for where it has no card yet."""
-        self._set(remote, _Next(now_s + self._interval_s(card), card is not None))
+    def told(self, remote: RemoteEngine, engine_metadata: EngineMetadata | None, now_s: float) -> None:
+        """A source was told, or asked for where it has no engine metadata yet."""
+        self._set(remote, _Next(now_s + self._interval_s(engine_metadata), engine_metadata is not None))
 
     def rest_s(self, now_s: float) -> float:
         """How long until a source must be told, or asked for. One that is met sooner must be told then."""
@@ -87,7 +87,7 @@ class Renewals:
             heapq.heappop(self._heap)
         return math.inf
 
-    def _interval_s(self, card: EngineCard | None) -> float:
-        if card is None:
+    def _interval_s(self, engine_metadata: EngineMetadata | None) -> float:
+        if engine_metadata is None:
             return self._usual_s
-        return max(MIN_INTERVAL_S, card.lease_s / RENEWALS_PER_LEASE)
+        return max(MIN_INTERVAL_S, engine_metadata.lease_s / RENEWALS_PER_LEASE)

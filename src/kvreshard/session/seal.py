@@ -1,13 +1,13 @@
 """The keyed seal that shows that a request's block ids and lease are those that its source gave it.
 
-1. An engine draws a random key when it starts (`new_key`). Its incarnation is a digest of the key (`incarnation_of`), so that only an
-   engine that has the key can answer under that incarnation.
-2. The key is handed out in the engine's card, hence only to peers that were let in. It stands in no log and in no `kv_transfer_params`.
-3. The source seals what it offers (`make_seal`): engine, incarnation, request, lease slot and word, block tables, and `facts`, which is
+1. An engine draws a random key when it starts (`new_key`). Its instance id is a digest of the key (`instance_id_of`), so that only an
+   engine that has the key can answer under that instance id.
+2. The key is handed out in the engine's engine metadata, hence only to peers that were let in. It stands in no log and in no `kv_transfer_params`.
+3. The source seals what it offers (`make_seal`): engine, instance id, request, lease slot and word, block tables, and `details`, which is
    whatever else its parameters say.
 4. The reader checks the seal before it posts anything (`check_seal`).
 
-Whoever has the key can make seals: an engine without handshake keys gives its card, and so the key, to everybody who reaches its port.
+Whoever has the key can make seals: an engine without handshake keys gives its engine metadata, and so the key, to everybody who reaches its port.
 Refused: a seal that does not hold (SealError).
 """
 
@@ -29,7 +29,7 @@ KEY_BYTES = 32
 SEAL_BYTES = 16
 INCARNATION_BYTES = 16
 # Uses of one key must not be mixed up: BLAKE2 tells them apart.
-_FOR_INCARNATION, _FOR_SEAL, _FOR_PROMPT = b"kvr incarnation", b"kvr seal", b"kvr prompt"
+_FOR_INCARNATION, _FOR_SEAL, _FOR_PROMPT = b"kvr instance id", b"kvr seal", b"kvr prompt"
 
 
 class SealError(KvReshardError):
@@ -38,9 +38,9 @@ class SealError(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """`facts`: what the source said of the request beside its lease and tables. `code`: the keyed digest, `SEAL_BYTES` long."""
+    """`details`: what the source said of the request beside its lease and tables. `code`: the keyed digest, `SEAL_BYTES` long."""
 
-    facts: bytes
+    details: bytes
     code: bytes
 
 
@@ -49,8 +49,8 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def incarnation_of(key: bytes) -> str:
-    """The incarnation that an engine with this key has: 32 hexadecimal digits. The key does not follow from it."""
+def instance_id_of(key: bytes) -> str:
+    """The instance id that an engine with this key has: 32 hexadecimal digits. The key does not follow from it."""
     return hashlib.blake2b(key, digest_size=INCARNATION_BYTES, person=_FOR_INCARNATION).hexdigest()
 
 
@@ -61,17 +61,17 @@ def prompt_key(key: bytes, request: str, word: int) -> bytes:
 
 
 def make_seal(
-    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], facts: bytes
+    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], details: bytes
 ) -> Seal:
-    """`source`: engine and incarnation. `lease`: request, slot and word. `tables`: the source's block table of each group."""
-    return Seal(facts, _code(key, source, lease, tables, facts))
+    """`source`: engine and instance id. `lease`: request, slot and word. `tables`: the source's block table of each group."""
+    return Seal(details, _code(key, source, lease, tables, details))
 
 
 def check_seal(
     key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], seal: Seal
 ) -> None:
     """Raises SealError unless whoever has `key` sealed exactly this. Takes the same time wherever two seals differ."""
-    if not hmac.compare_digest(seal.code, _code(key, source, lease, tables, seal.facts)):
+    if not hmac.compare_digest(seal.code, _code(key, source, lease, tables, seal.details)):
         raise SealError(
             f"request '{plain(lease[0], 80)}' of engine '{plain(source[0], 80)}': its kv_transfer_params were not sealed by that engine: "
             "lease, block ids, groups, tokens or prompt digests are not those that it returned. Nothing was read; pass "
@@ -80,12 +80,12 @@ def check_seal(
 
 
 def _code(
-    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], facts: bytes
+    key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], details: bytes
 ) -> bytes:
     """msgpack says where each value ends, so that no two statements have the same bytes."""
     listed = [
         (name, table.first_page, table.num_tokens, table.pages.astype("<i8").tobytes())
         for name, table in sorted(tables.items())
     ]
-    message = msgspec.msgpack.encode((source, lease, listed, facts))
+    message = msgspec.msgpack.encode((source, lease, listed, details))
     return hashlib.blake2b(message, key=key, digest_size=SEAL_BYTES, person=_FOR_SEAL).digest()

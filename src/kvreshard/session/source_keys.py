@@ -83,7 +83,7 @@ class SourceKeys:
                 continue
             wanted, error = [name for name, asks in asked.requests.items() if asks], asked.handshake.exception()
             if error is None:
-                keys |= dict.fromkeys(wanted, asked.handshake.result().card.key)
+                keys |= dict.fromkeys(wanted, asked.handshake.result().engine_metadata.key)
             else:
                 unmet |= dict.fromkeys(wanted, error)
             for request in asked.requests:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from kvreshard.model.layout import EngineLayout, Rank
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route
-from kvreshard.session.card import MAILBOX_ENTRY_BYTES, RankCard
 from kvreshard.session.commands import CheckResult, Load
+from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES, RankMetadata
 from kvreshard.session.observer import Landing, RejectedLoad
 from kvreshard.session.pull import settled
 from kvreshard.tools import Digest, Memory
@@ -68,13 +68,15 @@ def is_chosen(request: str, share: float) -> bool:
     return number < share * 2**64
 
 
-def find_obstacle(route: Route, src: EngineLayout, cards: Mapping[int, RankCard], mine: Rank, memory: Memory) -> str:
+def find_obstacle(
+    route: Route, src: EngineLayout, metadata_by_rank: Mapping[int, RankMetadata], mine: Rank, memory: Memory
+) -> str:
     """Why a load of this route cannot be compared at all; empty if it can."""
     if not is_readable(memory, mine):
         devices = ", ".join(sorted(set(mine.devices)))
         return f"digest not available: rank {mine.rank} here cannot read its own memory on {devices}"
     for number in route.src_ranks:
-        if not cards[number].mailbox_entries:
+        if not metadata_by_rank[number].mailbox_entries:
             return f"rank {number} of engine '{src.engine}' answers no digest requests"
     return ""
 
@@ -97,7 +99,7 @@ class DigestCheck:
     ) -> None:
         self._transfer, self._landing, self._memory = load.transfer, landing, memory
         self._scratch_address, self._timeout_s, self._clock = scratch_address, timeout_s, clock
-        self._mover, self._cards = landing.peer.mover, landing.peer.card.rank_by_number
+        self._mover, self._metadata_by_rank = landing.peer.mover, landing.peer.engine_metadata.rank_by_number
         self._pending: dict[int, _Pending] = {}
         self._todo = make_requests(
             landing.peer.route.transfers, load.transfer, load.lease, secrets.token_bytes(16), self._new_token
@@ -164,9 +166,15 @@ class DigestCheck:
         unanswered = [one for one in self._pending.values() if one.theirs is None]
         transfers = []
         for rank in sorted({one.part.src_rank for one in unanswered}):
-            here, card = [one for one in unanswered if one.part.src_rank == rank], self._cards[rank]
+            here, engine_metadata = (
+                [one for one in unanswered if one.part.src_rank == rank],
+                self._metadata_by_rank[rank],
+            )
             local = [self._place_of(one) for one in here]
-            remote = [card.mailbox_address + entry_offset(one.request.token, card.mailbox_entries) for one in here]
+            remote = [
+                engine_metadata.mailbox_address + entry_offset(one.request.token, engine_metadata.mailbox_entries)
+                for one in here
+            ]
             copies = CopyList.of(remote, local, MAILBOX_ENTRY_BYTES)
             transfers.append(self._mover.transport.post(self._mover.peers[rank], Direction.READ, copies))
             self._landing.posted(transfers[-1])

@@ -53,8 +53,8 @@ class FlightSide(msgspec.Struct, frozen=True):
     """One engine: who it is, what it runs, and its layout as it came, in the form of `model.wire`."""
 
     engine: str
-    incarnation: str
-    facts: dict[str, str]
+    instance_id: str
+    compatibility: dict[str, str]
     layout: bytes
 
 

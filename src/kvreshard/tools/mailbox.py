@@ -16,7 +16,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvreshard.session.card import MAILBOX_ENTRY_BYTES
+from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES
 from kvreshard.transport.base import MemoryRegion
 
 # 512 KiB. A reader has 16 requests under way, at different places; where two readers meet at one, one asks again.

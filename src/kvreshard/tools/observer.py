@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvreshard.model import EngineLayout
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import CheckResult, Failure, Load
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.scratch import Scratch
@@ -116,8 +116,8 @@ class WatchedLoad(LoadObserver):
         if not moves or not is_chosen(self._load.request, self._rank.options.digest_share):
             return
         peer, memory = landing.peer, self._rank.memory
-        mine, cards = landing.dst.rank_by_number[peer.route.dst_rank], peer.card.rank_by_number
-        obstacle = find_obstacle(peer.route, peer.layout, cards, mine, memory)
+        mine, metadata_by_rank = landing.dst.rank_by_number[peer.route.dst_rank], peer.engine_metadata.rank_by_number
+        obstacle = find_obstacle(peer.route, peer.layout, metadata_by_rank, mine, memory)
         if obstacle:
             self._skip(obstacle)
             return
@@ -134,7 +134,7 @@ class WatchedLoad(LoadObserver):
         finally:
             scratch.give(address)
 
-    def failed(self, failure: Failure, dst: EngineCard, src: EngineCard | None, *, is_routed: bool) -> None:
+    def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
         """Leave a record."""
         recorder, options = self._rank.recorder, self._rank.options
         if recorder is None or self._events is None or not is_recorded(failure):

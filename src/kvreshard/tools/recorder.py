@@ -26,8 +26,8 @@ from pathlib import Path
 from kvreshard import __version__
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import Failure, Load
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.workers import Workers
 from kvreshard.tools.flight import (
     Flight,
@@ -78,8 +78,8 @@ class FailedLoad:
     load: Load
     rank: int
     failure: Failure
-    dst: EngineCard
-    src: EngineCard | None
+    dst: EngineMetadata
+    src: EngineMetadata | None
     is_routed: bool
     events: Events
     staging_bytes: int
@@ -204,5 +204,7 @@ def make_flight(failed: FailedLoad, written_at_s: float) -> Flight:
     )
 
 
-def _side(card: EngineCard) -> FlightSide:
-    return FlightSide(card.engine, card.incarnation, dict(card.facts), card.layout)
+def _side(engine_metadata: EngineMetadata) -> FlightSide:
+    return FlightSide(
+        engine_metadata.engine, engine_metadata.instance_id, dict(engine_metadata.compatibility), engine_metadata.layout
+    )

@@ -29,7 +29,7 @@ from kvreshard.model.layout import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList
-from kvreshard.session import card
+from kvreshard.session import engine_metadata
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
@@ -90,7 +90,9 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
     src = wire.decode(flight.src.layout)
     found = Replayed("different", "", dst, src, request)
     try:
-        card.check_facts(_card(flight.dst), _card(flight.src), flight.allow_mismatch)
+        engine_metadata.check_compatibility(
+            _engine_metadata(flight.dst), _engine_metadata(flight.src), flight.allow_mismatch
+        )
         route = compile_route(src, dst, flight.rank)
         found = replace(found, copies=summarize(bind(route, request)))
     except (LayoutMismatch, BindError) as error:
@@ -148,8 +150,18 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
     return replace(found, outcome="not in the plan", reason=reason)
 
 
-def _card(side: FlightSide) -> card.EngineCard:
-    return card.EngineCard(card.FORM, card.VERSION, side.engine, side.incarnation, dict(side.facts), b"", (), b"", 0.0)
+def _engine_metadata(side: FlightSide) -> engine_metadata.EngineMetadata:
+    return engine_metadata.EngineMetadata(
+        engine_metadata.FORM,
+        engine_metadata.VERSION,
+        side.engine,
+        side.instance_id,
+        dict(side.compatibility),
+        b"",
+        (),
+        b"",
+        0.0,
+    )
 
 
 class _Memory:

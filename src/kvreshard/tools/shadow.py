@@ -20,9 +20,9 @@ import msgspec
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.plan.route import Route, compile_route
-from kvreshard.session.card import EngineCard, check_facts
 from kvreshard.session.commands import Load, RemoteEngine
-from kvreshard.session.handshake import fetch_card, tell_outcome
+from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
+from kvreshard.session.handshake_server import fetch_engine_metadata, tell_outcome
 from kvreshard.session.keys import Keys
 from kvreshard.session.peers import describe_route
 from kvreshard.tools.shadow_record import Posted
@@ -74,12 +74,12 @@ class ShadowOptions:
 
 
 class ShadowJudge:
-    """Compares the loads of rank `rank` of `engine`. `card`: the engine's, once it is known; set by the engine's thread."""
+    """Compares the loads of rank `rank` of `engine`. `engine_metadata`: the engine's, once it is known; set by the engine's thread."""
 
     def __init__(self, engine: str, options: ShadowOptions) -> None:
         self._engine, self._options = engine, options
         self.rank = 0
-        self._card: EngineCard | None = None
+        self._engine_metadata: EngineMetadata | None = None
         self._dst: EngineLayout | None = None
         self._met: dict[RemoteEngine, tuple[EngineLayout, Route] | str] = {}
         self._told: Counter[tuple[str, str]] = Counter()
@@ -87,9 +87,9 @@ class ShadowJudge:
         self._thread = threading.Thread(target=self._run, name="kvreshard-shadow", daemon=True)
         self._thread.start()
 
-    def introduce(self, card: EngineCard) -> None:
+    def introduce(self, engine_metadata: EngineMetadata) -> None:
         """Say which engine this is; until then loads cannot be compared. Raises what a bad layout raises."""
-        self._card, self._dst = card, card.decode_layout()
+        self._engine_metadata, self._dst = engine_metadata, engine_metadata.decode_layout()
 
     def submit(self, ended: EndedLoad) -> None:
         """Have a load compared, unless too many wait."""
@@ -158,10 +158,12 @@ class ShadowJudge:
 
     def _ask(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route]:
         options = self._options
-        card = fetch_card(remote.address, self._engine, self.rank, options.handshake_timeout_s, options.keys)
-        if self._card is not None:
-            check_facts(self._card, card, options.allow_mismatch)
-        src = card.decode_layout()
+        engine_metadata = fetch_engine_metadata(
+            remote.address, self._engine, self.rank, options.handshake_timeout_s, options.keys
+        )
+        if self._engine_metadata is not None:
+            check_compatibility(self._engine_metadata, engine_metadata, options.allow_mismatch)
+        src = engine_metadata.decode_layout()
         route = compile_route(src, dst, self.rank)
         told = f"shadow: {describe_route(route)}"
         tell_outcome(remote.address, self._engine, self.rank, told, True, options.handshake_timeout_s, options.keys)

@@ -175,7 +175,7 @@ class _Version(msgspec.Struct):
     version: int
 
 
-# Made here and not at first use: peers are met on several threads at once (see `session.card`).
+# Made here and not at first use: peers are met on several threads at once (see `session.engine_metadata`).
 _version_decoder, _decoder = msgspec.msgpack.Decoder(_Version), msgspec.msgpack.Decoder(Metadata)
 
 

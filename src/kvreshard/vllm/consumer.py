@@ -66,7 +66,7 @@ class _Waiting:
 
 
 class Consumer:
-    """`me`: this engine and its incarnation; `own_key`: its key, where it has one. `num_backoff_tokens`, `whole_prompts`, `positions`: see `LoadableTokens`. `note_fallback`: hears why a request is computed
+    """`me`: this engine and its instance id; `own_key`: its key, where it has one. `num_backoff_tokens`, `whole_prompts`, `positions`: see `LoadableTokens`. `note_fallback`: hears why a request is computed
     here although a prefill was offered: 'params', 'itself', 'role', 'spent', 'state', 'window', 'prompt', 'reset', 'host', 'deadlock' or
     'pool'. `may_load`: whether the engine's role is one that loads. `partial_loads`: hears of fewer tokens being loaded than were prefilled.
     `compares`: prompts are compared; otherwise what is as long counts as equal. `placeholders`: token ids that stand for pictures, audio or video.
@@ -116,7 +116,7 @@ class Consumer:
         key = self._known.key_of(prefill.remote)
         if key is not None:
             self._compare_items(request, prefill, key)
-        if (prefill.remote.engine, prefill.remote.incarnation) == self._me:
+        if (prefill.remote.engine, prefill.remote.instance_id) == self._me:
             self._fall_back(request, "itself", prefill, key)
             logger.info("request %s was prefilled here, and goes on here", request.request_id)
             yield Release(prefill.remote, prefill.lease)

@@ -23,7 +23,7 @@ from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, R
 from kvreshard.model.changed import replace
 from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
 from kvreshard.vllm.heads import configured_heads, total_kv_heads
-from kvreshard.vllm.layer_facts import LayerFacts, Scales, read_layer
+from kvreshard.vllm.layer_info import LayerInfo, Scales, read_layer
 from kvreshard.vllm.layer_view import LayerView, layer_view, slabs
 from kvreshard.vllm.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
 from kvreshard.vllm.rank_place import RankPlace
@@ -46,13 +46,13 @@ def describe_rank(
     kv_caches: Mapping[str, Any],
     place: RankPlace,
     scales: Mapping[str, Scales] | None = None,
-    facts: Mapping[str, LayerFacts] | None = None,
+    info: Mapping[str, LayerInfo] | None = None,
 ) -> EngineLayout:
     """The layout of `engine` with this one rank. `kv_caches`: the tensors that vLLM registers, by layer.
 
-    `scales` and `facts` replace what would be read from vLLM's layers. Raises LayoutError.
+    `scales` and `info` replace what would be read from vLLM's layers. Raises LayoutError.
     """
-    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(scales or {}), dict(facts or {}))
+    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(scales or {}), dict(info or {}))
     groups = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
         group_spec = group.kv_cache_spec
@@ -87,11 +87,11 @@ class _Rank:
         num_pages: int,
         place: RankPlace,
         scales: dict[str, Scales],
-        facts: dict[str, LayerFacts],
+        info: dict[str, LayerInfo],
     ) -> None:
         self.fields: dict[str, Field] = {}
         self._vllm_config, self._num_pages, self._place = vllm_config, num_pages, place
-        self._scales, self._facts = scales, facts
+        self._scales, self._info = scales, info
         self._regions: dict[int, Region] = {}
         self._shards: list[Shard] = []
         self._views: list[LayerView] = []
@@ -100,8 +100,8 @@ class _Rank:
         """Describe the layers of one group; `spec` is the group's own, which may wrap the layers'."""
         added: list[tuple[_Layer, Any]] = []
         for layer, own in layers.items():
-            facts = self._layer_facts(layer, own if own is not None else spec)
-            if facts.shares_with is not None:
+            info = self._layer_info(layer, own if own is not None else spec)
+            if info.shares_with is not None:
                 continue
             if own is None:
                 raise LayoutError(f"layer '{layer}' is in group '{name}', which has no specification for it")
@@ -111,7 +111,7 @@ class _Rank:
                 )
             if layer not in kv_caches:
                 raise LayoutError(f"layer '{layer}' of group '{name}' has no registered cache among {len(kv_caches)}")
-            added.append((self._describe(layer, name, own, facts, kv_caches[layer]), own))
+            added.append((self._describe(layer, name, own, info, kv_caches[layer]), own))
         for described, _ in added:
             self._add_fields(described)
         return self._group(name, spec, added)
@@ -126,21 +126,21 @@ class _Rank:
             tuple(self._shards),
         )
 
-    def _layer_facts(self, layer: str, spec: Any) -> LayerFacts:
-        facts = self._facts.get(layer)
-        if facts is None:
-            facts = read_layer(self._vllm_config, layer, spec, self._place.tp_size)
-        return replace(facts, scales=self._scales[layer]) if layer in self._scales else facts
+    def _layer_info(self, layer: str, spec: Any) -> LayerInfo:
+        info = self._info.get(layer)
+        if info is None:
+            info = read_layer(self._vllm_config, layer, spec, self._place.tp_size)
+        return replace(info, scales=self._scales[layer]) if layer in self._scales else info
 
-    def _describe(self, name: str, group: str, spec: Any, facts: LayerFacts, tensor: Any) -> _Layer:
+    def _describe(self, name: str, group: str, spec: Any, info: LayerInfo, tensor: Any) -> _Layer:
         view = layer_view(name, tensor, self._region(tensor), self._num_pages)
-        optional = is_draft(name, num_target_layers(self._vllm_config), facts.is_draft)
+        optional = is_draft(name, num_target_layers(self._vllm_config), info.is_draft)
         place = self._layer_place(spec, optional)
         tokens = int(spec.block_size)
-        found = self._find(name, spec, facts, place, optional)
+        found = self._find(name, spec, info, place, optional)
         kind = found.kind
         if kind is None:
-            kind, place = _opaque(spec, facts, place, view, found.reason)
+            kind, place = _opaque(spec, info, place, view, found.reason)
         return _Layer(name, group, kind, found.style, place, view, optional, tokens)
 
     def _layer_place(self, spec: Any, is_draft_layer: bool) -> Place:
@@ -148,7 +148,7 @@ class _Rank:
             return draft_place(self._vllm_config, self._place)
         return self._place.sharing_sequence() if spec.dcp_sharded else self._place.whole_sequence()
 
-    def _find(self, name: str, spec: Any, facts: LayerFacts, place: Place, is_draft_layer: bool) -> Found:
+    def _find(self, name: str, spec: Any, info: LayerInfo, place: Place, is_draft_layer: bool) -> Found:
         """The kind of the layer, by the type of its specification."""
         from vllm.v1.kv_cache_interface import (
             AttentionSpec,
@@ -162,20 +162,20 @@ class _Rank:
         if isinstance(spec, MambaSpec):
             from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-            return state_kind(name, spec, facts, place, is_conv_state_dim_first())
+            return state_kind(name, spec, info, place, is_conv_state_dim_first())
         if isinstance(spec, CircularBufferSpec):
-            return ring_kind(spec, facts)
+            return ring_kind(spec, info)
         if isinstance(spec, HiddenStateCacheSpec) or not isinstance(spec, AttentionSpec):
             return Found(None, reason=type(spec).__name__)
         if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
-            return latent_kind(spec, facts)
+            return latent_kind(spec, info)
 
         def count_heads() -> int:
             window = getattr(spec, "sliding_window", None) is not None
             configured = configured_heads(self._vllm_config, name, is_window=window, is_draft=is_draft_layer)
             return total_kv_heads(name, spec.num_kv_heads, place.tp_size // place.dcp_size, configured)
 
-        return attention_kind(spec, facts, count_heads)
+        return attention_kind(spec, info, count_heads)
 
     def _add_fields(self, layer: _Layer) -> None:
         if isinstance(layer.kind, Opaque | OpaqueState):
@@ -225,7 +225,7 @@ def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
     return layer.kind.pieces(layer.name, layer.place, layer.style, {shapes[0].name: view.page_view(shapes[0])})
 
 
-def _opaque(spec: Any, facts: LayerFacts, place: Place, view: LayerView, reason: str) -> tuple[Kind, Place]:
+def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: str) -> tuple[Kind, Place]:
     """The page as bytes, with a tag of everything that could give them another meaning.
 
     Each rank is a part of its own, unless vLLM says that all ranks hold the same.
@@ -237,14 +237,14 @@ def _opaque(spec: Any, facts: LayerFacts, place: Place, view: LayerView, reason:
     tag = "/".join(
         (
             f"vllm-{vllm.__version__.split('+')[0]}",
-            facts.backend,
-            facts.platform,
-            facts.cache_dtype or "auto",
+            info.backend,
+            info.platform,
+            info.cache_dtype or "auto",
             _content(spec),
             type(spec).__name__,
             f"{view.order}/{view.block_states}x{view.cell_bytes}",
             *((f"dcp={place.dcp_size}x{place.interleave}",) if place.dcp_size > 1 else ()),
-            *((f"scales={facts.scales[0]:.9g},{facts.scales[1]:.9g}",) if facts.scales is not None else ()),
+            *((f"scales={info.scales[0]:.9g},{info.scales[1]:.9g}",) if info.scales is not None else ()),
             reason,
         )
     )

@@ -1,6 +1,6 @@
 """How do peers get to know a vLLM engine?
 
-In the scheduler's process: the layouts and cards of all ranks become the engine's card, under a new incarnation, and a
+In the scheduler's process: the layouts and engine metadata of all ranks become the engine's engine metadata, under a new instance id, and a
 listener hands it out at the host and port that the options or vLLM's own variables name. Whether a peer can work with it is
 logged once per peer rank.
 
@@ -20,9 +20,9 @@ from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import EngineCard, RankCard, make_card
-from kvreshard.session.handshake import Address, Hello, Listener
-from kvreshard.session.seal import incarnation_of, new_key
+from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address, HandshakeMessage, HandshakeServer
+from kvreshard.session.seal import instance_id_of, new_key
 from kvreshard.vllm.options import Options
 
 logger = get_logger(__name__)
@@ -32,31 +32,34 @@ MAX_TOLD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank says of itself: its layout in the wire form, its card, and the facts (see `engine_facts`)."""
+    """What one rank says of itself: its layout in the wire form, its engine metadata, and the facts (see `compatibility`)."""
 
     layout: bytes
-    card: RankCard
-    facts: Mapping[str, str]
+    rank_metadata: RankMetadata
+    compatibility: Mapping[str, str]
 
 
 class EngineHandshake:
-    """One per engine. `key`: what this start of the engine seals with. `incarnation`: its digest, which no other start has."""
+    """One per engine. `key`: what this start of the engine seals with. `instance_id`: its digest, which no other start has."""
 
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._engine, self._options = vllm_config, engine, options
         self.key = new_key()
-        self.incarnation = incarnation_of(self.key)
-        self._listener: Listener | None = None
+        self.instance_id = instance_id_of(self.key)
+        self._listener: HandshakeServer | None = None
         self._told: set[tuple[str, int, bool]] = set()
 
-    def make_card(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineCard:
-        """The engine's card, from what every rank says of itself. Raises LayoutError or WireError."""
+    def make_engine_metadata(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineMetadata:
+        """The engine's engine metadata, from what every rank says of itself. Raises LayoutError or WireError."""
         layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
-        facts, cards = parts[min(parts)].facts, [part.card for part in parts.values()]
-        return make_card(layout, self.key, facts, cards, self._options.kv_lease_duration)
+        compatibility, metadata_by_rank = (
+            parts[min(parts)].compatibility,
+            [part.rank_metadata for part in parts.values()],
+        )
+        return make_engine_metadata(layout, self.key, compatibility, metadata_by_rank, self._options.kv_lease_duration)
 
-    def listen(self, card: EngineCard, default_port: int | None = None) -> Address:
-        """Hand the card out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.
+    def listen(self, engine_metadata: EngineMetadata, default_port: int | None = None) -> Address:
+        """Hand the engine metadata out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.
 
         Raises KvReshardError if the address is taken.
         """
@@ -65,7 +68,9 @@ class EngineHandshake:
         if first is None:
             first = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if default_port is None else default_port
         port = first + self._vllm_config.parallel_config.data_parallel_index if first else 0
-        self._listener = Listener(Address(host, port), card, self._hear_outcome, keys=self._options.keys)
+        self._listener = HandshakeServer(
+            Address(host, port), engine_metadata, self._hear_outcome, keys=self._options.keys
+        )
         address = self._listener.address
         # An engine that listens everywhere must still be told by an address that peers can reach.
         if address.host in ("0.0.0.0", "::", "*"):
@@ -79,12 +84,19 @@ class EngineHandshake:
         if self._listener is not None:
             self._listener.close()
 
-    def _hear_outcome(self, hello: Hello) -> None:
+    def _hear_outcome(self, handshake_message: HandshakeMessage) -> None:
         """A peer has compared (on the listener's thread); each outcome is logged once."""
-        key = (hello.engine[:200], hello.rank, hello.is_good)
+        key = (handshake_message.engine[:200], handshake_message.rank, handshake_message.is_good)
         if key in self._told or len(self._told) > MAX_TOLD:
             return
         self._told.add(key)
-        level = logging.INFO if hello.is_good else logging.ERROR
-        what = "reads from here" if hello.is_good else "cannot read from here"
-        logger.log(level, "kvreshard: engine %s rank %d %s: %r", hello.engine[:200], hello.rank, what, hello.text)
+        level = logging.INFO if handshake_message.is_good else logging.ERROR
+        what = "reads from here" if handshake_message.is_good else "cannot read from here"
+        logger.log(
+            level,
+            "kvreshard: engine %s rank %d %s: %r",
+            handshake_message.engine[:200],
+            handshake_message.rank,
+            what,
+            handshake_message.text,
+        )

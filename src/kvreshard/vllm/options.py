@@ -25,7 +25,7 @@ import msgspec
 from kvreshard.model import KvReshardError
 from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.commands import EndpointOptions
-from kvreshard.session.constants import host_facts, load_constants
+from kvreshard.session.constants import host_description, load_constants
 from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.renewals import RENEWALS_PER_LEASE
 from kvreshard.tools.observer import ObserverOptions
@@ -177,7 +177,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def cost(self, device: str = "cpu") -> CostModel:
         """The constants of this host for caches on a device. Raises KvReshardError for a file that is not one of constants."""
-        found = load_constants(Path(self.cost_model), host_facts(device)) if self.cost_model is not None else None
+        found = load_constants(Path(self.cost_model), host_description(device)) if self.cost_model is not None else None
         return found or usual_cost(device)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
-from kvreshard.vllm.facts import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, RING_PARTS, V4_ROWS, interior
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.interiors import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, RING_PARTS, V4_ROWS, interior
+from kvreshard.vllm.layer_info import LayerInfo
 
 SCALE_BYTES = 4
 
@@ -49,60 +49,60 @@ def is_packed(spec: Any) -> bool:
     return spec.num_head_slots is not None or spec.state_content_bytes is not None
 
 
-def attention_kind(spec: Any, facts: LayerFacts, count_heads: Callable[[], int]) -> Found:
+def attention_kind(spec: Any, info: LayerInfo, count_heads: Callable[[], int]) -> Found:
     """Keys and values. `count_heads`: KV heads of the whole model, asked for only where the inside of a page is known."""
-    filled = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec))
+    filled = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec))
     if filled is None:
         return Found(None, reason="interior unknown")
     if spec.tokens_per_state != 1:
         return Found(None, reason=f"{spec.tokens_per_state} tokens per state")
     if filled == "scaled-cell":
-        return Found(_scaled(spec, facts, count_heads()), Style("cell"))
+        return Found(_scaled(spec, info, count_heads()), Style("cell"))
     if filled not in ("cell", "slots", "planes-kt", "tiles"):
         return Found(None, reason=f"interior {filled} is not for keys and values")
-    dtype, quantisation = element(spec, facts)
+    dtype, quantisation = element(spec, info)
     if dtype not in DTYPE_BYTES:
         return Found(None, reason=f"dtype {dtype}")
     kind = Attention(count_heads(), spec.head_size, dtype, spec.head_size_v, quantisation=quantisation)
     return Found(kind, Style(filled))
 
 
-def _scaled(spec: Any, facts: LayerFacts, num_kv_heads: int) -> Attention:
+def _scaled(spec: Any, info: LayerInfo, num_kv_heads: int) -> Attention:
     """Values with their scale behind them, in bytes: int4 packs two values in a byte."""
-    packed = 2 if facts.cache_dtype.startswith("int4") else 1
+    packed = 2 if info.cache_dtype.startswith("int4") else 1
     k, v = spec.head_size // packed + SCALE_BYTES, spec.head_size_v // packed + SCALE_BYTES
-    quantisation = facts.cache_dtype + (f"/{facts.fp8_format}" if facts.cache_dtype.startswith("fp8") else "")
+    quantisation = info.cache_dtype + (f"/{info.fp8_format}" if info.cache_dtype.startswith("fp8") else "")
     return Attention(num_kv_heads, k, "uint8", v, quantisation=quantisation)
 
 
-def element(spec: Any, facts: LayerFacts) -> tuple[str, str]:
+def element(spec: Any, info: LayerInfo) -> tuple[str, str]:
     """Dtype and quantisation of single values. fp8 caches are typed as bytes; their scales are the layer's own."""
-    if facts.cache_dtype not in FP8:
+    if info.cache_dtype not in FP8:
         return dtype_name(spec.dtype), ""
-    dtype = "fp8_e5m2" if facts.cache_dtype == "fp8_e5m2" else "fp8_e4m3"
-    fnuz = "fnuz/" if facts.fp8_format.endswith("fnuz") else ""
-    if facts.scales is None:
+    dtype = "fp8_e5m2" if info.cache_dtype == "fp8_e5m2" else "fp8_e4m3"
+    fnuz = "fnuz/" if info.fp8_format.endswith("fnuz") else ""
+    if info.scales is None:
         return dtype, f"{fnuz}scale-per-tensor"
-    k, v = (format(scale, ".9g") for scale in facts.scales)
+    k, v = (format(scale, ".9g") for scale in info.scales)
     return dtype, f"{fnuz}scale-per-tensor(k={k},v={v})"
 
 
-def latent_kind(spec: Any, facts: LayerFacts) -> Found:
+def latent_kind(spec: Any, info: LayerInfo) -> Found:
     """One vector per state, whole on every rank. Which vector it is, the name of the field says: see `latent_name`."""
-    filled = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec))
+    filled = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec))
     if filled is None or not isinstance(spec.tokens_per_state, int) or spec.tokens_per_state < 1:
         return Found(None, reason="interior unknown")
-    name = latent_name(facts.backend)
+    name = latent_name(info.backend)
     if filled == "rows":
-        dtype, quantisation = element(spec, facts)
+        dtype, quantisation = element(spec, info)
         if dtype not in DTYPE_BYTES:
             return Found(None, reason=f"dtype {dtype}")
         return Found(Latent(spec.head_size, dtype, quantisation, None, spec.tokens_per_state, name=name))
     if filled == "packed-rows":
-        row_bytes = PACKED_ROW_BYTES[facts.cache_dtype]
-        return Found(Latent(spec.head_size, "uint8", facts.cache_dtype, row_bytes, spec.tokens_per_state))
+        row_bytes = PACKED_ROW_BYTES[info.cache_dtype]
+        return Found(Latent(spec.head_size, "uint8", info.cache_dtype, row_bytes, spec.tokens_per_state))
     if filled == "scaled-rows":
-        return _scaled_rows(spec, facts)
+        return _scaled_rows(spec, info)
     return Found(None, reason=f"interior {filled} is not for latent vectors")
 
 
@@ -111,9 +111,9 @@ def latent_name(backend: str) -> str:
     return "partial" if backend == "CompressorBackend" else "latent"
 
 
-def _scaled_rows(spec: Any, facts: LayerFacts) -> Found:
+def _scaled_rows(spec: Any, info: LayerInfo) -> Found:
     """Kernel blocks are as the view has them; without any, the whole page is one."""
-    is_latent = facts.cache_dtype in PACKED_ROW_BYTES
+    is_latent = info.cache_dtype in PACKED_ROW_BYTES
     known = V4_ROWS if is_latent else INDEXER_ROWS
     rows = known.get(spec.state_content_size_bytes) if dtype_name(spec.dtype) == "uint8" else None
     if rows is None:
@@ -123,10 +123,10 @@ def _scaled_rows(spec: Any, facts: LayerFacts) -> Found:
     return Found(ScaledRows(row, scale, quantisation, *names, tokens_per_state=spec.tokens_per_state))
 
 
-def ring_kind(spec: Any, facts: LayerFacts) -> Found:
+def ring_kind(spec: Any, info: LayerInfo) -> Found:
     """The last tokens, overwritten in turn; an engine with speculation has a longer ring."""
-    known = interior(facts.backend, facts.cache_dtype, facts.platform, packing=is_packed(spec), ring=True)
-    parts = RING_PARTS.get(facts.backend, ("partial",))
+    known = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec), ring=True)
+    parts = RING_PARTS.get(info.backend, ("partial",))
     if (
         known is None
         or dtype_name(spec.dtype) not in DTYPE_BYTES

@@ -1,11 +1,11 @@
 """What do `kv_transfer_params` say on their way from prefill engine to router to decode engine?
 
-The fields of vLLM's NixlConnector, so that routers work unchanged, and one of ours, `kvreshard`: the incarnation of the
+The fields of vLLM's NixlConnector, so that routers work unchanged, and one of ours, `kvreshard`: the instance id of the
 prefill engine, the lease, what each block list means (which logical page it starts with, tokens per page, window), and
 digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal.
 
-The prefill engine seals everything that decides what is read (`session.seal`): engine, incarnation, request, lease, block lists, groups,
-tokens and prompt digests. The ranks check the seal before they read, with the key from that engine's card, so that a client which
+The prefill engine seals everything that decides what is read (`session.seal`): engine, instance id, request, lease, block lists, groups,
+tokens and prompt digests. The ranks check the seal before they read, with the key from that engine's engine metadata, so that a client which
 changes or mixes parameters reads nothing. Host and port are not sealed, since a router may rewrite them.
 
 Routers decode them and encode them anew. What is unambiguous is read: a whole number as a double, an empty list as an empty object,
@@ -30,7 +30,7 @@ from kvreshard.model import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import Name, plain
 from kvreshard.session.commands import RemoteEngine, RemoteLease
-from kvreshard.session.handshake import Address
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
 from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
 
@@ -78,7 +78,7 @@ class ReshardParams(msgspec.Struct, frozen=True):
     """Our own field."""
 
     version: int
-    incarnation: Name
+    instance_id: Name
     word: Annotated[str, msgspec.Meta(max_length=32)]
     groups: Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
@@ -127,13 +127,13 @@ class RemotePrefill:
     @property
     def seal(self) -> Seal:
         """The seal as it was read."""
-        return Seal(self._facts(), self.code)
+        return Seal(self._details(), self.code)
 
     def make_seal(self, key: bytes) -> Seal:
         """The seal of the source that has this key. Raises BindError."""
-        source = self.remote.engine, self.remote.incarnation
+        source = self.remote.engine, self.remote.instance_id
         lease = self.lease.request, self.lease.slot, self.lease.word
-        return make_seal(key, source, lease, self.tables(), self._facts())
+        return make_seal(key, source, lease, self.tables(), self._details())
 
     def is_sealed(self, key: bytes) -> bool:
         """Whether whoever has this key sealed it. Raises BindError."""
@@ -143,7 +143,7 @@ class RemotePrefill:
         """The key of the digests in `prompt`, where `key` is the source's; None if that did not seal this. Raises BindError."""
         return prompt_key(key, self.lease.request, self.lease.word) if self.is_sealed(key) else None
 
-    def _facts(self) -> bytes:
+    def _details(self) -> bytes:
         """What is said beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""
         return json.dumps(msgspec.to_builtins((self.num_tokens, self.groups, self.prompt))).encode()
 
@@ -154,7 +154,7 @@ def write_params(
     """The parameters to return to the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them."""
     ours = ReshardParams(
         VERSION,
-        prefill.remote.incarnation,
+        prefill.remote.instance_id,
         f"{prefill.lease.word:016x}",
         prefill.groups,
         prefill.prompt,
@@ -208,7 +208,7 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
         )
     _check_numbers(read, groups, word)
     remote = RemoteEngine(
-        read.remote_engine_id, read.kvreshard.incarnation, Address(read.remote_host, read.remote_port)
+        read.remote_engine_id, read.kvreshard.instance_id, Address(read.remote_host, read.remote_port)
     )
     lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
     return RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt, code)

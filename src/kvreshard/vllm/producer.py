@@ -21,8 +21,8 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
-from kvreshard.session.handshake import Address
-from kvreshard.session.seal import incarnation_of, prompt_key
+from kvreshard.session.handshake_server import Address
+from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.choices import Choices
 from kvreshard.vllm.groups import CacheGroup
@@ -154,7 +154,7 @@ class Producer:
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
-            RemoteEngine(self._engine, incarnation_of(self._key), address),
+            RemoteEngine(self._engine, instance_id_of(self._key), address),
             lease,
             num_tokens,
             tuple(

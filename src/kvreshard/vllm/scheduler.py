@@ -1,6 +1,6 @@
 """The scheduler's side of the connector: vLLM's hooks on one side, commands for the ranks on the other.
 
-Every rank gets the same commands, once per engine step; block ids are the same on all of them. The engine's card, made of what
+Every rank gets the same commands, once per engine step; block ids are the same on all of them. The engine's engine metadata, made of what
 every rank says about itself, goes out with the first. What a request's life looks like is in `producer` and `consumer`; a
 `kv_both` engine is both.
 """
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import encode_card
 from kvreshard.session.commands import Command, Failure, Publish
+from kvreshard.session.engine_metadata import encode_engine_metadata
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.admission import Admission
 from kvreshard.vllm.consumer import Consumer
@@ -43,13 +43,15 @@ logger = get_logger(__name__)
 
 @dataclass
 class ReshardMetadata(KVConnectorMetadata):
-    """What the ranks are told in one step. `card`: the engine's own, once. `is_idle`: nothing is computed in this step or in
+    """What the ranks are told in one step. `engine_metadata`: the engine's own, once. `is_idle`: nothing is computed in this step or in
     another that is still under way, so that a rank may wait a moment for its loads. `waits_for_draft`: a prefill may end with this step,
     and the engine has a draft model (`WorkerSide.wait_for_draft`).
     """
 
     commands: list[Command] = field(default_factory=list)
-    card: bytes | None = field(default=None, repr=False)  # it holds the engine's key, and vLLM logs steps that fail
+    engine_metadata: bytes | None = field(
+        default=None, repr=False
+    )  # it holds the engine's key, and vLLM logs steps that fail
     is_idle: bool = False
     waits_for_draft: bool = False
 
@@ -115,7 +117,7 @@ class SchedulerSide:
             positions,
         )
         self.stats = ReshardStats()
-        me = engine, self._handshake.incarnation
+        me = engine, self._handshake.instance_id
         self._consumer = Consumer(
             me,
             groups,
@@ -141,11 +143,11 @@ class SchedulerSide:
         self._has_draft = has_draft(vllm_config)
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
-        """What every rank says of itself: make the engine's card, and listen if others read from here."""
-        card = self._handshake.make_card(parts)
-        self._metadata.card = encode_card(card)
+        """What every rank says of itself: make the engine's engine metadata, and listen if others read from here."""
+        engine_metadata = self._handshake.make_engine_metadata(parts)
+        self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._is_producer:
-            self._producer.address = self._handshake.listen(card)
+            self._producer.address = self._handshake.listen(engine_metadata)
 
     def arrive(self, request: Request) -> None:
         """A new request."""

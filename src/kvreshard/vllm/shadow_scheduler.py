@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvreshard.session.card import encode_card
 from kvreshard.session.commands import Load, RemoteLease
-from kvreshard.session.handshake import Address
+from kvreshard.session.engine_metadata import encode_engine_metadata
+from kvreshard.session.handshake_server import Address
 from kvreshard.tools.shadow import ShadowLoad
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer
@@ -33,7 +33,7 @@ class ShadowCommands:
     """What the workers of the shadow hear in one step."""
 
     loads: list[ShadowLoad] = field(default_factory=list)
-    card: bytes | None = field(default=None, repr=False)
+    engine_metadata: bytes | None = field(default=None, repr=False)
 
 
 class ShadowScheduler:
@@ -51,7 +51,7 @@ class ShadowScheduler:
         self._fallback = ""
         self._groups = groups
         self._consumer = Consumer(
-            (engine, self._handshake.incarnation),
+            (engine, self._handshake.instance_id),
             groups,
             backoff,
             self._note_fallback,
@@ -66,11 +66,11 @@ class ShadowScheduler:
         self._commands = ShadowCommands()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
-        """Make the card, and hand it out beside NixlConnector's own listener."""
-        card = self._handshake.make_card(parts)
-        self._commands.card = encode_card(card)
+        """Make the engine metadata, and hand it out beside NixlConnector's own listener."""
+        engine_metadata = self._handshake.make_engine_metadata(parts)
+        self._commands.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._is_producer:
-            self._address = self._handshake.listen(card, default_port=0)
+            self._address = self._handshake.listen(engine_metadata, default_port=0)
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> None:
         """A request whose prefill was done elsewhere."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.model import wire
-from kvreshard.session.card import RankCard, decode_card
+from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
 from kvreshard.tools.shadow_record import RecordingAgent
+from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.rank_place import read_place
@@ -65,12 +65,14 @@ class ShadowWorker:
             place=place,
         )
         # No agent of ours: a peer's shadow only looks at the layout.
-        self.part = RankPart(wire.encode(part), RankCard(place.rank, b"", 0, 0), read_facts(self._vllm_config))
+        self.part = RankPart(
+            wire.encode(part), RankMetadata(place.rank, b"", 0, 0), read_compatibility(self._vllm_config)
+        )
 
     def remember(self, commands: ShadowCommands) -> None:
         """This step's loads."""
-        if commands.card is not None:
-            self._judge.introduce(decode_card(commands.card))
+        if commands.engine_metadata is not None:
+            self._judge.introduce(decode_engine_metadata(commands.engine_metadata))
         self._loads.update((load.request, load) for load in commands.loads)
 
     def ended(self, received: set[str], failed: set[str]) -> None:

@@ -1,7 +1,7 @@
 """Which kind of state is in the pages of a recurrent layer, and do its shapes say the same?
 
 The form of a state comes from the class of vLLM's layer, its sizes from the attributes from which that layer computes its
-shapes (`layer_facts`). A page holds the states back to back in the order of `MambaSpec.shapes`; a convolution state is
+shapes (`layer_info`). A page holds the states back to back in the order of `MambaSpec.shapes`; a convolution state is
 (channel, tap) or (tap, channel), as `is_conv_state_dim_first` says. Columns that speculation adds are what the shape has
 beyond the live taps.
 
@@ -28,7 +28,7 @@ from kvreshard.kinds import GatedDelta, Kind, LinearState, Mamba1, Mamba2, Place
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.kinds.place import size
 from kvreshard.model import LayoutError
-from kvreshard.vllm.layer_facts import LayerFacts
+from kvreshard.vllm.layer_info import LayerInfo
 from kvreshard.vllm.paged import Found, dtype_name
 
 Sizes = Mapping[str, int]
@@ -61,9 +61,9 @@ TAPS: Mapping[str, tuple[str, int]] = {
 """Where the live taps of a convolution are said, and how many less there are."""
 
 
-def state_kind(layer: str, spec: Any, facts: LayerFacts, place: Place, conv_dim_first: bool) -> Found:
+def state_kind(layer: str, spec: Any, info: LayerInfo, place: Place, conv_dim_first: bool) -> Found:
     """The kind of a `MambaSpec` layer. Raises LayoutError if shapes and sizes contradict one another."""
-    form = facts.state_form
+    form = info.state_form
     if form is None:
         return Found(None, reason="form of the state unknown")
     if spec.tp_replicated != (form in REPLICATED):
@@ -73,20 +73,20 @@ def state_kind(layer: str, spec: Any, facts: LayerFacts, place: Place, conv_dim_
     unknown = [dtype for dtype in dtypes if dtype not in DTYPE_BYTES]
     if unknown:
         return Found(None, reason=f"dtype {unknown[0]}")
-    channels, others = _expected(form, facts.state_sizes, place)
+    channels, others = _expected(form, info.state_sizes, place)
     if len(shapes) != len(others) + (form in TAPS):
         return Found(None, reason=f"{len(shapes)} tensors in a state of form {form}")
     scratch = 0
     if form in TAPS:
         name, less = TAPS[form]
-        scratch = _scratch_taps(layer, form, shapes[0], channels, facts.state_sizes[name] + less, conv_dim_first)
+        scratch = _scratch_taps(layer, form, shapes[0], channels, info.state_sizes[name] + less, conv_dim_first)
     if shapes[-len(others) :] != others and others:
         raise LayoutError(
-            f"layer '{layer}': its state has shapes {shapes}, but {dict(facts.state_sizes)} of the whole model give rank "
+            f"layer '{layer}': its state has shapes {shapes}, but {dict(info.state_sizes)} of the whole model give rank "
             f"{place.tp_rank} of {place.tp_size} {others} besides the convolution; one of the two is wrong"
         )
     style = Style(conv_dim_first=conv_dim_first, speculative_tokens=scratch)
-    return Found(MAKE[form](facts.state_sizes, dtypes), style)
+    return Found(MAKE[form](info.state_sizes, dtypes), style)
 
 
 def _expected(form: str, sizes: Sizes, place: Place) -> tuple[int, Shapes]:

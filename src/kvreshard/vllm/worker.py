@@ -1,6 +1,6 @@
 """The side of the connector that every rank has: its memory, its NIXL agent and its session.
 
-When vLLM hands over the cache views, they are described, registered and put on this rank's card. After that the engine's
+When vLLM hands over the cache views, they are described, registered and put on this rank's engine metadata. After that the engine's
 thread only passes commands on and collects what has ended; everything else is the session's own thread.
 """
 
@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from kvreshard.model import wire
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.commands import Publish
 from kvreshard.session.endpoint import Endpoint
+from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import RankObserver
@@ -25,8 +25,8 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.device import TensorMemory, enter_device
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
+from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.engine_facts import read_facts
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
@@ -106,7 +106,7 @@ class WorkerSide:
         self._transport, self._endpoint = transport, endpoint
         self.part = RankPart(
             wire.encode(part),
-            RankCard(
+            RankMetadata(
                 rank.rank,
                 transport.metadata(),
                 table.region.address,
@@ -114,7 +114,7 @@ class WorkerSide:
                 observer.mailbox.region.address,
                 len(observer.mailbox),
             ),
-            read_facts(self._vllm_config),
+            read_compatibility(self._vllm_config),
         )
         endpoint.start()
         logger.info(
@@ -128,9 +128,9 @@ class WorkerSide:
             self._unread |= {command.request for command in metadata.commands if isinstance(command, Publish)}
             return
         self._patience_s = PATIENCE_S if metadata.is_idle else 0.0
-        if metadata.card is not None:
-            card = decode_card(metadata.card)
-            self._endpoint.introduce(card, card.decode_layout())
+        if metadata.engine_metadata is not None:
+            engine_metadata = decode_engine_metadata(metadata.engine_metadata)
+            self._endpoint.introduce(engine_metadata, engine_metadata.decode_layout())
         for command in metadata.commands:
             self._endpoint.submit(command)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
-from kvreshard.session.constants import host_facts, save_constants
+from kvreshard.session.constants import host_description, save_constants
 
 
 def test_without_a_file_the_defaults_are_shown(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_without_a_file_the_defaults_are_shown(run, tmp_path: Path, monkeypatch:
 def test_kept_constants_are_shown(run, tmp_path: Path) -> None:
     path = tmp_path / "constants.json"
     model = CostModel(1e-6, 2e9, 3e-8, 4e9, 5e9, min_speedup=MEASURED_SPEEDUP)
-    save_constants(path, host_facts(), model)
+    save_constants(path, host_description(), model)
     assert "a posted copy" in run("bench", "--constants", path).stdout
     assert "  1 us\n" in run("bench", "--constants", path).stdout
     found = json.loads(run("bench", "--constants", path, "--json").stdout)
@@ -42,7 +42,7 @@ def test_a_file_without_an_end_is_not_read_to_it(run) -> None:
 
 
 def test_a_constant_that_is_none_is_named(run, tmp_path: Path) -> None:
-    save_constants(tmp_path / "odd.json", host_facts(), CostModel())
+    save_constants(tmp_path / "odd.json", host_description(), CostModel())
     text = (tmp_path / "odd.json").read_text()
     (tmp_path / "odd.json").write_text(text.replace('"move_run_s": 8e-9', '"move_run_s": 0.0'))
     result = run("bench", "--constants", tmp_path / "odd.json")
@@ -64,8 +64,8 @@ def test_calibration_measures_and_keeps(run, tmp_path: Path) -> None:
 def dear_and_cheap_copies(tmp_path: Path) -> tuple[Path, Path]:
     """Constants of this host by which everything, and by which nothing, is better staged."""
     paths = tmp_path / "dear.json", tmp_path / "cheap.json"
-    save_constants(paths[0], host_facts(), CostModel(copy_s=1.0))
-    save_constants(paths[1], host_facts(), CostModel(copy_s=1e-15))
+    save_constants(paths[0], host_description(), CostModel(copy_s=1.0))
+    save_constants(paths[1], host_description(), CostModel(copy_s=1e-15))
     return paths
 
 
@@ -102,5 +102,5 @@ def test_constants_that_are_asked_for_and_not_there_are_refused(run, tmp_path: P
     save_constants(tmp_path / "theirs.json", "another machine", CostModel())
     foreign = run(*words, tmp_path / "theirs.json")
     assert foreign.exit_code == 2
-    assert f"none of this host ({host_facts()}) but of (another machine)" in foreign.stderr
+    assert f"none of this host ({host_description()}) but of (another machine)" in foreign.stderr
     assert "kvreshard bench --calibrate --constants" in foreign.stderr

@@ -21,10 +21,10 @@ from kvreshard.cli import doctor_host
 from kvreshard.cli.doctor_host import Line, bounded
 from kvreshard.model import EngineLayout, wire
 from kvreshard.model.changed import replace
-from kvreshard.session.card import RankCard, make_card
-from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address, HandshakeServer
 from kvreshard.session.keys import read_keys, write_keys
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.seal import instance_id_of
 from kvreshard.testing.ranks import RankDiedError
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.regions import RegionTable, encode_metadata
@@ -40,19 +40,23 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Start a listener with an engine's card; returns HOST:PORT."""
-    listeners: list[Listener] = []
+    """Start a listener with an engine's engine metadata; returns HOST:PORT."""
+    listeners: list[HandshakeServer] = []
 
-    def start(layout: EngineLayout, *, board: int = 16, metadata: bytes | None = None, **facts: str) -> str:
+    def start(layout: EngineLayout, *, board: int = 16, metadata: bytes | None = None, **compatibility: str) -> str:
         ranks = [
-            RankCard(
+            RankMetadata(
                 rank.rank,
                 metadata or encode_metadata("nixl", f"{layout.engine}{rank.rank}", RegionTable()),
                 4096, 64, 8192, board,
             )
             for rank in layout.ranks
         ]  # fmt: skip
-        listeners.append(Listener(Address("127.0.0.1", 0), make_card(layout, bytes(32), facts, ranks, 30.0)))
+        listeners.append(
+            HandshakeServer(
+                Address("127.0.0.1", 0), make_engine_metadata(layout, bytes(32), compatibility, ranks, 30.0)
+            )
+        )
         return f"127.0.0.1:{listeners[-1].address.port}"
 
     yield start
@@ -193,8 +197,8 @@ def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> N
     path.write_bytes(wire.encode(engine("decode", page=6), "json"))
     result = run("doctor", "--no-loopback", "--peer", where, "--layout", path)
     assert result.exit_code == 0, result.output
-    life = incarnation_of(bytes(32))[:12]
-    assert f"engine 'prefill', incarnation {life}: 2 ranks, 2 fields in 1 group," in result.stdout
+    life = instance_id_of(bytes(32))[:12]
+    assert f"engine 'prefill', instance id {life}: 2 ranks, 2 fields in 1 group," in result.stdout
     assert f"route prefill -> this side ({path})" in result.stdout
     assert "proved; 2 transfers" in result.stdout
     assert "the handshake does not tell it" in result.stdout
@@ -233,10 +237,10 @@ def test_this_side_is_warned_of_as_by_plan(run: Run, serve: Serve) -> None:
 def test_a_peer_that_wants_keys_is_asked_with_one(run: Run, tmp_path: Path) -> None:
     secret = write_keys(tmp_path, "room")[1]
     layout = engine("prefill")
-    card = make_card(
-        layout, bytes(32), {}, [RankCard(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)], 30.0
+    engine_metadata = make_engine_metadata(
+        layout, bytes(32), {}, [RankMetadata(0, encode_metadata("nixl", "p0", RegionTable()), 4096, 64, 8192, 16)], 30.0
     )
-    listener = Listener(Address("127.0.0.1", 0), card, keys=read_keys(secret))
+    listener = HandshakeServer(Address("127.0.0.1", 0), engine_metadata, keys=read_keys(secret))
     try:
         where = f"127.0.0.1:{listener.address.port}"
         assert run("doctor", "--no-loopback", "--peer", where, "--key", secret).exit_code == 0
@@ -268,7 +272,7 @@ def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.M
 
 
 def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "CARD_S", 1.0)
+    monkeypatch.setattr(command, "METADATA_TIMEOUT_S", 1.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -34,8 +34,8 @@ WANTED = request(SRC, DST, 13, new_pages=[2, 3, 4])
 ENGINES = {"model": "small"}
 
 
-def side(layout: object, **facts: str) -> FlightSide:
-    return FlightSide(layout.engine, "life", {**ENGINES, **facts}, wire.encode(layout))
+def side(layout: object, **compatibility: str) -> FlightSide:
+    return FlightSide(layout.engine, "life", {**ENGINES, **compatibility}, wire.encode(layout))
 
 
 def flight(kind: str = "transfer", text: str = "it broke", **changes: object) -> Flight:
@@ -105,9 +105,9 @@ def test_a_refused_request_is_refused_again(run: Run, save: Save) -> None:
 
 
 def test_facts_and_layouts_that_differ_are_refused_again(run: Run, save: Save) -> None:
-    facts = flight("mismatch", "x", src=side(SRC, model="large"), is_routed=False)
+    compatibility = flight("mismatch", "x", src=side(SRC, model="large"), is_routed=False)
     other = flight("mismatch", "x", src=side(engine("prefill", tp=2, page=4, stages=(0, 0, 0))), is_routed=False)
-    for record, told in ((facts, "model is 'large' there and 'small' here"), (other, "layers.2")):
+    for record, told in ((compatibility, "model is 'large' there and 'small' here"), (other, "layers.2")):
         result = run("replay", save(record))
         assert result.exit_code == 0
         assert "reproduced: a refusal of the same kind in other words" in result.stdout

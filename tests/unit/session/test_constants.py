@@ -9,7 +9,7 @@ from kvreshard.plan.cost import MEASURED_SPEEDUP, CostModel
 from kvreshard.session.constants import (
     VERSION,
     default_path,
-    host_facts,
+    host_description,
     load_constants,
     require_constants,
     save_constants,
@@ -35,8 +35,8 @@ def test_the_place_follows_the_environment() -> None:
 
 
 def test_the_key_names_the_host_the_same_way_each_time() -> None:
-    assert host_facts() == host_facts()
-    assert "cores" in host_facts()
+    assert host_description() == host_description()
+    assert "cores" in host_description()
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])

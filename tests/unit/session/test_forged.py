@@ -188,9 +188,14 @@ def test_the_key_stands_in_no_record_and_in_no_text(tmp_path: Path) -> None:
     (record,) = tmp_path.iterdir()
     assert failure.kind == "transfer"
     assert KEY not in record.read_bytes()
-    card = world.src.card()
-    assert card.key == KEY
-    for shown in (repr(card), str(card), repr(world.dst.endpoints[0]._peers.met(REMOTE)), failure.text):
+    engine_metadata = world.src.engine_metadata()
+    assert engine_metadata.key == KEY
+    for shown in (
+        repr(engine_metadata),
+        str(engine_metadata),
+        repr(world.dst.endpoints[0]._peers.met(REMOTE)),
+        failure.text,
+    ):
         assert repr(KEY)[2:-1] not in shown
         assert KEY.hex() not in shown
     world.close()

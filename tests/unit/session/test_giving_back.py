@@ -20,9 +20,9 @@ from tests.unit.session.world import (
 )
 
 from kvreshard.model import LayoutMismatch
-from kvreshard.session.card import EngineCard, RankCard
 from kvreshard.session.commands import Cancel, Release, RemoteEngine, RemoteLease, Renew, StopRenewing
-from kvreshard.session.handshake import HandshakeError
+from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata
+from kvreshard.session.handshake_server import HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Report, read_note
 from kvreshard.session.refusals import MAX_ENGINES, Refusals
@@ -128,7 +128,7 @@ def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_me
     for endpoint in world.dst.endpoints.values():
         assert endpoint._me is not None
         if not isinstance(error, HandshakeError):
-            endpoint._me.refused[REMOTE] = world.src.card()
+            endpoint._me.refused[REMOTE] = world.src.engine_metadata()
     for name in ("first", "second"):
         world.acquire_and_publish(name)
         order_load(world, name, lease=RemoteLease(name, SLOT, WORD), gives_back=False)
@@ -144,13 +144,13 @@ def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_me
 def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
     fabric = Fabric()
     sources = [MemoryTransport(fabric, f"source {number}") for number in range(MAX_ENGINES + 2)]
-    mine, rank = MemoryTransport(fabric, "mine"), RankCard(0, b"", 0, 64, 0, 64)
+    mine, rank = MemoryTransport(fabric, "mine"), RankMetadata(0, b"", 0, 64, 0, 64)
     for transport in (*sources, mine):
         transport.register([])
     refusals = Refusals(mine)
     for _ in range(2):
         for number, source in enumerate(sources):
-            card = EngineCard(
+            engine_metadata = EngineMetadata(
                 "",
                 1,
                 f"engine {number}",
@@ -161,7 +161,7 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
                 KEY,
                 30.0,
             )
-            refusals.give_back("me/life", 3, card, LEASE)
+            refusals.give_back("me/life", 3, engine_metadata, LEASE)
             assert len(mine._peers) <= MAX_ENGINES
             assert [read_note(note.payload) for note in source.notifications()] == [
                 Report(1, "me/life", LEASE.request, LEASE.word, 3, (3,), is_good=False)

@@ -22,7 +22,7 @@ from kvreshard.session.commands import (
     Renew,
     StopRenewing,
 )
-from kvreshard.session.handshake import Address
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.remote_leases import RemoteLeases
@@ -132,8 +132,8 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
         known: Future[Peer] = Future()
-        card = msgspec.structs.replace(base.card, lease_s=30.0)
-        known.set_result(Peer(remote, card, base.layout, base.route, base.mover))
+        engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)
+        known.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, of(number)), me)

@@ -1,4 +1,4 @@
-"""Does the listener hand out its card, and live through everything else?"""
+"""Does the listener hand out its engine metadata, and live through everything else?"""
 
 from __future__ import annotations
 
@@ -15,27 +15,43 @@ from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError
 from kvreshard.model.changed import replace
-from kvreshard.session import handshake
-from kvreshard.session.card import EngineCard, RankCard, check_facts, decode_card, encode_card, make_card
-from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener, fetch_card, tell_outcome
+from kvreshard.session import handshake_server
+from kvreshard.session.engine_metadata import (
+    EngineMetadata,
+    RankMetadata,
+    check_compatibility,
+    decode_engine_metadata,
+    encode_engine_metadata,
+    make_engine_metadata,
+)
 from kvreshard.session.handshake_client import HandshakeClient
+from kvreshard.session.handshake_server import (
+    Address,
+    HandshakeError,
+    HandshakeMessage,
+    HandshakeServer,
+    fetch_engine_metadata,
+    tell_outcome,
+)
 
 LOCAL = Address("127.0.0.1", 0)
 
 
-def card(name: str = "prefill", **facts: str) -> EngineCard:
+def engine_metadata(name: str = "prefill", **compatibility: str) -> EngineMetadata:
     layout = engine(name, tp=2)
-    return make_card(layout, bytes(32), facts, [RankCard(r.rank, b"meta", 4096, 512) for r in layout.ranks], 30.0)
+    return make_engine_metadata(
+        layout, bytes(32), compatibility, [RankMetadata(r.rank, b"meta", 4096, 512) for r in layout.ranks], 30.0
+    )
 
 
 @pytest.fixture
-def outcomes() -> list[Hello]:
+def outcomes() -> list[HandshakeMessage]:
     return []
 
 
 @pytest.fixture
-def listener(outcomes: list[Hello]) -> Iterator[Listener]:
-    listener = Listener(LOCAL, card(model="m"), outcomes.append)
+def listener(outcomes: list[HandshakeMessage]) -> Iterator[HandshakeServer]:
+    listener = HandshakeServer(LOCAL, engine_metadata(model="m"), outcomes.append)
     yield listener
     listener.close()
 
@@ -49,74 +65,78 @@ def say(address: Address, *frames: bytes, wait_ms: int = 2000) -> bytes | None:
         return dealer.recv_multipart()[-1] if dealer.poll(wait_ms) else None
 
 
-def test_the_card_arrives_whole(listener: Listener) -> None:
-    found = fetch_card(listener.address, "decode", 1, 5.0)
-    assert found == card(model="m")
+def test_the_card_arrives_whole(listener: HandshakeServer) -> None:
+    found = fetch_engine_metadata(listener.address, "decode", 1, 5.0)
+    assert found == engine_metadata(model="m")
     assert found.decode_layout() == engine("prefill", tp=2)
     assert found.rank_by_number[1].lease_slots == 512
 
 
-def test_an_outcome_arrives(listener: Listener, outcomes: list[Hello]) -> None:
+def test_an_outcome_arrives(listener: HandshakeServer, outcomes: list[HandshakeMessage]) -> None:
     tell_outcome(listener.address, "decode", 1, "x" * 5000, False, 5.0)
-    assert [(hello.engine, hello.rank, hello.is_good, len(hello.text)) for hello in outcomes] == [
-        ("decode", 1, False, handshake.MAX_TEXT)
-    ]
+    assert [
+        (handshake_message.engine, handshake_message.rank, handshake_message.is_good, len(handshake_message.text))
+        for handshake_message in outcomes
+    ] == [("decode", 1, False, handshake_server.MAX_TEXT)]
 
 
 @pytest.mark.parametrize(
     ("frames", "answer"),
     [
-        ([b"", b""], "not a kvreshard hello"),
-        ([b"", b"\xff" * 100], "not a kvreshard hello"),
-        ([b"", b"\x91" * 10_000], "not a kvreshard hello"),
-        ([b"", msgspec.msgpack.encode(["get_meta_msg", 0, 7])], "not a kvreshard hello"),
+        ([b"", b""], "not a kvreshard handshake message"),
+        ([b"", b"\xff" * 100], "not a kvreshard handshake message"),
+        ([b"", b"\x91" * 10_000], "not a kvreshard handshake message"),
+        ([b"", msgspec.msgpack.encode(["get_meta_msg", 0, 7])], "not a kvreshard handshake message"),
         (
-            [b"", msgspec.msgpack.encode({"form": "x" * 900, "version": 1, "ask": "card", "engine": "e", "rank": 0})],
+            [
+                b"",
+                msgspec.msgpack.encode({"form": "x" * 900, "version": 1, "ask": "metadata", "engine": "e", "rank": 0}),
+            ],
             "but 'x",
         ),
-        ([b"a", b"b", b"c", b"d"], "not a kvreshard hello"),
+        ([b"a", b"b", b"c", b"d"], "not a kvreshard handshake message"),
         (
-            [b"", msgspec.msgpack.encode(Hello(handshake.FORM, 9, "card", "e", 0))],
-            "hello of version 9; this side reads version 1",
+            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_server.FORM, 9, "metadata", "e", 0))],
+            "handshake message of version 9; this side reads version 1",
         ),
         (
-            [b"", msgspec.msgpack.encode(Hello(handshake.FORM, 1, "card", "e" * 3000, 0))],
+            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_server.FORM, 1, "metadata", "e" * 3000, 0))],
             "of length <= 256 - at `$.engine`",
         ),
     ],
 )
 def test_a_stranger_gets_one_line_and_the_next_one_the_card(
-    listener: Listener, frames: list[bytes], answer: str
+    listener: HandshakeServer, frames: list[bytes], answer: str
 ) -> None:
     reply = say(listener.address, *frames)
     assert reply is not None
-    assert answer in msgspec.msgpack.decode(reply, type=handshake.Answer).text
-    assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+    assert answer in msgspec.msgpack.decode(reply, type=handshake_server.HandshakeAnswer).text
+    assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
 
-def test_an_oversized_hello_is_dropped_and_the_next_one_served(listener: Listener) -> None:
-    assert say(listener.address, b"", b"x" * (handshake.MAX_HELLO_BYTES + 1), wait_ms=200) is None
-    assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+def test_an_oversized_hello_is_dropped_and_the_next_one_served(listener: HandshakeServer) -> None:
+    assert say(listener.address, b"", b"x" * (handshake_server.MAX_MESSAGE_BYTES + 1), wait_ms=200) is None
+    assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
 
 @pytest.mark.parametrize(
     "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 64, b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f"]
 )
-def test_a_client_that_does_not_speak_zeromq_hurts_nobody(listener: Listener, noise: bytes) -> None:
+def test_a_client_that_does_not_speak_zeromq_hurts_nobody(listener: HandshakeServer, noise: bytes) -> None:
     with socket.create_connection((listener.address.host, listener.address.port)) as plain:
         plain.sendall(noise)
-        assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+        assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
 
-def test_a_listener_whose_owner_fails_lives(outcomes: list[Hello]) -> None:
-    def fail(hello: Hello) -> None:
-        raise RuntimeError(hello.text)
+def test_a_listener_whose_owner_fails_lives(outcomes: list[HandshakeMessage]) -> None:
+    def fail(handshake_message: HandshakeMessage) -> None:
+        raise RuntimeError(handshake_message.text)
 
-    listener = Listener(LOCAL, card(), fail)
+    listener = HandshakeServer(LOCAL, engine_metadata(), fail)
     try:
         with pytest.raises(HandshakeError, match=r"within 0.2 s"):
             tell_outcome(listener.address, "decode", 0, "boom", True, 0.2)
-        assert fetch_card(listener.address, "decode", 0, 5.0).engine == "prefill"
+        assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
     finally:
         listener.close()
 
@@ -129,7 +149,7 @@ def test_nobody_there_is_said_with_address_and_remedy() -> None:
         with pytest.raises(
             HandshakeError, match=rf"nothing takes connections at tcp://127\.0\.0\.1:{port}: .*is the engine running"
         ):
-            fetch_card(Address("127.0.0.1", port), "decode", 0, 3600.0)
+            fetch_engine_metadata(Address("127.0.0.1", port), "decode", 0, 3600.0)
 
 
 @pytest.mark.timeout(60)
@@ -139,12 +159,12 @@ def test_a_name_that_stands_for_nothing_is_said_at_once(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with pytest.raises(HandshakeError, match=r"tcp://nowhere:5 cannot be looked up: Name or service not known"):
-        fetch_card(Address("nowhere", 5), "decode", 0, 3600.0)
+        fetch_engine_metadata(Address("nowhere", 5), "decode", 0, 3600.0)
 
 
 @pytest.mark.timeout(60)
 def test_a_resolver_that_does_not_answer_holds_up_nobody_else(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
+    listener: HandshakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
     looking_up = socket.getaddrinfo
@@ -156,13 +176,13 @@ def test_a_resolver_that_does_not_answer_holds_up_nobody_else(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with contextlib.closing(HandshakeClient()) as client:
-        hello = handshake.card_hello("decode", 0)
-        mute = [client.ask(Address("nowhere", port), hello, 3600.0, 1 << 20) for port in range(1, 100)]
-        assert client.ask(listener.address, hello, 3600.0, 1 << 20).result(60.0)
+        handshake_message = handshake_server.metadata_request("decode", 0)
+        mute = [client.ask(Address("nowhere", port), handshake_message, 3600.0, 1 << 20) for port in range(1, 100)]
+        assert client.ask(listener.address, handshake_message, 3600.0, 1 << 20).result(60.0)
         port = listener.address.port
         assert not any(answer.done() for answer in mute)
         gate.set()
-        assert client.ask(Address("localhost", port), hello, 3600.0, 1 << 20).result(60.0)
+        assert client.ask(Address("localhost", port), handshake_message, 3600.0, 1 << 20).result(60.0)
 
 
 def test_a_peer_that_speaks_something_else_is_named() -> None:
@@ -171,51 +191,56 @@ def test_a_peer_that_speaks_something_else_is_named() -> None:
 
         def answer() -> None:
             other.recv_multipart()
-            other.send(b"hello yourself")
+            other.send(b"handshake message yourself")
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(HandshakeError, match=r"not a card.*is the port that of a kvreshard engine"):
-            fetch_card(Address("127.0.0.1", port), "decode", 0, 5.0)
+        with pytest.raises(HandshakeError, match=r"not engine metadata.*is the port that of a kvreshard engine"):
+            fetch_engine_metadata(Address("127.0.0.1", port), "decode", 0, 5.0)
         thread.join()
 
 
-def test_a_port_that_is_taken_is_said_with_the_remedy(listener: Listener) -> None:
+def test_a_port_that_is_taken_is_said_with_the_remedy(listener: HandshakeServer) -> None:
     with pytest.raises(KvReshardError, match=r"cannot listen for handshakes on tcp.*in use.*port of its own"):
-        Listener(listener.address, card())
+        HandshakeServer(listener.address, engine_metadata())
 
 
 def test_cards_of_a_later_version_and_other_things_are_refused() -> None:
-    good = card()
-    with pytest.raises(WireError, match="card of version 7; this side reads version 1: run the same release"):
-        decode_card(encode_card(msgspec.structs.replace(good, version=7)))
-    with pytest.raises(WireError, match=r"'kvreshard\.layout', not a 'kvreshard\.card'"):
-        decode_card(encode_card(msgspec.structs.replace(good, form="kvreshard.layout")))
-    message = encode_card(good)
+    good = engine_metadata()
+    with pytest.raises(
+        WireError, match="engine_metadata of version 7; this side reads version 1: run the same release"
+    ):
+        decode_engine_metadata(encode_engine_metadata(msgspec.structs.replace(good, version=7)))
+    with pytest.raises(WireError, match=r"'kvreshard\.layout', not a 'kvreshard\.engine_metadata'"):
+        decode_engine_metadata(encode_engine_metadata(msgspec.structs.replace(good, form="kvreshard.layout")))
+    message = encode_engine_metadata(good)
     for length in range(0, len(message), 7):
         with pytest.raises(WireError):
-            decode_card(message[:length])
+            decode_engine_metadata(message[:length])
 
 
 def test_a_rank_that_nobody_can_reach_is_refused() -> None:
     layout = engine("prefill", tp=2)
     with pytest.raises(WireError, match=r"ranks \[0, 1\] are described and \[0\] can be reached"):
-        make_card(layout, bytes(32), {}, [RankCard(0, b"", 0, 0)], 30.0)
+        make_engine_metadata(layout, bytes(32), {}, [RankMetadata(0, b"", 0, 0)], 30.0)
 
 
 def test_facts_that_differ_are_named_with_both_values_and_may_be_allowed() -> None:
-    mine, theirs = card("decode", model="a", dtype="bf16", only_here="1"), card("prefill", model="b", dtype="fp8")
+    mine, theirs = (
+        engine_metadata("decode", model="a", dtype="bf16", only_here="1"),
+        engine_metadata("prefill", model="b", dtype="fp8"),
+    )
     with pytest.raises(LayoutMismatch) as caught:
-        check_facts(mine, theirs)
+        check_compatibility(mine, theirs)
     for text in ("model is 'b' there and 'a' here", "dtype is 'fp8' there and 'bf16' here", "allow_mismatch"):
         assert text in str(caught.value)
     assert "only_here" not in str(caught.value)
-    check_facts(mine, theirs, allowed=("model", "dtype"))
-    check_facts(mine, replace_facts(theirs, mine))
+    check_compatibility(mine, theirs, allowed=("model", "dtype"))
+    check_compatibility(mine, replace_info(theirs, mine))
 
 
-def replace_facts(card: EngineCard, other: EngineCard) -> EngineCard:
-    return msgspec.structs.replace(card, facts=dict(other.facts))
+def replace_info(engine_metadata: EngineMetadata, other: EngineMetadata) -> EngineMetadata:
+    return msgspec.structs.replace(engine_metadata, compatibility=dict(other.compatibility))
 
 
 def test_an_address_is_written_as_zeromq_wants_it() -> None:
@@ -229,8 +254,10 @@ def test_engines_meet_over_ipv6(host: str) -> None:
     with socket.socket(socket.AF_INET6) as probe:
         if probe.connect_ex(("::1", 9)) == errno.EADDRNOTAVAIL:
             pytest.skip("no IPv6 on the loopback of this machine")
-    listener = Listener(Address(host, 0), card(model="m"))
+    listener = HandshakeServer(Address(host, 0), engine_metadata(model="m"))
     try:
-        assert fetch_card(Address(host, listener.address.port), "decode", 0, 5.0) == card(model="m")
+        assert fetch_engine_metadata(Address(host, listener.address.port), "decode", 0, 5.0) == engine_metadata(
+            model="m"
+        )
     finally:
         listener.close()

@@ -8,21 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.unit.session.test_handshake import card
+from tests.unit.session.test_handshake import engine_metadata
 
 from kvreshard.session import handshake_client
-from kvreshard.session.handshake import Address, Listener, card_hello, read_card
+from kvreshard.session.exchange import HandshakeError
 from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.knock import HandshakeError
+from kvreshard.session.handshake_server import Address, HandshakeServer, metadata_request, read_engine_metadata
 
-HELLO = card_hello("decode", 0)
+HELLO = metadata_request("decode", 0)
 PATIENCE_S = 60.0
 HOUR_S = 3600.0
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    with contextlib.closing(Listener(Address("127.0.0.1", 0), card())) as made:
+def listener() -> Iterator[HandshakeServer]:
+    with contextlib.closing(HandshakeServer(Address("127.0.0.1", 0), engine_metadata())) as made:
         yield made
 
 
@@ -45,11 +45,13 @@ def until(condition: Callable[[], object]) -> None:
         assert time.monotonic() < deadline_s, "the condition did not come true"
 
 
-def test_an_address_is_asked_one_question_at_a_time(listener: Listener, client: HandshakeClient) -> None:
+def test_an_address_is_asked_one_question_at_a_time(listener: HandshakeServer, client: HandshakeClient) -> None:
     with mute() as address:
         first, second = (client.ask(address, HELLO, HOUR_S, 1 << 20) for _ in range(2))
         answers = [client.ask(listener.address, HELLO, HOUR_S, 1 << 20) for _ in range(5)]
-        assert all(read_card(listener.address, one.result(PATIENCE_S)) == card() for one in answers)
+        assert all(
+            read_engine_metadata(listener.address, one.result(PATIENCE_S)) == engine_metadata() for one in answers
+        )
         assert client.num_asking == 1
         second.cancel()
         third = client.ask(address, HELLO, HOUR_S, 1 << 20)
@@ -61,7 +63,7 @@ def test_an_address_is_asked_one_question_at_a_time(listener: Listener, client: 
 
 
 def test_what_gave_way_is_asked_anew(
-    listener: Listener, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
+    listener: HandshakeServer, client: HandshakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two places, and three hosts that say nothing: the listener behind one of them starts to answer later."""
     monkeypatch.setattr(handshake_client, "AGAIN_S", 0.05)

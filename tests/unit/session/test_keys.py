@@ -15,18 +15,24 @@ import pytest
 from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError
-from kvreshard.session.card import EngineCard, RankCard, make_card
-from kvreshard.session.greeting import read_mechanism
-from kvreshard.session.handshake import Address, HandshakeError, Listener, fetch_card, tell_outcome
+from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import (
+    Address,
+    HandshakeError,
+    HandshakeServer,
+    fetch_engine_metadata,
+    tell_outcome,
+)
 from kvreshard.session.keys import Keys, read_keys, write_keys
+from kvreshard.session.probe import read_mechanism
 
 LOCAL = Address("127.0.0.1", 0)
 PATIENCE_S = 60.0
 
 
-def card() -> EngineCard:
+def engine_metadata() -> EngineMetadata:
     layout = engine("prefill")
-    return make_card(layout, bytes(32), {}, [RankCard(0, b"a very recognisable text", 4096, 512)], 30.0)
+    return make_engine_metadata(layout, bytes(32), {}, [RankMetadata(0, b"a very recognisable text", 4096, 512)], 30.0)
 
 
 @pytest.fixture
@@ -35,8 +41,8 @@ def room(tmp_path: Path) -> Keys:
 
 
 @pytest.fixture
-def listener(room: Keys) -> Iterator[Listener]:
-    listener = Listener(LOCAL, card(), keys=room)
+def listener(room: Keys) -> Iterator[HandshakeServer]:
+    listener = HandshakeServer(LOCAL, engine_metadata(), keys=room)
     yield listener
     listener.close()
 
@@ -50,46 +56,46 @@ def own_keys(directory: Path, name: str, *trusted: str) -> Keys:
     return read_keys(directory / f"{name}.key_secret", trusts)
 
 
-def test_one_pair_for_all_is_enough(listener: Listener, room: Keys) -> None:
-    assert fetch_card(listener.address, "decode", 0, PATIENCE_S, room) == card()
+def test_one_pair_for_all_is_enough(listener: HandshakeServer, room: Keys) -> None:
+    assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room) == engine_metadata()
     tell_outcome(listener.address, "decode", 0, "fine", True, PATIENCE_S, room)
 
 
 def test_a_pair_each_works_where_both_trust(tmp_path: Path) -> None:
     for name in ("p", "d", "other"):
         write_keys(tmp_path, name)
-    listener = Listener(LOCAL, card(), keys=own_keys(tmp_path, "p", "d"))
+    listener = HandshakeServer(LOCAL, engine_metadata(), keys=own_keys(tmp_path, "p", "d"))
     try:
         keys = own_keys(tmp_path, "d", "other", "p")
-        assert fetch_card(listener.address, "decode", 0, PATIENCE_S, keys) == card()
+        assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, keys) == engine_metadata()
     finally:
         listener.close()
 
 
 def test_a_stranger_is_refused_at_once_and_both_sides_say_why(
-    listener: Listener, room: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    listener: HandshakeServer, room: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "trusted").mkdir()
     write_keys(tmp_path, "stranger")
     (tmp_path / "trusted" / "room.key").write_bytes((tmp_path / "room.key").read_bytes())
     stranger = read_keys(tmp_path / "stranger.key_secret", tmp_path / "trusted")
     with caplog.at_level(logging.WARNING), pytest.raises(HandshakeError) as caught:
-        fetch_card(listener.address, "decode", 0, 10 * PATIENCE_S, stranger)
+        fetch_engine_metadata(listener.address, "decode", 0, 10 * PATIENCE_S, stranger)
     assert f"does not trust this engine's key {stranger.public.decode()}" in str(caught.value)
     assert "curve_public_keys_dir" in str(caught.value)
     assert f"a stranger with the public key {stranger.public.decode()} was refused" in caplog.text
-    assert fetch_card(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
+    assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
 
 
-def test_another_engine_in_its_place_is_not_believed(listener: Listener, room: Keys, tmp_path: Path) -> None:
+def test_another_engine_in_its_place_is_not_believed(listener: HandshakeServer, room: Keys, tmp_path: Path) -> None:
     write_keys(tmp_path, "mine")
     with pytest.raises(HandshakeError, match="has none of the 1 keys that this one trusts"):
-        fetch_card(listener.address, "decode", 0, 10 * PATIENCE_S, read_keys(tmp_path / "mine.key_secret"))
-    assert fetch_card(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
+        fetch_engine_metadata(listener.address, "decode", 0, 10 * PATIENCE_S, read_keys(tmp_path / "mine.key_secret"))
+    assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
 
 
-def test_a_greeting_tells_whether_keys_are_wanted(listener: Listener) -> None:
-    open_door = Listener(LOCAL, card())
+def test_a_greeting_tells_whether_keys_are_wanted(listener: HandshakeServer) -> None:
+    open_door = HandshakeServer(LOCAL, engine_metadata())
     try:
         assert (read_mechanism(listener.address, PATIENCE_S), read_mechanism(open_door.address, PATIENCE_S)) == (
             "CURVE",
@@ -112,31 +118,33 @@ def test_a_greeting_tells_whether_keys_are_wanted(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("time", range(5))
-def test_keys_on_one_side_only_are_told_whoever_hangs_up_first(listener: Listener, room: Keys, time: int) -> None:
+def test_keys_on_one_side_only_are_told_whoever_hangs_up_first(
+    listener: HandshakeServer, room: Keys, time: int
+) -> None:
     test_keys_on_one_side_only_are_told_at_once(listener, room)
 
 
-def test_keys_on_one_side_only_are_told_at_once(listener: Listener, room: Keys) -> None:
+def test_keys_on_one_side_only_are_told_at_once(listener: HandshakeServer, room: Keys) -> None:
     with pytest.raises(
         HandshakeError, match="wants a key and this one has none: give this engine a curve_secret_key_file"
     ):
-        fetch_card(listener.address, "decode", 0, 10 * PATIENCE_S)
-    open_door = Listener(LOCAL, card())
+        fetch_engine_metadata(listener.address, "decode", 0, 10 * PATIENCE_S)
+    open_door = HandshakeServer(LOCAL, engine_metadata())
     try:
         with pytest.raises(HandshakeError, match="uses no keys and this one does: give both"):
-            fetch_card(open_door.address, "decode", 0, 10 * PATIENCE_S, room)
+            fetch_engine_metadata(open_door.address, "decode", 0, 10 * PATIENCE_S, room)
     finally:
         open_door.close()
 
 
 def test_a_peer_without_keys_stands_in_the_servers_log(
-    listener: Listener, room: Keys, caplog: pytest.LogCaptureFixture
+    listener: HandshakeServer, room: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             with pytest.raises(HandshakeError):
-                fetch_card(listener.address, "decode", 0, PATIENCE_S)
-        fetch_card(listener.address, "decode", 0, PATIENCE_S, room)
+                fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
+        fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room)
     lines = [record.getMessage() for record in caplog.records if "did not get through the door" in record.getMessage()]
     assert len(set(lines)) == len(lines) >= 1  # the first, the second, the fourth, ...; ZeroMQ asks again by itself
 
@@ -162,14 +170,14 @@ def carry(door: socket.socket, target: Address, seen: bytearray, is_over: thread
 @pytest.mark.parametrize("has_keys", [True, False])
 def test_a_reader_on_the_way_sees_nothing_where_there_are_keys(room: Keys, has_keys: bool) -> None:
     keys, seen, is_over = room if has_keys else None, bytearray(), threading.Event()
-    listener = Listener(LOCAL, card(), keys=keys)
+    listener = HandshakeServer(LOCAL, engine_metadata(), keys=keys)
     try:
         with socket.create_server(("127.0.0.1", 0)) as door:
             carrier = threading.Thread(target=carry, args=(door, listener.address, seen, is_over))
             carrier.start()
             try:
                 way = Address("127.0.0.1", door.getsockname()[1])
-                assert fetch_card(way, "decode", 0, PATIENCE_S, keys) == card()
+                assert fetch_engine_metadata(way, "decode", 0, PATIENCE_S, keys) == engine_metadata()
             finally:
                 is_over.set()
                 carrier.join()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvreshard.session.handshake import Address, HandshakeError, fetch_card
+from kvreshard.session.handshake_server import Address, HandshakeError, fetch_engine_metadata
 
 PATIENCE_S = 60.0
 
@@ -35,7 +35,7 @@ def test_asking_somebody_who_hangs_up_always_comes_to_an_end(rude: Address) -> N
     def ask() -> None:
         for _ in range(20):
             with pytest.raises(HandshakeError):
-                fetch_card(rude, "decode", 0, 0.05)
+                fetch_engine_metadata(rude, "decode", 0, 0.05)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:

@@ -9,8 +9,8 @@ from tests.unit.session.world import OPTIONS, World, collect, make_world, meet, 
 
 from kvreshard.model import EngineLayout
 from kvreshard.plan.copies import CopyList
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import Cancel, CheckResult, Failure, Load
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.notes import VERSION, Heartbeat, write_note
 from kvreshard.session.observer import Landing, LoadObserver, Observer, RejectedLoad
@@ -61,7 +61,7 @@ class SpyOfLoad(LoadObserver):
         self.spy.calls.append("landed")
         yield from self.spy.land(landing)
 
-    def failed(self, failure: Failure, dst: EngineCard, src: EngineCard | None, *, is_routed: bool) -> None:
+    def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
         self.spy.calls.append(f"failed as {failure.kind}, source {src.engine if src else None}, {is_routed}")
 
 
@@ -126,7 +126,7 @@ def test_a_load_waits_for_its_observer_and_for_what_that_has_posted() -> None:
     ended = list[str]()
 
     def read_and_wait(landing: Landing) -> Steps:
-        mover, (source,) = landing.peer.mover, landing.peer.card.rank_by_number.values()
+        mover, (source,) = landing.peer.mover, landing.peer.engine_metadata.rank_by_number.values()
         copies = CopyList.of([source.lease_address], [world.dst.tables[0].region.address], WORD_BYTES)
         try:
             transfer = mover.transport.post(mover.peers[0], Direction.READ, copies)

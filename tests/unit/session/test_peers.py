@@ -12,19 +12,19 @@ from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
-from kvreshard.session.card import EngineCard
 from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine
-from kvreshard.session.handshake import Address, HandshakeError, Hello, Listener
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.handshake_client import MAX_AT_ONCE
+from kvreshard.session.handshake_server import Address, HandshakeError, HandshakeMessage, HandshakeServer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import MAX_PER_HOST, Peers, connect_engine
 from kvreshard.session.remote_leases import RemoteLeases
-from kvreshard.session.seal import incarnation_of
+from kvreshard.session.seal import instance_id_of
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, no_fault
 
 NEXT_KEY = bytes(32)
-NEXT_LIFE = incarnation_of(NEXT_KEY)
+NEXT_LIFE = instance_id_of(NEXT_KEY)
 PATIENCE_S = 60.0
 
 
@@ -35,9 +35,9 @@ class Room:
         self.fabric = Fabric()
         self.sides: list[Side] = []
         src, dst = self.start("prefill", 2), self.start("decode", 1)
-        self.listener = Listener(Address("127.0.0.1", 0), src.card())
+        self.listener = HandshakeServer(Address("127.0.0.1", 0), src.engine_metadata())
         self.remote = RemoteEngine("prefill", LIFE, self.listener.address)
-        self.me = LocalRank(dst.card(), dst.layout, 0, dst.transports[0], HostMemory(), None)
+        self.me = LocalRank(dst.engine_metadata(), dst.layout, 0, dst.transports[0], HostMemory(), None)
         self.gate, self.num_meetings = threading.Event(), 0
         self.clock, self.woken = Clock(), threading.Event()
         self.peers = Peers(EndpointOptions(handshake_timeout_s=PATIENCE_S), self.clock, self.woken.set, self._connect)
@@ -48,22 +48,24 @@ class Room:
         self.sides.append(make_side(Clock(), self.fabric, layout, lambda rank: None, no_fault, OPTIONS))
         return self.sides[-1]
 
-    def _connect(self, me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
+    def _connect(
+        self, me: LocalRank, remote: RemoteEngine, engine_metadata: EngineMetadata, options: EndpointOptions
+    ) -> Peer:
         assert self.gate.wait(PATIENCE_S)
         self.num_meetings += 1
-        return connect_engine(me, remote, card, options)
+        return connect_engine(me, remote, engine_metadata, options)
 
     def restart(self) -> RemoteEngine:
         """The source ends, and its next life listens at the same address."""
         self.listener.close()
-        self.listener = Listener(self.remote.address, self.next_card())
+        self.listener = HandshakeServer(self.remote.address, self.next_metadata())
         return RemoteEngine("prefill", NEXT_LIFE, self.remote.address)
 
-    def next_card(self) -> EngineCard:
-        """The card of another life of the source."""
+    def next_metadata(self) -> EngineMetadata:
+        """The engine metadata of another life of the source."""
         side = self.start("prefill", 2)
         side.key = NEXT_KEY
-        return side.card()
+        return side.engine_metadata()
 
     def hear(self) -> None:
         """What has been found out of a peer that is doubted."""
@@ -135,7 +137,7 @@ def test_the_former_life_is_dropped_when_the_new_one_has_answered(room: Room) ->
 def test_two_engines_of_one_name_are_both_read_from(room: Room) -> None:
     room.gate.set()
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
-    with contextlib.closing(Listener(Address("127.0.0.1", 0), room.next_card())) as listener:
+    with contextlib.closing(HandshakeServer(Address("127.0.0.1", 0), room.next_metadata())) as listener:
         following = RemoteEngine("prefill", NEXT_LIFE, listener.address)
         second = room.peers.get(room.me, following).result(PATIENCE_S)
         for _ in range(3):
@@ -179,7 +181,9 @@ def test_one_life_under_two_addresses_is_one_peer(room: Room) -> None:
 
 
 def test_a_wrong_address_does_not_stand_in_the_way_of_the_right_one(room: Room) -> None:
-    with contextlib.closing(Listener(Address("127.0.0.1", 0), room.start("another", 1).card())) as listener:
+    with contextlib.closing(
+        HandshakeServer(Address("127.0.0.1", 0), room.start("another", 1).engine_metadata())
+    ) as listener:
         wrong = RemoteEngine("prefill", LIFE, listener.address)
         asked = room.peers.get(room.me, wrong)
         right = room.peers.get(room.me, room.remote)
@@ -283,11 +287,11 @@ def test_peers_end_while_hosts_do_not_answer(room: Room) -> None:
 def test_a_source_that_does_not_take_the_outcome_is_read_from_all_the_same(room: Room) -> None:
     told, gate = threading.Event(), threading.Event()
 
-    def hear(hello: Hello) -> None:
+    def hear(handshake_message: HandshakeMessage) -> None:
         told.set()
         assert gate.wait(PATIENCE_S)
 
-    listener = Listener(Address("127.0.0.1", 0), room.sides[0].card(), hear)
+    listener = HandshakeServer(Address("127.0.0.1", 0), room.sides[0].engine_metadata(), hear)
     remote = RemoteEngine("prefill", LIFE, listener.address)
     with contextlib.closing(listener), contextlib.closing(patient(room)) as several:
         assert several.get(room.me, remote).result(PATIENCE_S) is several.met(remote)
@@ -308,8 +312,8 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
 
 
 def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytest.LogCaptureFixture) -> None:
-    def connect(me: LocalRank, remote: RemoteEngine, card: EngineCard, options: EndpointOptions) -> Peer:
-        peer = connect_engine(me, remote, card, options)
+    def connect(me: LocalRank, remote: RemoteEngine, engine_metadata: EngineMetadata, options: EndpointOptions) -> Peer:
+        peer = connect_engine(me, remote, engine_metadata, options)
         return replace(peer, route=replace(peer.route, warnings=("field 'draft.0.k': the draft's cache is missing",)))
 
     room.gate.set()

@@ -23,8 +23,8 @@ from tests.unit.session.world import (
 
 from kvreshard.model import WireError
 from kvreshard.model.changed import replace
-from kvreshard.session.card import EngineCard, decode_card, encode_card
 from kvreshard.session.commands import Acquire, Publish, Release, RemoteLease, Renew, StopRenewing
+from kvreshard.session.engine_metadata import EngineMetadata, decode_engine_metadata, encode_engine_metadata
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Heartbeat, read_note
 from kvreshard.session.renewals import RENEWALS_PER_LEASE
@@ -189,19 +189,19 @@ def test_a_source_that_cannot_be_met_is_asked_for_now_and_then(
     assert not told
 
 
-def card(lease_s: float) -> EngineCard:
+def engine_metadata(lease_s: float) -> EngineMetadata:
     world = make_world(1, 1)
     world.src.lease_s = lease_s
-    made = world.src.card()
+    made = world.src.engine_metadata()
     world.close()
     return made
 
 
 @pytest.mark.parametrize("lease_s", [0.0, -1.0, float("nan"), float("-inf")])
 def test_a_lease_time_that_is_none_is_refused(lease_s: float) -> None:
-    with pytest.raises(WireError, match=r"not a card: .*lease_s"):
-        decode_card(encode_card(card(lease_s)))
+    with pytest.raises(WireError, match=r"not engine metadata: .*lease_s"):
+        decode_engine_metadata(encode_engine_metadata(engine_metadata(lease_s)))
 
 
 def test_a_card_says_its_lease_time() -> None:
-    assert decode_card(encode_card(card(4.0))).lease_s == 4.0
+    assert decode_engine_metadata(encode_engine_metadata(engine_metadata(4.0))).lease_s == 4.0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.model.tables import PageTable
-from kvreshard.session.seal import Seal, SealError, check_seal, incarnation_of, make_seal, new_key, prompt_key
+from kvreshard.session.seal import Seal, SealError, check_seal, instance_id_of, make_seal, new_key, prompt_key
 
 KEY = bytes(range(32))
 TABLES = {"g0": PageTable([4, 9], 21, 1), "g1": PageTable([3], 21)}
@@ -19,10 +19,10 @@ def table(pages: list[int], num_tokens: int = 21, first_page: int = 1) -> dict[s
 
 
 def test_what_was_sealed_is_taken() -> None:
-    key, source, lease, tables, facts = GOOD
+    key, source, lease, tables, details = GOOD
     seal = make_seal(*GOOD)
     check_seal(key, source, lease, tables, seal)
-    check_seal(key, source, lease, dict(reversed(tables.items())), Seal(facts, bytes(seal.code)))
+    check_seal(key, source, lease, dict(reversed(tables.items())), Seal(details, bytes(seal.code)))
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_what_was_sealed_is_taken() -> None:
     ],
 )
 def test_a_seal_over_anything_else_does_not_hold(changed: tuple) -> None:  # type: ignore[type-arg]
-    key, source, lease, tables, facts = GOOD
+    key, source, lease, tables, details = GOOD
     with pytest.raises(SealError, match=r"request 'r' of engine 'p'.*were not sealed by that engine.*Nothing was read"):
-        check_seal(key, source, lease, tables, Seal(facts, make_seal(*changed).code))
+        check_seal(key, source, lease, tables, Seal(details, make_seal(*changed).code))
     assert make_seal(*changed).code != make_seal(*GOOD).code
 
 
 @given(code=st.binary(max_size=40))
 def test_a_guess_does_not_hold(code: bytes) -> None:
-    key, source, lease, tables, facts = GOOD
+    key, source, lease, tables, details = GOOD
     with pytest.raises(SealError):
-        check_seal(key, source, lease, tables, Seal(facts, code))
+        check_seal(key, source, lease, tables, Seal(details, code))
 
 
 def test_a_name_of_a_stranger_writes_no_line_of_its_own() -> None:
@@ -73,8 +73,8 @@ def test_keys_are_new_and_stand_in_nothing_that_follows_from_them() -> None:
     first, second = new_key(), new_key()
     assert len(first) == len(second) == 32
     assert first != second
-    assert incarnation_of(first) == incarnation_of(first) != incarnation_of(second)
-    derived = {bytes.fromhex(incarnation_of(KEY)), prompt_key(KEY, "r", 1)[:16], make_seal(*GOOD).code, KEY[:16]}
+    assert instance_id_of(first) == instance_id_of(first) != instance_id_of(second)
+    derived = {bytes.fromhex(instance_id_of(KEY)), prompt_key(KEY, "r", 1)[:16], make_seal(*GOOD).code, KEY[:16]}
     assert len(derived) == 4
 
 

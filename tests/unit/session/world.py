@@ -15,7 +15,6 @@ from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
 from kvreshard.plan import compile_route
-from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.commands import (
     Acquire,
     EndpointOptions,
@@ -26,12 +25,13 @@ from kvreshard.session.commands import (
     RemoteLease,
 )
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
-from kvreshard.session.handshake import Address
+from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.peers import Peers
-from kvreshard.session.seal import Seal, incarnation_of, make_seal
+from kvreshard.session.seal import Seal, instance_id_of, make_seal
 from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.tools.recorder import Recorder
@@ -41,7 +41,7 @@ from kvreshard.transport.memory import Fabric, Fault, FaultPlan, MemoryTransport
 
 WORD, SLOT = 0xABC, 5
 KEY = bytes(range(32))
-LIFE = incarnation_of(KEY)
+LIFE = instance_id_of(KEY)
 HOST: tuple[str, LocalMemory] = ("cpu", HostMemory())
 KIND = Attention(2, 8, "bfloat16")
 UNWATCHED = ObserverOptions()
@@ -77,9 +77,9 @@ class Side:
     lease_s: float = 30.0
     key: bytes = KEY
 
-    def card(self) -> EngineCard:
+    def engine_metadata(self) -> EngineMetadata:
         ranks = [
-            RankCard(
+            RankMetadata(
                 rank,
                 self.transports[rank].metadata(),
                 self.tables[rank].region.address,
@@ -89,7 +89,7 @@ class Side:
             )
             for rank in self.transports
         ]
-        return make_card(self.layout, self.key, {}, ranks, self.lease_s)
+        return make_engine_metadata(self.layout, self.key, {}, ranks, self.lease_s)
 
     def turn(self, times: int = 3) -> None:
         for _ in range(times):
@@ -143,11 +143,15 @@ LEASE = RemoteLease("r", SLOT, WORD)
 
 
 def seal(
-    transfer: Request, lease: RemoteLease = LEASE, remote: RemoteEngine = REMOTE, key: bytes = KEY, facts: bytes = b""
+    transfer: Request,
+    lease: RemoteLease = LEASE,
+    remote: RemoteEngine = REMOTE,
+    key: bytes = KEY,
+    compatibility: bytes = b"",
 ) -> Seal:
     """What the source says of a transfer."""
     named = lease.request, lease.slot, lease.word
-    return make_seal(key, (remote.engine, remote.incarnation), named, transfer.src_tables, facts)
+    return make_seal(key, (remote.engine, remote.instance_id), named, transfer.src_tables, compatibility)
 
 
 def make_side(
@@ -245,13 +249,15 @@ class FakePeers(ScriptedPeers):
         if self.world.meeting_error:
             future.set_exception(self.world.meeting_error[0])
             return
-        card = self.world.src.card()
+        engine_metadata = self.world.src.engine_metadata()
         route = compile_route(self.world.src.layout, me.layout, self.rank)
         names = {rank: f"p{rank}" for rank in self.world.src.transports}
         for rank, name in names.items():
-            me.transport.add_peer(name, card.rank_by_number[rank].metadata)
+            me.transport.add_peer(name, engine_metadata.rank_by_number[rank].metadata)
         future.set_result(
-            Peer(remote, card, self.world.src.layout, route, Mover(me.transport, me.memory, names, me.staging))
+            Peer(
+                remote, engine_metadata, self.world.src.layout, route, Mover(me.transport, me.memory, names, me.staging)
+            )
         )
 
     def _ask(self, peer: Peer) -> None:
@@ -287,7 +293,7 @@ def make_world(
     )
     for side in (made.src, made.dst):
         for endpoint in side.endpoints.values():
-            endpoint.introduce(side.card(), side.layout)
+            endpoint.introduce(side.engine_metadata(), side.layout)
     return made
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.pairs.small import request
 from tests.unit.session.world import HOST, LEASE, OPTIONS, REMOTE, WORD, World, make_world, meet, order_load, seal
 
-from kvreshard.session.card import MAILBOX_ENTRY_BYTES
 from kvreshard.session.commands import Failure, Load, Revoke
+from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES
 from kvreshard.session.notes import VERSION
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.tools import digest_check, digest_request, digest_server
@@ -203,8 +203,8 @@ def test_memory_that_cannot_be_read_is_skipped_and_told_once(
 
 def test_a_source_without_a_mailbox_is_skipped() -> None:
     world = make_world(1, 1, watched=CHECKED)
-    card = world.src.card()
-    ranks = {r.rank: msgspec.structs.replace(r, mailbox_entries=0) for r in card.ranks}
+    engine_metadata = world.src.engine_metadata()
+    ranks = {r.rank: msgspec.structs.replace(r, mailbox_entries=0) for r in engine_metadata.ranks}
     mine, (endpoint,) = world.dst.layout.ranks[0], world.dst.endpoints.values()
     meet_first = order_load(world)
     world.turn()

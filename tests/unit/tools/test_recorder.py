@@ -38,7 +38,7 @@ from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
 from kvreshard.session.commands import Cancel, Failure, Load, RemoteEngine
-from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.handshake_server import Address, HandshakeServer
 from kvreshard.session.peer import LocalRank
 from kvreshard.session.seal import Seal
 from kvreshard.tools import flight as form
@@ -118,22 +118,22 @@ def test_a_record_holds_no_word_and_no_cached_byte(world: World, tmp_path: Path)
 
 
 def test_the_card_of_a_pair_that_is_refused_is_kept_for_the_record(world: World) -> None:
-    card = msgspec.structs.replace(world.src.card(), facts={"model": "large"})
-    mine = msgspec.structs.replace(world.dst.card(), facts={"model": "small"})
-    listener = Listener(Address("127.0.0.1", 0), card)
+    engine_metadata = msgspec.structs.replace(world.src.engine_metadata(), compatibility={"model": "large"})
+    mine = msgspec.structs.replace(world.dst.engine_metadata(), compatibility={"model": "small"})
+    listener = HandshakeServer(Address("127.0.0.1", 0), engine_metadata)
     remote = RemoteEngine("prefill", LIFE, listener.address)
     me = LocalRank(mine, world.dst.layout, 0, world.dst.transports[0], HostMemory(), None)
     with pytest.raises(LayoutMismatch, match="model is 'large' there and 'small' here"):
         meet_engine(me, remote, OPTIONS)
     listener.close()
-    assert me.refused == {remote: card}
+    assert me.refused == {remote: engine_metadata}
 
 
 def test_a_refused_pair_is_recorded_with_both_layouts(world: World, tmp_path: Path) -> None:
     world.meeting_error.append(LayoutMismatch("fields differ"))
     for endpoint in world.dst.endpoints.values():
         assert endpoint._me is not None
-        endpoint._me.refused[REMOTE] = world.src.card()
+        endpoint._me.refused[REMOTE] = world.src.engine_metadata()
     fail(world)
     flight = decode_flight(records(tmp_path)[0].read_bytes())
     assert flight.src is not None
@@ -141,15 +141,15 @@ def test_a_refused_pair_is_recorded_with_both_layouts(world: World, tmp_path: Pa
 
 
 def test_a_source_whose_layout_is_none_is_recorded_as_it_came(world: World, tmp_path: Path) -> None:
-    card = msgspec.structs.replace(world.src.card(), layout=b"no layout")
+    engine_metadata = msgspec.structs.replace(world.src.engine_metadata(), layout=b"no layout")
     world.meeting_error.append(WireError("not a layout"))
     for endpoint in world.dst.endpoints.values():
         assert endpoint._me is not None
-        endpoint._me.refused[REMOTE] = card
+        endpoint._me.refused[REMOTE] = engine_metadata
     fail(world)
     flight = decode_flight(records(tmp_path)[0].read_bytes())
     assert flight.src is not None
-    assert (flight.src.engine, flight.src.layout) == (card.engine, b"no layout")
+    assert (flight.src.engine, flight.src.layout) == (engine_metadata.engine, b"no layout")
     assert wire.decode(flight.dst.layout) == world.dst.layout
     with pytest.raises(WireError, match=r"not a layout \(msgpack, 9 bytes\)"):
         replay(flight)
@@ -328,8 +328,8 @@ def failed_load(num_pages: int, clock: Clock) -> FailedLoad:
     table = PageTable(np.arange(1, num_pages + 1), 16 * num_pages)
     wanted = Request({"g": table}, {"g": table}, {"g": [(0, table.num_tokens)]}, {"g": table.pages})
     load = Load("d", REMOTE, LEASE, wanted, Seal(b"", b""), gives_back=True)
-    failure, src = Failure("transfer", "x"), world.src.card()
-    return FailedLoad(load, 0, failure, world.dst.card(), src, True, Events(clock), 0, ())
+    failure, src = Failure("transfer", "x"), world.src.engine_metadata()
+    return FailedLoad(load, 0, failure, world.dst.engine_metadata(), src, True, Events(clock), 0, ())
 
 
 def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock) -> None:

@@ -17,16 +17,16 @@ from kvreshard.kinds import Attention
 from kvreshard.model import EngineLayout
 from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
-from kvreshard.session.card import EngineCard, RankCard, make_card
 from kvreshard.session.commands import Load, RemoteEngine, RemoteLease
-from kvreshard.session.handshake import Address, Listener
+from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
+from kvreshard.session.handshake_server import Address, HandshakeServer
 from kvreshard.session.seal import Seal
 from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
 from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
 
 HEADS = Attention(4, 16, "bfloat16")
-FACTS = {"request": "r", "peer": "p", "rank": 0}
+INTERIORS = {"request": "r", "peer": "p", "rank": 0}
 
 
 class Agent:
@@ -101,7 +101,7 @@ def report(
         Seal(b"", b""),
         gives_back=True,
     )
-    return compare_load(load, compile_route(src, dst, 0), src, dst, theirs, FACTS)
+    return compare_load(load, compile_route(src, dst, 0), src, dst, theirs, INTERIORS)
 
 
 def ours(src: EngineLayout, dst: EngineLayout, num_tokens: int = 10) -> list[CopyList]:
@@ -146,12 +146,12 @@ def test_refused_on_either_side_and_what_cannot_be_said(pair: tuple[EngineLayout
 @pytest.fixture
 def judged(
     pair: tuple[EngineLayout, EngineLayout], tmp_path: Path
-) -> Iterator[tuple[ShadowJudge, Listener, Callable[[int], list[dict[str, Any]]]]]:
+) -> Iterator[tuple[ShadowJudge, HandshakeServer, Callable[[int], list[dict[str, Any]]]]]:
     """A judge of the destination, the source's listener, and the reports once there are so many."""
     src, dst = pair
-    file, listener = tmp_path / "reports", Listener(Address("127.0.0.1", 0), card_of(src))
+    file, listener = tmp_path / "reports", HandshakeServer(Address("127.0.0.1", 0), metadata_of(src))
     judge = ShadowJudge(dst.engine, ShadowOptions(5.0, None, (), str(file)))
-    judge.introduce(card_of(dst))
+    judge.introduce(metadata_of(dst))
 
     def reports(number: int) -> list[dict[str, Any]]:
         deadline_s = time.monotonic() + 60.0
@@ -164,8 +164,10 @@ def judged(
     listener.close()
 
 
-def card_of(layout: EngineLayout) -> EngineCard:
-    return make_card(layout, bytes(32), {"model": "m"}, [RankCard(rank.rank, b"", 0, 0) for rank in layout.ranks], 30.0)
+def metadata_of(layout: EngineLayout) -> EngineMetadata:
+    return make_engine_metadata(
+        layout, bytes(32), {"model": "m"}, [RankMetadata(rank.rank, b"", 0, 0) for rank in layout.ranks], 30.0
+    )
 
 
 class Done:
@@ -183,7 +185,7 @@ def ended(pair: tuple[EngineLayout, EngineLayout], address: Address, **changes: 
     """A load of all heads that NixlConnector carried out as the planner would have."""
     src, dst = pair
     wanted = request(src, dst, 13)
-    remote = RemoteEngine(src.engine, card_of(src).incarnation, address)
+    remote = RemoteEngine(src.engine, metadata_of(src).instance_id, address)
     load = Load("r", remote, RemoteLease("s", 0, 1), wanted, Seal(b"", b""), gives_back=True)
     posted = [Done(f"agent {copies.src_rank}", copies) for copies in bind(compile_route(src, dst, 0), wanted)]
     agents = {f"agent {rank.rank}": (dict(rank.place)["pp"], dict(rank.place)["tp"]) for rank in src.ranks}

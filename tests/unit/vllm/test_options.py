@@ -11,7 +11,7 @@ from kvreshard.model import KvReshardError
 from kvreshard.model.text import is_name
 from kvreshard.plan.cost import DEVICE_COST, MEASURED_SPEEDUP, CostModel
 from kvreshard.session.commands import EndpointOptions
-from kvreshard.session.constants import host_facts, save_constants
+from kvreshard.session.constants import host_description, save_constants
 from kvreshard.session.keys import write_keys
 from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.transport.pace import Pace
@@ -182,7 +182,7 @@ def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> Non
     assert read_options({}).cost() == CostModel()
     assert read_options({}).endpoint("cuda:1").cost == DEVICE_COST
     file, measured = tmp_path / "constants.json", CostModel(copy_s=5.0, min_speedup=MEASURED_SPEEDUP)
-    save_constants(file, host_facts("cuda:0"), measured)
+    save_constants(file, host_description("cuda:0"), measured)
     options = read_options({"cost_model": str(file)})
     # A host's devices are alike, and what was measured there is believed more than the defaults.
     assert options.cost("cuda:1") == dataclasses.replace(measured, min_speedup=MEASURED_SPEEDUP)

@@ -11,14 +11,14 @@ from tests.changed import leaves, other
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import RemoteEngine, RemoteLease
-from kvreshard.session.handshake import Address
-from kvreshard.session.seal import SealError, check_seal, incarnation_of
+from kvreshard.session.handshake_server import Address
+from kvreshard.session.seal import SealError, check_seal, instance_id_of
 from kvreshard.vllm.params import KEY, GroupParams, ParamsError, RemotePrefill, read_params, write_params
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 
 SECRET = bytes(range(32))
 PREFILL = RemotePrefill(
-    RemoteEngine("engine", incarnation_of(SECRET), Address("10.0.0.1", 5600)),
+    RemoteEngine("engine", instance_id_of(SECRET), Address("10.0.0.1", 5600)),
     RemoteLease("cmpl-1", 7, 2**63 + 12345),
     300,
     (GroupParams("g0", 2, 128, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
@@ -230,7 +230,7 @@ def test_a_change_of_any_field_breaks_the_seal(path: tuple[Any, ...]) -> None:
         read = read_params(json.loads(json.dumps(wrong)))
     except ParamsError:
         return
-    source = read.remote.engine, read.remote.incarnation
+    source = read.remote.engine, read.remote.instance_id
     lease = read.lease.request, read.lease.slot, read.lease.word
     with pytest.raises(SealError):
         check_seal(SECRET, source, lease, read.tables(), read.seal)

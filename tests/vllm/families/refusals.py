@@ -42,7 +42,7 @@ from vllm.triton_utils import triton
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from kvreshard.vllm import layer_facts
+from kvreshard.vllm import layer_info
 
 ABSENT = ("cuda", "cutlass", "torchvision")
 CPU_BACKENDS = ("AMX_MLA", "CPU_ATTN", "CPU_MLA")
@@ -110,14 +110,14 @@ def take_out() -> None:
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
     CpuPlatform._find_non_ssm_backends = classmethod(lambda cls, config: [FlashAttentionBackend])
-    find = layer_facts._platform
+    find = layer_info._platform
 
     def platform(config: Any, backend: str, layer: Any, spec: Any) -> str:
         return find(config, backend, layer, spec) if backend in CPU_BACKENDS else "cuda"
 
-    layer_facts._platform = platform
+    layer_info._platform = platform
     VllmConfig._get_v1_model_runner_unsupported_features = lambda self: []
-    layer_facts._scales = lambda name, layer: None
+    layer_info._scales = lambda name, layer: None
     listed = torch.Tensor.tolist
     torch.Tensor.tolist = lambda tensor: [0.0] * tensor.numel() if tensor.is_meta else listed(tensor)
     CPUAttentionBackend.supports_alibi_sqrt = classmethod(lambda cls: True)

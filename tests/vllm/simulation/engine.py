@@ -40,10 +40,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvreshard.model import wire
 from kvreshard.model.changed import replace
-from kvreshard.session.card import RankCard, decode_card
 from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.endpoint import Endpoint
-from kvreshard.session.handshake import Address
+from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
+from kvreshard.session.handshake_server import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.peers import Peers
 from kvreshard.session.staging import Staging
@@ -177,7 +177,7 @@ class Engine:
         # The runner is vLLM's choice by platform; nothing else in a scheduler asks for it.
         self.scheduler.use_v2_model_runner = shape.is_v2
         self.connector: Any = self.scheduler.connector
-        self.connector._scheduler._handshake.listen = lambda card: self.address
+        self.connector._scheduler._handshake.listen = lambda engine_metadata: self.address
         self.connector._scheduler._deadlock._clock = self.clock
         self.connector._scheduler._admission._clock = self.clock
         self.runner = Runner(self.side, self.texts, self.count_accepted)
@@ -287,12 +287,12 @@ class Engine:
             )  # fmt: skip
             areas = [MemoryRegion(area.address, area.size_bytes) for area in rank.regions]
             transport.register([*areas, table.region, *endpoint.regions, MemoryRegion(buffer.ctypes.data, buffer.size)])
-            card = RankCard(
+            engine_metadata = RankMetadata(
                 rank.rank, transport.metadata(), table.region.address, len(table),
                 observer.mailbox.region.address, len(observer.mailbox),
             )  # fmt: skip
             parts[divmod(place, self.shape.tp)] = ReshardHandshake(
-                RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), card, {})
+                RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), engine_metadata, {})
             )
             worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
             worker._endpoint, worker._rank = endpoint, rank.rank
@@ -300,7 +300,7 @@ class Engine:
             self.endpoints.append(endpoint)
             self._buffers.append(buffer)
         self.connector.set_xfer_handshake_metadata_pp_aware(parts)
-        self.card = decode_card(self.connector._scheduler._metadata.card)
+        self.engine_metadata = decode_engine_metadata(self.connector._scheduler._metadata.engine_metadata)
 
     def add(
         self,

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.interface import PauseState
 from kvreshard.plan import compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S
-from kvreshard.session.handshake import Address, HandshakeError
+from kvreshard.session.handshake_server import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.transport.base import Transfer
@@ -112,11 +112,17 @@ class WorldPeers(ScriptedPeers):
             return
         source = self._world.by_name[remote.engine]
         route = self._world.route(source, self._engine, self._rank)
-        names = {rank.rank: f"{source.name}-{rank.rank}" for rank in source.card.ranks}
-        for rank in source.card.ranks:
+        names = {rank.rank: f"{source.name}-{rank.rank}" for rank in source.engine_metadata.ranks}
+        for rank in source.engine_metadata.ranks:
             me.transport.add_peer(names[rank.rank], rank.metadata)
         future.set_result(
-            Peer(remote, source.card, source.side.layout, route, Mover(me.transport, me.memory, names, me.staging))
+            Peer(
+                remote,
+                source.engine_metadata,
+                source.side.layout,
+                route,
+                Mover(me.transport, me.memory, names, me.staging),
+            )
         )
 
 

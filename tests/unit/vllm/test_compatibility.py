@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvreshard.vllm.engine_facts import digest_config, read_media, read_rope
+from kvreshard.vllm.compatibility import digest_config, read_media, read_rope
 
 CONFIG: dict[str, Any] = {"rope_parameters": {"rope_theta": 1e4}, "layer_types": ["full", "window"], "hidden_size": 64}
 

@@ -1,6 +1,6 @@
 """How does a peer put one question to a listener, and what does it know if there is no answer?
 
-1. Look the host up. Connect, ask, wait. An answer that does not come in time is asked for again on a fresh connection: a hello changes
+1. Look the host up. Connect, ask, wait. An answer that does not come in time is asked for again on a fresh connection: a handshake message changes
    nothing but a log, and it may have been lost with its connection.
 2. ZeroMQ says nothing when it cannot connect; its monitor does. From what it saw follows why there is no answer: the connection was
    refused (`closed`), nobody answers there (`absent`), something that is not ZeroMQ (`mute`), keys on one side only (`mixed`), a key that
@@ -21,12 +21,12 @@ from typing import Any, Literal
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvreshard.session.greeting import ask_mechanism
-from kvreshard.session.hello import Address, HandshakeError
+from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.keys import Keys
 from kvreshard.session.lookup import look_up
 from kvreshard.session.monitor import monitored
 from kvreshard.session.poll import Exchange, Wait, drive
+from kvreshard.session.probe import ask_mechanism
 
 # An answer of megabytes from a busy engine mostly takes less than this; each further wait is twice as long.
 ASK_AGAIN_S = 5.0
@@ -47,22 +47,24 @@ _WATCHED = (
 )
 
 
-def knock(address: Address, hello: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None) -> bytes:
-    """The listener's answer to `hello`, of at most `max_bytes` bytes. Raises HandshakeError after `timeout_s` or before."""
+def ask_and_wait(
+    address: Address, handshake_message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
+) -> bytes:
+    """The listener's answer to `handshake_message`, of at most `max_bytes` bytes. Raises HandshakeError after `timeout_s` or before."""
     with zmq.Context() as context:
-        return drive(ask(context, address, hello, timeout_s, max_bytes, keys, time.monotonic() + timeout_s))
+        return drive(ask(context, address, handshake_message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s))
 
 
 def ask(
     context: zmq.Context[Any],
     address: Address,
-    hello: bytes,
+    handshake_message: bytes,
     timeout_s: float,
     max_bytes: int,
     keys: Keys | None,
     deadline_s: float,
 ) -> Exchange[bytes]:
-    """The exchange of `knock`, which ends at `deadline_s` of `time.monotonic`. `timeout_s` is what an error says of it."""
+    """The exchange of `ask_and_wait`, which ends at `deadline_s` of `time.monotonic`. `timeout_s` is what an error says of it."""
     misses: list[Miss] = []
     server_keys = itertools.cycle(keys.trusted if keys else (None,))
     num_keys = len(keys.trusted) if keys else 1
@@ -70,14 +72,16 @@ def ask(
     server_key = next(server_keys)
     number = yield from _look_up(address, deadline_s)
     while (left_s := deadline_s - time.monotonic()) > 0:
-        found = yield from _ask_once(context, number, hello, min(left_s, patience_s), max_bytes, keys, server_key)
+        found = yield from _ask_once(
+            context, number, handshake_message, min(left_s, patience_s), max_bytes, keys, server_key
+        )
         if isinstance(found, bytes):
             return found
         misses.append(found)
         if found in ("closed", "mixed", "refused") or misses[-num_keys:] == ["foreign"] * num_keys:
             break
         if found == "silent":
-            patience_s *= 2  # a card may take longer than that: do not begin it again and again
+            patience_s *= 2  # engine metadata may take longer than that: do not begin it again and again
         if found == "foreign":
             server_key = next(server_keys)
         elif found in ("lost", "mute"):
@@ -97,7 +101,7 @@ def _look_up(address: Address, deadline_s: float) -> Exchange[Address]:
 def _ask_once(
     context: zmq.Context[Any],
     address: Address,
-    hello: bytes,
+    handshake_message: bytes,
     timeout_s: float,
     max_bytes: int,
     keys: Keys | None,
@@ -119,7 +123,7 @@ def _ask_once(
                 dealer.connect(str(address))
                 # A connection that was refused at once is gone by now, and nothing else would ever take the message.
                 with contextlib.suppress(zmq.Again):
-                    dealer.send_multipart([b"", hello], zmq.NOBLOCK)
+                    dealer.send_multipart([b"", handshake_message], zmq.NOBLOCK)
                 miss = yield from _await(dealer, monitor, deadline_s)
             if miss == "hung up":
                 return (yield from _who_hung_up(address, deadline_s, has_keys=keys is not None))

@@ -34,7 +34,7 @@ SPARSE_LATENT = ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPA
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class KnownInterior:
     """Backends that fill a page alike. `packing`: whether the backend repacks the page (its own slots or cell bytes)."""
 
     backends: tuple[str, ...]
@@ -45,17 +45,21 @@ class Fact:
     packing: bool = False
 
 
-FACTS: tuple[Fact, ...] = (
+INTERIORS: tuple[KnownInterior, ...] = (
     # K and V of one head and token side by side: kv_cache.transpose(1, 2).split(head_size, dim=-1).
-    Fact(("FLASH_ATTN",), (*PLAIN, *FP8), ("cuda", "xpu"), "cell", "v1/attention/backends/flash_attn.py:1252"),
-    Fact(("FLASH_ATTN",), (*PLAIN, *FP8), ("rocm",), "cell", "v1/attention/backends/rocm_aiter_fa.py:1519"),
-    Fact(("FLASH_ATTN_DIFFKV",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/flash_attn_diffkv.py:193"),
-    Fact(("TRITON_ATTN",), (*PLAIN, *FP8), GPUS, "cell", "v1/attention/backends/triton_attn.py:625"),
-    Fact(("TRITON_ATTN_DIFFKV",), (*PLAIN, *FP8), GPUS, "cell", "v1/attention/backends/triton_attn_diffkv.py:193"),
-    Fact(("FLASHINFER",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/flashinfer.py:2168"),
-    Fact(("FLEX_ATTENTION",), PLAIN, GPUS, "cell", "v1/attention/backends/flex_attention.py:1348"),
-    Fact(("HPC_ATTN",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/hpc_attn.py:443"),
-    Fact(
+    KnownInterior(("FLASH_ATTN",), (*PLAIN, *FP8), ("cuda", "xpu"), "cell", "v1/attention/backends/flash_attn.py:1252"),
+    KnownInterior(("FLASH_ATTN",), (*PLAIN, *FP8), ("rocm",), "cell", "v1/attention/backends/rocm_aiter_fa.py:1519"),
+    KnownInterior(
+        ("FLASH_ATTN_DIFFKV",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/flash_attn_diffkv.py:193"
+    ),
+    KnownInterior(("TRITON_ATTN",), (*PLAIN, *FP8), GPUS, "cell", "v1/attention/backends/triton_attn.py:625"),
+    KnownInterior(
+        ("TRITON_ATTN_DIFFKV",), (*PLAIN, *FP8), GPUS, "cell", "v1/attention/backends/triton_attn_diffkv.py:193"
+    ),
+    KnownInterior(("FLASHINFER",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/flashinfer.py:2168"),
+    KnownInterior(("FLEX_ATTENTION",), PLAIN, GPUS, "cell", "v1/attention/backends/flex_attention.py:1348"),
+    KnownInterior(("HPC_ATTN",), (*PLAIN, *FP8), ("cuda",), "cell", "v1/attention/backends/hpc_attn.py:443"),
+    KnownInterior(
         ("TRITON_FLASH_ATTN", "TRITON_FLASHINFER"),
         (*PLAIN, *FP8),
         ("cuda",),
@@ -63,7 +67,7 @@ FACTS: tuple[Fact, ...] = (
         "v1/attention/backends/composite.py:495",
     ),
     # [K | fp32 scale | V | fp32 scale] in one cell.
-    Fact(
+    KnownInterior(
         ("TRITON_ATTN",),
         ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"),
         GPUS,
@@ -72,14 +76,14 @@ FACTS: tuple[Fact, ...] = (
         packing=True,
     ),
     # MiniMax-M3's block-sparse attention and Qwen4-Exp's, both by the strides of the view.
-    Fact(
+    KnownInterior(
         ("MINIMAX_M3_SPARSE", "CUTLASS_MSA", "TRITON_MSA"),
         (*PLAIN, *FP8),
         ("cuda",),
         "cell",
         "models/minimax_m3/common/ops/sparse_attn.py:191, models/minimax_m3/nvidia/sparse_attention_msa.py:386",
     ),
-    Fact(
+    KnownInterior(
         ("QWEN4_EXP_QSA_TRITON",),
         (*PLAIN, "fp8", "fp8_e4m3"),
         ("cuda",),
@@ -87,14 +91,16 @@ FACTS: tuple[Fact, ...] = (
         "models/qwen4_exp/nvidia/qsa.py:297",
     ),
     # Inkling's convolutions: the inputs of a token and head, four streams side by side, and no V.
-    Fact(("INKLING_SCONV_SWA",), ("",), ("cuda",), "cell", "models/inkling/nvidia/ops/sconv.py:92"),
+    KnownInterior(("INKLING_SCONV_SWA",), ("",), ("cuda",), "cell", "models/inkling/nvidia/ops/sconv.py:92"),
     # Slot 0 is K, slot 1 is V, each with all heads of a token.
-    Fact(("B12X",), (*PLAIN, *FP8), ("cuda",), "slots", "v1/attention/backends/b12x.py:152,886", packing=True),
+    KnownInterior(("B12X",), (*PLAIN, *FP8), ("cuda",), "slots", "v1/attention/backends/b12x.py:152,886", packing=True),
     # cpu_attn.py:415 makes planes; the order inside them is the operator's, found by labelled writes.
-    Fact(("CPU_ATTN",), (*PLAIN, *FP8), ("vec", "vec16"), "planes-kt", "v1/attention/backends/cpu_attn.py:415"),
-    Fact(("CPU_ATTN",), (*PLAIN, *FP8), ("amx",), "tiles", "v1/attention/backends/cpu_attn.py:415"),
+    KnownInterior(
+        ("CPU_ATTN",), (*PLAIN, *FP8), ("vec", "vec16"), "planes-kt", "v1/attention/backends/cpu_attn.py:415"
+    ),
+    KnownInterior(("CPU_ATTN",), (*PLAIN, *FP8), ("amx",), "tiles", "v1/attention/backends/cpu_attn.py:415"),
     # One latent vector per token: concat_and_cache_mla.
-    Fact(
+    KnownInterior(
         (*DENSE_LATENT, *SPARSE_LATENT),
         (*PLAIN, *FP8),
         ("cuda",),
@@ -102,7 +108,7 @@ FACTS: tuple[Fact, ...] = (
         "v1/attention/backend.py:1103",
     ),
     # Rows as wide as the windows' beside them, the latent first (dots3-note).
-    Fact(
+    KnownInterior(
         ("DOTS3_NOTE_PADDED_MLA_SPARSE",),
         (*PLAIN, *FP8),
         ("cuda",),
@@ -110,11 +116,13 @@ FACTS: tuple[Fact, ...] = (
         "models/dots3_note/nvidia/attention.py:717",
     ),
     # Keys of sparse indexers: one vector per token, or per compressed entry.
-    Fact(("MINIMAX_M3_SPARSE_INDEXER",), ("",), ("cuda",), "rows", "models/minimax_m3/common/ops/index_topk.py:164"),
-    Fact(("QWEN4_EXP_EXP_QSA_STATE",), ("",), ("cuda",), "rows", "models/qwen4_exp/common/qsa_cache.py:797"),
-    Fact(("CPU_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/cpu_mla.py:209"),
-    Fact(("AMX_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/amx_mla.py:320"),
-    Fact(
+    KnownInterior(
+        ("MINIMAX_M3_SPARSE_INDEXER",), ("",), ("cuda",), "rows", "models/minimax_m3/common/ops/index_topk.py:164"
+    ),
+    KnownInterior(("QWEN4_EXP_EXP_QSA_STATE",), ("",), ("cuda",), "rows", "models/qwen4_exp/common/qsa_cache.py:797"),
+    KnownInterior(("CPU_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/cpu_mla.py:209"),
+    KnownInterior(("AMX_MLA",), PLAIN, ("cpu",), "rows", "v1/attention/backends/mla/amx_mla.py:320"),
+    KnownInterior(
         ("FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"),
         ("fp8_ds_mla", "nvfp4_ds_mla"),
         ("cuda",),
@@ -123,14 +131,14 @@ FACTS: tuple[Fact, ...] = (
         packing=True,
     ),
     # Values of a kernel block, then its scales. ROCm shuffles the values in tiles.
-    Fact(
+    KnownInterior(
         ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
         ("",),
         ("cuda",),
         "scaled-rows",
         "models/deepseek_v32/common/kernels.py:110, models/deepseek_v41/common/ops/indexer_k_store.py:203",
     ),
-    Fact(
+    KnownInterior(
         ("FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41", "DEEPSEEK_SPARSE_SWA"),
         ("fp8_ds_mla", "nvfp4_ds_mla"),
         ("cuda",),
@@ -139,17 +147,19 @@ FACTS: tuple[Fact, ...] = (
         "models/deepseek_v41/common/ops/fused_compress_quant_cache.py:393",
         packing=True,
     ),
-    Fact(
+    KnownInterior(
         ("FLASHINFER_MLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV41", "DEEPSEEK_SPARSE_SWA"),
         (*PLAIN, *FP8),
         ("cuda",),
         "rows",
         "models/deepseek_v4/attention.py:856, v1/attention/backends/mla/sparse_swa.py:116",
     ),
-    Fact(("CompressorBackend",), ("",), ("cuda",), "rows", "models/deepseek_v4/common/ops/save_partial_states.py"),
-    Fact(("CompressorBackend",), ("",), ("cuda",), "ring", "models/deepseek_v41/compressor.py:77"),
-    Fact(("KPOOL_TAIL",), ("",), ("cuda",), "ring", "models/glm5next/nvidia/ops/kpool_compress.py:415"),
-    Fact(("QWEN4_EXP_EXP_QSA_STATE",), ("",), ("cuda",), "ring", "models/qwen4_exp/common/qsa_cache.py:133"),
+    KnownInterior(
+        ("CompressorBackend",), ("",), ("cuda",), "rows", "models/deepseek_v4/common/ops/save_partial_states.py"
+    ),
+    KnownInterior(("CompressorBackend",), ("",), ("cuda",), "ring", "models/deepseek_v41/compressor.py:77"),
+    KnownInterior(("KPOOL_TAIL",), ("",), ("cuda",), "ring", "models/glm5next/nvidia/ops/kpool_compress.py:415"),
+    KnownInterior(("QWEN4_EXP_EXP_QSA_STATE",), ("",), ("cuda",), "ring", "models/qwen4_exp/common/qsa_cache.py:133"),
 )
 
 # Packed rows of latent caches, their scales among the values.
@@ -190,15 +200,15 @@ def interior(backend: str, cache_dtype: str, platform: str, *, packing: bool, ri
     `packing`: whether the specification has slots or cell bytes of the backend's own. `cache_dtype` is empty for caches that
     do not follow the engine's choice.
     """
-    for fact in FACTS:
+    for known in INTERIORS:
         if (
-            backend in fact.backends
-            and cache_dtype in fact.cache_dtypes
-            and platform in fact.platforms
-            and packing == fact.packing
-            and ring == (fact.interior == "ring")
+            backend in known.backends
+            and cache_dtype in known.cache_dtypes
+            and platform in known.platforms
+            and packing == known.packing
+            and ring == (known.interior == "ring")
         ):
-            return fact.interior
+            return known.interior
     return None
 
 

@@ -18,10 +18,10 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm import facts as table
+from kvreshard.vllm import interiors as table
 from kvreshard.vllm.draft import is_draft, layer_index
 from kvreshard.vllm.heads import configured_heads, total_kv_heads
-from kvreshard.vllm.layer_facts import STATE_SIZES, read_layer
+from kvreshard.vllm.layer_info import STATE_SIZES, read_layer
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(vllm.__file__).parent
@@ -41,10 +41,10 @@ def lines_of(source: str) -> list[tuple[Path, int]]:
 
 
 @pytest.mark.parametrize(
-    "fact", table.FACTS, ids=lambda fact: f"{fact.backends[0]}-{fact.cache_dtypes[0]}-{fact.platforms[0]}"
+    "fact", table.INTERIORS, ids=lambda known: f"{known.backends[0]}-{known.cache_dtypes[0]}-{known.platforms[0]}"
 )
-def test_sources_of_interiors_are_there(fact: table.Fact) -> None:
-    for file, line in lines_of(fact.source):
+def test_sources_of_interiors_are_there(known: table.KnownInterior) -> None:
+    for file, line in lines_of(known.source):
         assert file.is_file(), file
         assert len(file.read_text().splitlines()) >= line
 
@@ -91,13 +91,13 @@ def test_classes_of_states_have_the_sizes_that_are_read(name: str) -> None:
 
 def test_facts_do_not_contradict_one_another() -> None:
     seen: dict[Any, str] = {}
-    for fact in table.FACTS:
-        for backend in fact.backends:
-            for cache_dtype in fact.cache_dtypes:
-                for platform in fact.platforms:
-                    key = (backend, cache_dtype, platform, fact.packing, fact.interior == "ring")
+    for known in table.INTERIORS:
+        for backend in known.backends:
+            for cache_dtype in known.cache_dtypes:
+                for platform in known.platforms:
+                    key = (backend, cache_dtype, platform, known.packing, known.interior == "ring")
                     assert key not in seen, key
-                    seen[key] = fact.interior
+                    seen[key] = known.interior
 
 
 def test_what_is_not_in_the_table_is_unknown() -> None:

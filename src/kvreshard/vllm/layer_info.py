@@ -1,6 +1,6 @@
 """What must be known about a layer beyond its specification and its memory, and where does vLLM say it?
 
-`LayerFacts` is data, so that everything after it is a function of arguments. `read_layer` takes it from the layer object that
+`LayerInfo` is data, so that everything after it is a function of arguments. `read_layer` takes it from the layer object that
 vLLM keeps in `compilation_config.static_forward_context`, the same one that fills the cache:
 
 | fact | read from |
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm.facts import FLOATS, FP8, state_form
+from kvreshard.vllm.interiors import FLOATS, FP8, state_form
 
 Scales = tuple[float, float]
 
@@ -41,7 +41,7 @@ GROUP_NAMES = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerFacts:
+class LayerInfo:
     """Facts about one layer. `state_sizes` are of the whole model, named as vLLM's layer names them."""
 
     backend: str = "unknown"
@@ -55,11 +55,11 @@ class LayerFacts:
     state_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerFacts:
+def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerInfo:
     """Facts about layer `name` with specification `spec`."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     if layer is None:
-        return LayerFacts()
+        return LayerInfo()
     form = state_form(tuple(cls.__name__ for cls in type(layer).__mro__))
     sizes = {} if form is None else {key: int(getattr(layer, key)) for key in STATE_SIZES[form]}
     if form == "mamba2":
@@ -68,7 +68,7 @@ def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerFac
     cache_dtype = getattr(layer, "kv_cache_dtype", None) or getattr(spec, "cache_dtype_str", None) or ""
     if backend == "CPU_ATTN":
         _check_dtype(name, cache_dtype, str(vllm_config.model_config.dtype).removeprefix("torch."))
-    return LayerFacts(
+    return LayerInfo(
         backend=backend,
         cache_dtype=cache_dtype,
         platform=_platform(vllm_config, backend, layer, spec),

@@ -1,16 +1,16 @@
-"""How does an engine hand out its card, and how does a peer get it?
+"""How does an engine hand out its engine metadata, and how does a peer get it?
 
-A `Listener` is one thread with one ZeroMQ ROUTER socket that answers hellos with the engine's card.
-`fetch_card` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
+A `HandshakeServer` is one thread with one ZeroMQ ROUTER socket that answers handshake messages with the engine's engine metadata.
+`fetch_engine_metadata` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
 it went, so that a refusal stands in both logs. Ranks ask many listeners at once and wait for none of them (`handshake_client`).
 
 Whatever arrives, the listener lives and soon serves the next:
 
-1. ZeroMQ drops frames above `MAX_HELLO_BYTES`, connections that do not finish its handshake, and answers that nobody reads:
-   a queue holds a few references to the one card, never copies of it.
-2. `visitors` bounds how many connections there are, how long each stays and how much it sends.
+1. ZeroMQ drops frames above `MAX_MESSAGE_BYTES`, connections that do not finish its handshake, and answers that nobody reads:
+   a queue holds a few references to the one engine metadata, never copies of it.
+2. `connection_limits` bounds how many connections there are, how long each stays and how much it sends.
 3. `rate_limit` bounds what all of them together may ask per second.
-4. Everything that is not a hello gets one line as answer or none. Nothing is unpickled.
+4. Everything that is not a handshake message gets one line as answer or none. Nothing is unpickled.
 
 With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and strangers are refused before they can say anything.
 Refused: a port that is taken (KvReshardError); a peer that does not answer, or answers something else (HandshakeError).
@@ -31,27 +31,41 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.model.errors import KvReshardError, WireError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.card import MAX_CARD_BYTES, EngineCard, decode_card, encode_card
-from kvreshard.session.hello import (
+from kvreshard.session.connection_limits import Bounds, ConnectionLimits
+from kvreshard.session.engine_metadata import (
+    MAX_ENGINE_METADATA_BYTES,
+    EngineMetadata,
+    decode_engine_metadata,
+    encode_engine_metadata,
+)
+from kvreshard.session.exchange import ask_and_wait
+from kvreshard.session.handshake_messages import (
     ANSWER_FORM,
     FORM,
-    MAX_HELLO_BYTES,
+    MAX_MESSAGE_BYTES,
     MAX_TEXT,
     VERSION,
     Address,
-    Answer,
+    HandshakeAnswer,
     HandshakeError,
-    Hello,
+    HandshakeMessage,
     read_answer,
-    read_hello,
+    read_message,
 )
 from kvreshard.session.keys import Keys
-from kvreshard.session.knock import knock
 from kvreshard.session.monitor import close_monitor, open_monitor
 from kvreshard.session.rate_limit import RateLimit
-from kvreshard.session.visitors import Bounds, Visitors
 
-__all__ = ["Address", "Answer", "HandshakeError", "Hello", "Listener", "fetch_card", "read_hello", "tell_outcome"]
+__all__ = [
+    "Address",
+    "HandshakeAnswer",
+    "HandshakeError",
+    "HandshakeMessage",
+    "HandshakeServer",
+    "fetch_engine_metadata",
+    "read_message",
+    "tell_outcome",
+]
 
 logger = get_logger(__name__)
 
@@ -63,7 +77,7 @@ QUEUE = 4
 # ZeroMQ's own handshake takes a few round trips.
 ZMTP_HANDSHAKE_MS = 5000
 BACKLOG = 512
-# A hello costs one unit and what it is answered with its bytes: some 250 MB or 2,000 hellos a second.
+# A handshake message costs one unit and what it is answered with its bytes: some 250 MB or 2,000 handshake messages a second.
 UNITS_PER_S = 2000.0
 BURST = 4000.0
 BYTES_PER_UNIT = 128 * 1024
@@ -77,7 +91,7 @@ _WATCHED = (
 )
 
 
-class _Doorman:
+class _KeyPolicy:
     """Which public keys are let in, as pyzmq's authenticator asks. Runs on its thread."""
 
     def __init__(self, trusted: frozenset[bytes], complain: Callable[[str], None]) -> None:
@@ -93,8 +107,8 @@ class _Doorman:
         return False
 
 
-class Listener:
-    """Serves `card` on `address` (port 0: any free one) until `close`. `on_outcome` is called on the listener's thread.
+class HandshakeServer:
+    """Serves `engine_metadata` on `address` (port 0: any free one) until `close`. `on_outcome` is called on the listener's thread.
 
     `keys`: only engines whose keys they trust are let in; without, everybody who reaches the port. Raises KvReshardError if the
     address cannot be bound.
@@ -103,14 +117,14 @@ class Listener:
     def __init__(
         self,
         address: Address,
-        card: EngineCard,
-        on_outcome: Callable[[Hello], None] = lambda hello: None,
+        engine_metadata: EngineMetadata,
+        on_outcome: Callable[[HandshakeMessage], None] = lambda handshake_message: None,
         *,
         keys: Keys | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
         # One copy, outside Python: what waits for a slow peer is a reference.
-        self._card = zmq.Frame(encode_card(card), copy=True)
+        self._engine_metadata = zmq.Frame(encode_engine_metadata(engine_metadata), copy=True)
         self.address, self._on_outcome = address, on_outcome
         self._complaints: Counter[str] = Counter()
         self._stopping = threading.Event()
@@ -129,7 +143,7 @@ class Listener:
             ) from error
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = Address(address.host, int(endpoint.rsplit(":", 1)[1]))
-        self._visitors = Visitors(self.address.port, bounds)
+        self._connection_limits = ConnectionLimits(self.address.port, bounds)
         if keys is None and not address.is_loopback:
             logger.warning(
                 "handshakes are taken at %s from everybody who reaches that port, and are not encrypted; give all engines a "
@@ -152,13 +166,13 @@ class Listener:
         swept_s = 0.0
         try:
             while not self._stopping.is_set():
-                ready = dict(poller.poll(int(SWEEP_S * 1000) if len(self._visitors) else IDLE_MS))
+                ready = dict(poller.poll(int(SWEEP_S * 1000) if len(self._connection_limits) else IDLE_MS))
                 now_s = time.monotonic()
                 try:
                     if self._monitor in ready:
                         self._note_visits(now_s)
                     if now_s - swept_s >= SWEEP_S:
-                        self._visitors.sweep(now_s)
+                        self._connection_limits.sweep(now_s)
                         swept_s = now_s
                     if self._socket in ready and not self._stopping.wait(min(SWEEP_S, limit.wait_s(now_s))):
                         self._serve_next(limit)
@@ -181,13 +195,13 @@ class Listener:
         *envelope, payload = frames
         if not envelope:
             return 0
-        hello = read_hello(payload)
-        if not isinstance(hello, str) and hello.ask == "card":
-            reply = self._card
-        elif isinstance(hello, str):
-            reply = _answer(hello)
+        handshake_message = read_message(payload)
+        if not isinstance(handshake_message, str) and handshake_message.ask == "metadata":
+            reply = self._engine_metadata
+        elif isinstance(handshake_message, str):
+            reply = _answer(handshake_message)
         else:
-            self._on_outcome(hello)
+            self._on_outcome(handshake_message)
             reply = _answer("noted")
         # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
         try:
@@ -203,9 +217,9 @@ class Listener:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             match event["event"]:
                 case zmq.EVENT_ACCEPTED:
-                    self._visitors.accepted(int(event["value"]), now_s)
+                    self._connection_limits.accepted(int(event["value"]), now_s)
                 case zmq.EVENT_DISCONNECTED:
-                    self._visitors.gone(int(event["value"]))
+                    self._connection_limits.gone(int(event["value"]))
                 case _ if self._authenticator is not None:
                     self._complain(
                         "a peer did not get through the door: it has no keys, or another key for this engine"
@@ -230,14 +244,14 @@ class Listener:
 def _authenticate(context: zmq.Context[Any], keys: Keys, complain: Callable[[str], None]) -> ThreadAuthenticator:
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(DOMAIN, _Doorman(frozenset(keys.trusted), complain))
+    authenticator.configure_curve_callback(DOMAIN, _KeyPolicy(frozenset(keys.trusted), complain))
     return authenticator
 
 
 def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> None:
     """The bounds that ZeroMQ itself keeps."""
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_HELLO_BYTES)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     # An answer that cannot be queued is an error, and costs nothing of what all may ask for per second.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.RCVHWM, QUEUE)
@@ -251,34 +265,38 @@ def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> Non
 
 
 def _answer(text: str) -> zmq.Frame:
-    return zmq.Frame(msgspec.msgpack.encode(Answer(ANSWER_FORM, VERSION, text)), copy=True)
+    return zmq.Frame(msgspec.msgpack.encode(HandshakeAnswer(ANSWER_FORM, VERSION, text)), copy=True)
 
 
-def card_hello(engine: str, rank: int) -> bytes:
-    """What asks for a card."""
-    return msgspec.msgpack.encode(Hello(FORM, VERSION, "card", engine, rank))
+def metadata_request(engine: str, rank: int) -> bytes:
+    """What asks for engine metadata."""
+    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
 
 
-def outcome_hello(engine: str, rank: int, text: str, is_good: bool) -> bytes:
-    """What tells how the comparison of a card went."""
-    return msgspec.msgpack.encode(Hello(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
+    """What tells how the comparison of engine metadata went."""
+    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
 
 
-def read_card(address: Address, reply: bytes) -> EngineCard:
-    """The card that a listener has answered with. Raises HandshakeError for anything else."""
+def read_engine_metadata(address: Address, reply: bytes) -> EngineMetadata:
+    """The engine metadata that a listener has answered with. Raises HandshakeError for anything else."""
     try:
-        return decode_card(reply)
+        return decode_engine_metadata(reply)
     except WireError as error:
         raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
 
 
-def fetch_card(address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None) -> EngineCard:
-    """The card of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
-    return read_card(address, knock(address, card_hello(engine, rank), timeout_s, MAX_CARD_BYTES, keys))
+def fetch_engine_metadata(
+    address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None
+) -> EngineMetadata:
+    """The engine metadata of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
+    return read_engine_metadata(
+        address, ask_and_wait(address, metadata_request(engine, rank), timeout_s, MAX_ENGINE_METADATA_BYTES, keys)
+    )
 
 
 def tell_outcome(
     address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
 ) -> None:
     """Tell the other side how the comparison went. Raises HandshakeError if it cannot be told."""
-    knock(address, outcome_hello(engine, rank, text, is_good), timeout_s, MAX_HELLO_BYTES, keys)
+    ask_and_wait(address, outcome_message(engine, rank, text, is_good), timeout_s, MAX_MESSAGE_BYTES, keys)

@@ -1,8 +1,8 @@
 """What do two engines say before they know one another?
 
-A `Hello` asks for the card, or tells how comparing it went; an `Answer` is one line for everything that gets no card.
+A `HandshakeMessage` asks for the engine metadata, or tells how comparing it went; an `HandshakeAnswer` is one line for everything that gets no engine metadata.
 
-Nothing is unpickled, texts are short and in one line. `read_hello` never raises.
+Nothing is unpickled, texts are short and in one line. `read_message` never raises.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.model.form import SAME_RELEASE
 from kvreshard.model.text import Name, plain
 
-FORM = "kvreshard.hello"
-ANSWER_FORM = "kvreshard.answer"
+FORM = "kvreshard.handshake"
+ANSWER_FORM = "kvreshard.handshake_answer"
 VERSION = 1
-MAX_HELLO_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 MAX_TEXT = 2000
 
 
@@ -29,20 +29,20 @@ class HandshakeError(KvReshardError):
     """A peer could not be asked, or did not answer as it should."""
 
 
-class Hello(msgspec.Struct, frozen=True):
-    """What a peer says: `ask` for the card, or the outcome of comparing it (`text`: the route in a sentence, or why not)."""
+class HandshakeMessage(msgspec.Struct, frozen=True):
+    """What a peer says: `ask` for the engine metadata, or the outcome of comparing it (`text`: the route in a sentence, or why not)."""
 
     form: str
     version: int
-    ask: Literal["card", "outcome"]
+    ask: Literal["metadata", "outcome"]
     engine: Name
     rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     text: str = ""
     is_good: bool = True
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What the listener says to everything but a request for its card."""
+class HandshakeAnswer(msgspec.Struct, frozen=True):
+    """What the listener says to everything but a request for its engine metadata."""
 
     form: str
     version: int
@@ -74,27 +74,27 @@ class Address:
         return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-_hello_decoder = msgspec.msgpack.Decoder(Hello)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_message_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
+_answer_decoder = msgspec.msgpack.Decoder(HandshakeAnswer)
 
 
-def read_hello(payload: bytes) -> Hello | str:
-    """A hello from a stranger, or what is wrong with it."""
+def read_message(payload: bytes) -> HandshakeMessage | str:
+    """A handshake message from a stranger, or what is wrong with it."""
     try:
-        hello = _hello_decoder.decode(payload)
+        handshake_message = _message_decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
-        return f"not a kvreshard hello: {plain(error, MAX_TEXT)}"
-    if hello.form != FORM:
-        return f"not a kvreshard hello, but '{plain(hello.form, 80)}'"
-    if hello.version != VERSION:
-        return f"hello of version {hello.version}; this side reads version {VERSION}: {SAME_RELEASE}"
-    if len(hello.text) > MAX_TEXT:
+        return f"not a kvreshard handshake message: {plain(error, MAX_TEXT)}"
+    if handshake_message.form != FORM:
+        return f"not a kvreshard handshake message, but '{plain(handshake_message.form, 80)}'"
+    if handshake_message.version != VERSION:
+        return f"handshake message of version {handshake_message.version}; this side reads version {VERSION}: {SAME_RELEASE}"
+    if len(handshake_message.text) > MAX_TEXT:
         return f"texts of more than {MAX_TEXT} characters are not accepted"
-    return hello
+    return handshake_message
 
 
 def read_answer(reply: bytes) -> str | None:
-    """What a listener answered instead of a card, in one line; None if it is no answer."""
+    """What a listener answered instead of engine metadata, in one line; None if it is no answer."""
     try:
         answer = _answer_decoder.decode(reply)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):

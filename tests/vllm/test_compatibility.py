@@ -18,8 +18,8 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
 from kvreshard.model import wire
-from kvreshard.session.card import RankCard
-from kvreshard.vllm.engine_facts import read_facts
+from kvreshard.session.engine_metadata import RankMetadata
+from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.options import read_options
 
@@ -48,7 +48,7 @@ def test_the_factors_of_long_rope_are_those_that_vllm_takes(
         rope: Any = rotary_embedding.get_rope(
             16, 2048, rope_parameters=model.hf_config.rope_parameters, dtype=torch.float32
         )
-    assert read_facts(config)["rope_factors"] == factors == ("long" if rope.use_long_rope else "short")
+    assert read_compatibility(config)["rope_factors"] == factors == ("long" if rope.use_long_rope else "short")
 
 
 def test_a_length_that_is_fitted_to_memory_afterwards_changes_no_factors(
@@ -69,14 +69,14 @@ def test_a_length_that_is_fitted_to_memory_afterwards_changes_no_factors(
             16, 2048, rope_parameters=model.hf_config.rope_parameters, dtype=torch.float32
         )
     assert rope.use_long_rope
-    assert read_facts(config)["rope_factors"] == "long"
+    assert read_compatibility(config)["rope_factors"] == "long"
     model.max_model_len = 500
-    assert read_facts(config)["rope_factors"] == "long"
+    assert read_compatibility(config)["rope_factors"] == "long"
 
 
 def test_facts_are_those_of_a_process_that_has_the_model() -> None:
     """The scheduler's has it with one rank, and has not with two: models write into their configuration."""
     layout = build("p", {models.name(0): models.attention(4, 8)}).layout
-    part = RankPart(wire.encode(layout), RankCard(0, b"", 0, 0), {"model_config": "as loaded"})
-    card = EngineHandshake(SimpleNamespace(), "p", read_options({})).make_card({(0, 0): part})
-    assert card.facts == {"model_config": "as loaded"}
+    part = RankPart(wire.encode(layout), RankMetadata(0, b"", 0, 0), {"model_config": "as loaded"})
+    engine_metadata = EngineHandshake(SimpleNamespace(), "p", read_options({})).make_engine_metadata({(0, 0): part})
+    assert engine_metadata.compatibility == {"model_config": "as loaded"}

@@ -26,7 +26,7 @@ _PROVENANCE = frozenset(
 )
 
 
-def read_facts(vllm_config: Any) -> dict[str, str]:
+def read_compatibility(vllm_config: Any) -> dict[str, str]:
     """The facts of this engine, by name."""
     from vllm import __version__
 

@@ -18,7 +18,7 @@ import time
 
 import zmq
 
-from kvreshard.session.hello import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lookup import look_up
 from kvreshard.session.poll import Exchange, Wait, drive
 
@@ -34,7 +34,7 @@ def read_mechanism(address: Address, timeout_s: float) -> str | None:
 
 def ask_mechanism(address: Address, timeout_s: float) -> Exchange[str | None]:
     """The exchange of `read_mechanism`."""
-    greeting, deadline_s = b"", time.monotonic() + timeout_s
+    probe, deadline_s = b"", time.monotonic() + timeout_s
     with contextlib.suppress(OSError):
         found = yield from look_up(address, deadline_s)
         family = socket.AF_INET6 if ":" in found.host else socket.AF_INET
@@ -45,12 +45,12 @@ def ask_mechanism(address: Address, timeout_s: float) -> Exchange[str | None]:
             ready = yield Wait(((plain.fileno(), zmq.POLLOUT),), deadline_s)
             if ready:
                 plain.sendall(_SIGNATURE + _VERSION)
-            while ready and len(greeting) < GREETING_BYTES:
+            while ready and len(probe) < GREETING_BYTES:
                 ready = yield Wait(((plain.fileno(), zmq.POLLIN),), deadline_s)
-                more = plain.recv(GREETING_BYTES - len(greeting)) if ready else b""
-                greeting += more
+                more = plain.recv(GREETING_BYTES - len(probe)) if ready else b""
+                probe += more
                 if not more:
                     break
-    if len(greeting) < GREETING_BYTES or greeting[:1] != _SIGNATURE[:1] or greeting[9:10] != _SIGNATURE[9:]:
+    if len(probe) < GREETING_BYTES or probe[:1] != _SIGNATURE[:1] or probe[9:10] != _SIGNATURE[9:]:
         return None
-    return greeting[12:32].rstrip(b"\0").decode("ascii", "replace")
+    return probe[12:32].rstrip(b"\0").decode("ascii", "replace")

@@ -33,8 +33,8 @@ class Bounds:
 
     Attributes:
         max_connections: at one time; the ranks of a large fleet that meet this engine in the same moment.
-        max_visit_s: of one connection. A visit is one question; a card of megabytes over a slow network takes seconds.
-        max_visit_bytes: that one connection may send. A hello has some hundred bytes, at most 64 KiB.
+        max_visit_s: of one connection. A visit is one question; engine metadata of megabytes over a slow network takes seconds.
+        max_visit_bytes: that one connection may send. A handshake message has some hundred bytes, at most 64 KiB.
     """
 
     max_connections: int = 512
@@ -43,7 +43,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Visitor:
+class _Connection:
     fd: int
     peer: object
     since_s: float
@@ -53,12 +53,12 @@ class _Visitor:
         return str(self.peer[0]) if isinstance(self.peer, tuple) else ""
 
 
-class Visitors:
+class ConnectionLimits:
     """The connections of one listening port, oldest first. Seconds are of the caller's clock."""
 
     def __init__(self, port: int, bounds: Bounds) -> None:
         self._port, self._bounds = port, bounds
-        self._here: dict[int, _Visitor] = {}
+        self._here: dict[int, _Connection] = {}
         self.num_ended = 0
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Visitors:
         peer = self._peer(fd)
         if peer is None:
             return
-        self._here[fd] = _Visitor(fd, peer, now_s)
+        self._here[fd] = _Connection(fd, peer, now_s)
         if len(self._here) > self._bounds.max_connections:
             most = Counter(visitor.host for visitor in self._here.values()).most_common(1)[0][0]
             self._end(next(visitor for visitor in self._here.values() if visitor.host == most))
@@ -94,7 +94,7 @@ class Visitors:
                 return connection.getpeername()
         return None
 
-    def _end(self, visitor: _Visitor) -> None:
+    def _end(self, visitor: _Connection) -> None:
         self._here.pop(visitor.fd, None)
         with contextlib.suppress(OSError), _duplicate(visitor.fd) as connection:
             name = connection.getsockname()

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvreshard.session.connection_limits import Bounds, ConnectionLimits
 from kvreshard.session.rate_limit import RateLimit
-from kvreshard.session.visitors import Bounds, Visitors
 
 PATIENCE_S = 60.0
 
@@ -32,57 +32,57 @@ def visit(stack: ExitStack, server: socket.socket) -> tuple[socket.socket, socke
 
 
 def test_a_late_visitor_is_shut_out(stack: ExitStack, server: socket.socket) -> None:
-    visitors = Visitors(server.getsockname()[1], Bounds(max_visit_s=10))
+    connection_limits = ConnectionLimits(server.getsockname()[1], Bounds(max_visit_s=10))
     (first, here), (second, there) = visit(stack, server), visit(stack, server)
-    visitors.accepted(here.fileno(), 0.0)
-    visitors.accepted(there.fileno(), 5.0)
-    visitors.sweep(10.0)
-    assert len(visitors) == 2
-    visitors.sweep(10.5)
-    assert (len(visitors), visitors.num_ended) == (1, 1)
+    connection_limits.accepted(here.fileno(), 0.0)
+    connection_limits.accepted(there.fileno(), 5.0)
+    connection_limits.sweep(10.0)
+    assert len(connection_limits) == 2
+    connection_limits.sweep(10.5)
+    assert (len(connection_limits), connection_limits.num_ended) == (1, 1)
     assert first.recv(1) == b""
     there.sendall(b"x")
     assert second.recv(1) == b"x"
-    visitors.gone(there.fileno())
-    assert len(visitors) == 0
+    connection_limits.gone(there.fileno())
+    assert len(connection_limits) == 0
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the kernel does not tell what was received")
 def test_a_visitor_that_sends_too_much_is_shut_out(stack: ExitStack, server: socket.socket) -> None:
-    visitors = Visitors(server.getsockname()[1], Bounds(max_visit_bytes=1000))
+    connection_limits = ConnectionLimits(server.getsockname()[1], Bounds(max_visit_bytes=1000))
     client, here = visit(stack, server)
-    visitors.accepted(here.fileno(), 0.0)
+    connection_limits.accepted(here.fileno(), 0.0)
     for content, left in ((b"x" * 1000, 1), (b"x", 0)):
         client.sendall(content)
         assert here.recv(1000, socket.MSG_WAITALL if left else 0)
-        visitors.sweep(0.0)
-        assert len(visitors) == left
+        connection_limits.sweep(0.0)
+        assert len(connection_limits) == left
 
 
 def test_the_oldest_of_the_busiest_address_makes_room(stack: ExitStack, server: socket.socket) -> None:
-    visitors = Visitors(server.getsockname()[1], Bounds(max_connections=2))
+    connection_limits = ConnectionLimits(server.getsockname()[1], Bounds(max_connections=2))
     pairs = [visit(stack, server) for _ in range(3)]
     for number, (_, here) in enumerate(pairs):
-        visitors.accepted(here.fileno(), float(number))
-    assert len(visitors) == 2
+        connection_limits.accepted(here.fileno(), float(number))
+    assert len(connection_limits) == 2
     assert pairs[0][0].recv(1) == b""
 
 
 def test_a_number_that_is_somebody_elses_by_now_is_left_alone(stack: ExitStack, server: socket.socket) -> None:
-    visitors = Visitors(server.getsockname()[1], Bounds(max_visit_s=1))
+    connection_limits = ConnectionLimits(server.getsockname()[1], Bounds(max_visit_s=1))
     left, right = socket.socketpair()
     stack.enter_context(left)
     stack.enter_context(right)
-    visitors.accepted(left.fileno(), 0.0)
-    visitors.accepted(999_999, 0.0)
-    assert len(visitors) == 0
+    connection_limits.accepted(left.fileno(), 0.0)
+    connection_limits.accepted(999_999, 0.0)
+    assert len(connection_limits) == 0
     _, here = visit(stack, server)
-    visitors.accepted(here.fileno(), 0.0)
+    connection_limits.accepted(here.fileno(), 0.0)
     number = here.detach()
     socket.close(number)
     stolen = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    visitors.sweep(2.0)
-    assert (len(visitors), visitors.num_ended) == (0, 0)
+    connection_limits.sweep(2.0)
+    assert (len(connection_limits), connection_limits.num_ended) == (0, 0)
     assert stolen.getsockname()[1]
 
 

@@ -1,0 +1,181 @@
+"""What does an engine tell another when they first meet, and may the two work together at all?
+
+An `EngineMetadata` is everything that a peer needs: who the engine is (a restart is another instance id), what it runs (facts, by
+name), its whole layout, and per rank how to reach its memory and its lease table. It is made once, when the engine has
+started, and handed to whoever asks.
+
+What a peer says of itself is data to be checked: lists and texts are bounded, each rank of the layout has one rank engine metadata, and a
+lease table lies in the address space. That its addresses are really registered is checked where they are used: by this side's
+transport against what the peer registered, and by NIXL at their owner.
+
+Its key makes its seals (`seal`), and its instance id is a digest of the key: an engine that does not have the key cannot answer in its
+place. Whoever gets the engine metadata gets the key.
+
+`check_compatibility` refuses engines whose caches could mean different things although their shapes agree, and names every fact that
+differs with both values. Geometry is not its business: that is proved by the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+
+from kvreshard.model import EngineLayout, LayoutMismatch, WireError, wire
+from kvreshard.model.form import Head
+from kvreshard.model.text import Name, plain
+from kvreshard.model.wire import MAX_RANKS
+from kvreshard.session.lease import WORD_BYTES
+from kvreshard.session.seal import KEY_BYTES, instance_id_of
+
+FORM = "kvreshard.engine_metadata"
+VERSION = 1
+MAX_ENGINE_METADATA_BYTES = 256 * 1024 * 1024
+MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
+MAX_FACTS = 256
+MAX_LEASE_SLOTS = 1 << 32
+MAILBOX_ENTRY_BYTES = 64
+
+
+class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach one rank: its transport's metadata, the address and slots of its lease table, and its mailbox of digests.
+
+    A rank without `mailbox_entries` answers no digest requests.
+    """
+
+    rank: int
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
+    lease_address: Annotated[int, msgspec.Meta(ge=0)]
+    lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
+    mailbox_address: Annotated[int, msgspec.Meta(ge=0)] = 0
+    mailbox_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)] = 0
+
+
+class EngineMetadata(msgspec.Struct, frozen=True):
+    """One engine, complete. `layout` is in the form of `model.wire`.
+
+    `key`: its seals are made with it (`seal`); `instance_id` is a digest of it. `lease_s`: seconds that its leases last after the last
+    heartbeat.
+    """
+
+    form: str
+    version: int
+    engine: Name
+    instance_id: Name
+    compatibility: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_FACTS)]
+    layout: bytes
+    ranks: Annotated[tuple[RankMetadata, ...], msgspec.Meta(max_length=MAX_RANKS)]
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    lease_s: Annotated[float, msgspec.Meta(gt=0)]
+
+    def __repr__(self) -> str:
+        """Without the key, which must not stand in a log."""
+        return f"EngineCard({self.engine!r}, {self.instance_id!r}, {len(self.ranks)} ranks)"
+
+    def decode_layout(self) -> EngineLayout:
+        """The layout, checked, with this engine metadata's ranks and no other. Raises WireError or LayoutError."""
+        layout = wire.decode(self.layout)
+        if layout.engine != self.engine:
+            raise WireError(
+                f"the engine metadata of engine '{self.engine}' carries the layout of engine '{layout.engine}'"
+            )
+        _check_ranks(layout, self.ranks)
+        return layout
+
+    @property
+    def rank_by_number(self) -> Mapping[int, RankMetadata]:
+        return {engine_metadata.rank: engine_metadata for engine_metadata in self.ranks}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EngineMetadata)
+
+
+_head_decoder = msgspec.msgpack.Decoder(Head)
+
+
+def make_engine_metadata(
+    layout: EngineLayout, key: bytes, compatibility: Mapping[str, str], ranks: Sequence[RankMetadata], lease_s: float
+) -> EngineMetadata:
+    """The engine metadata of a whole engine that seals with `key`. Raises WireError unless there is metadata of one rank per rank of the layout."""
+    _check_ranks(layout, ranks)
+    return EngineMetadata(
+        FORM,
+        VERSION,
+        layout.engine,
+        instance_id_of(key),
+        dict(compatibility),
+        wire.encode(layout),
+        tuple(ranks),
+        key,
+        lease_s,
+    )
+
+
+def _check_ranks(layout: EngineLayout, ranks: Sequence[RankMetadata]) -> None:
+    described, reachable = {rank.rank for rank in layout.ranks}, {engine_metadata.rank for engine_metadata in ranks}
+    if described != reachable or len(ranks) != len(reachable):
+        raise WireError(
+            f"engine '{layout.engine}': ranks {_some(described)} are described and {_some(reachable)} can be reached; "
+            "every rank needs both, once"
+        )
+
+
+def _some(numbers: Iterable[int]) -> str:
+    return plain(sorted(numbers), 200)
+
+
+def encode_engine_metadata(engine_metadata: EngineMetadata) -> bytes:
+    """The bytes of engine metadata."""
+    return _encoder.encode(engine_metadata)
+
+
+def decode_engine_metadata(message: bytes) -> EngineMetadata:
+    """Engine metadata from a peer. Raises WireError for anything else, another version among it."""
+    if len(message) > MAX_ENGINE_METADATA_BYTES:
+        raise WireError(
+            f"engine metadata of {len(message)} bytes; more than {MAX_ENGINE_METADATA_BYTES} are not accepted"
+        )
+    try:
+        head = _head_decoder.decode(message)
+        if head.form != FORM:
+            raise WireError(
+                f"this is '{plain(head.form, 80)}', not a '{FORM}'; is the port that of a kvreshard engine?"
+            )
+        head.check(FORM, VERSION)
+        engine_metadata = _decoder.decode(message)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not engine metadata: {plain(error)}; is the port that of a kvreshard engine?") from error
+    if engine_metadata.instance_id != instance_id_of(engine_metadata.key):
+        raise WireError(
+            f"engine '{engine_metadata.engine}' names instance id {engine_metadata.instance_id} and has the key of {instance_id_of(engine_metadata.key)}; engine metadata has the key "
+            "that its instance id is a digest of. Is this another engine than the one that was asked for?"
+        )
+    for rank in engine_metadata.ranks:
+        if rank.lease_address + rank.lease_slots * WORD_BYTES > 2**63:
+            raise WireError(
+                f"engine '{engine_metadata.engine}', rank {rank.rank}: a lease table of {rank.lease_slots} words at address "
+                f"{rank.lease_address} does not end below address 2**63"
+            )
+        if rank.mailbox_address + rank.mailbox_entries * MAILBOX_ENTRY_BYTES > 2**63:
+            raise WireError(
+                f"engine '{engine_metadata.engine}', rank {rank.rank}: a mailbox of {rank.mailbox_entries} entries at address "
+                f"{rank.mailbox_address} does not end below address 2**63"
+            )
+    return engine_metadata
+
+
+def check_compatibility(mine: EngineMetadata, theirs: EngineMetadata, allowed: Collection[str] = ()) -> None:
+    """Raises LayoutMismatch naming each fact that differs, with both values. A fact that one side lacks is not compared."""
+    shared = [name for name in mine.compatibility if name in theirs.compatibility and name not in allowed]
+    wrong = [name for name in shared if mine.compatibility[name] != theirs.compatibility[name]]
+    if wrong:
+        told = "; ".join(
+            f"{name} is '{plain(theirs.compatibility[name], 200)}' there and '{plain(mine.compatibility[name], 200)}' here"
+            for name in wrong
+        )
+        raise LayoutMismatch(
+            f"engines '{theirs.engine}' and '{mine.engine}' do not run the same: {told}. Make them equal, or list the name "
+            f"in 'allow_mismatch' if you know that their caches mean the same"
+        )
