@@ -41,7 +41,7 @@ def lines_of(source: str) -> list[tuple[Path, int]]:
 
 
 @pytest.mark.parametrize(
-    "fact", table.INTERIORS, ids=lambda known: f"{known.backends[0]}-{known.cache_dtypes[0]}-{known.platforms[0]}"
+    "known", table.INTERIORS, ids=lambda known: f"{known.backends[0]}-{known.cache_dtypes[0]}-{known.platforms[0]}"
 )
 def test_sources_of_interiors_are_there(known: table.KnownInterior) -> None:
     for file, line in lines_of(known.source):
