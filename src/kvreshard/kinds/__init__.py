@@ -1,8 +1,6 @@
-"""What kinds of cache exist, and what each holds in a page. The only room of the core that knows model vocabulary."""
+"""The kinds of cache, and what each holds in a page. The only room of the core with model vocabulary."""
 
 from kvreshard.kinds.attention import Attention
-from kvreshard.kinds.linear import GatedDelta, LinearState, ShortConv
-from kvreshard.kinds.mamba import Mamba1, Mamba2
 from kvreshard.kinds.mla import Latent
 from kvreshard.kinds.opaque import Opaque, OpaqueState
 from kvreshard.kinds.options import dtype_option
@@ -10,6 +8,7 @@ from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
 from kvreshard.kinds.rows import ScaledRows, indexer
+from kvreshard.kinds.states import GatedDelta, LinearState, Mamba1, Mamba2, ShortConv
 
 __all__ = [
     "Attention",

@@ -1,4 +1,4 @@
-"""From layers, groups and an order of dimensions to the layout of a whole engine.
+"""Assembles the layout of a whole engine from its layers, groups and order of dimensions.
 
 Every rank keeps one buffer. Each group starts at byte 0 of it, so groups overlay; within a group, tensors of equal shape
 form a block of logical shape (L layers, B pages, H slots, N states, C cell bytes) whose memory order is the engine's:
@@ -11,9 +11,9 @@ form a block of logical shape (L layers, B pages, H slots, N states, C cell byte
 | `BLNHC`, `BLHNC` | block-outermost | contiguous; the layers of a page side by side |
 | `BHLNC` | block-outermost | one piece per head |
 
-1. Per rank, take the layers of its pipeline stage, and the page shape of each from its kind.
+1. A rank has the layers of its pipeline stage; the kind of each gives the shape of its page.
 2. Groups that overlay in a layer-outermost order get equal page strides: smaller pages are padded.
-3. Strides follow from the order; kinds turn them into fields; slabs say which bytes belong to a page.
+3. The order gives the strides, the kinds make fields of them, and slabs list the bytes that belong to a page.
 
 The orders and the overlaying are vLLM 0.32's (`v1/kv_cache_layout.py`, `KVCacheTensor`). Refused: an order that cannot hold
 padded or unequal pages, a layer in no group or in two, tensors that end outside their region.
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
+from kvreshard.kinds.ring import Ring
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
 from kvreshard.model.changed import replace
 
@@ -40,7 +41,7 @@ REGION = "kv"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's cache: its kind, the pipeline stage that holds it, and whether a peer may lack it."""
+    """One layer's cache: its kind, the pipeline stage that holds it, and whether a peer may lack the cache."""
 
     name: str
     kind: Kind
@@ -184,11 +185,12 @@ def _group(
     kinds = [by_name[name].kind for name in group.layers]
     if len({kind.is_state for kind in kinds}) > 1:
         raise LayoutError(f"group '{group.name}': mixes states and tokens; give each a group of its own")
-    capacity = getattr(kinds[0], "capacity", None)
-    if capacity is not None:
-        tokens: int | None = capacity(style) * getattr(kinds[0], "tokens_per_state", 1)
-    else:
-        tokens = None if kinds[0].is_state else group.tokens_per_page * grid.dcp_size
+    first = kinds[0]
+    tokens: int | None = None
+    if isinstance(first, Ring):
+        tokens = first.capacity(style) * first.tokens_per_state
+    elif not first.is_state:
+        tokens = group.tokens_per_page * grid.dcp_size
     windows = {kind.window_tokens for kind in kinds}
     window = None if None in windows else max(w for w in windows if w is not None)
     return Group(group.name, POOL, num_pages, tokens, null_page, window)

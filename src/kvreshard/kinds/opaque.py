@@ -1,19 +1,20 @@
-"""A page whose inside is not known: equal whole pages may be copied, everything else must be refused.
+"""Pages whose inside is not known. Equal whole pages are copied; anything else is refused.
 
 | kind | one field per layer, `<layer>.page` | what a request moves |
 |---|---|---|
 | `Opaque` | axes (token, part, byte) | whole pages of `tokens_per_page` tokens; a partial last page is moved whole |
 | `OpaqueState` | axes (part, byte) | the one page that holds a state |
 
-Each tensor-parallel rank is one `part`, so that other parallel sizes, page sizes or page bytes differ in an extent or in
-tokens per index, and the match refuses them with both values. Bytes count in the order in which they lie in memory; a page
-that an engine keeps in several pieces is given as that many slots.
+Each tensor-parallel rank is one `part`. So engines of other parallel sizes, page sizes or page bytes differ in an extent or in
+tokens per index, and the match refuses them with both values. Bytes count in memory order; a page that an engine keeps in several
+pieces has that many slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvreshard.kinds.page import PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place, whole
@@ -26,6 +27,7 @@ TENSOR = "page"
 class Opaque:
     """`page_bytes` bytes per page of `tokens_per_page` tokens on each rank; `tag` names backend and quantisation."""
 
+    is_state: ClassVar[bool] = False
     page_bytes: int
     tokens_per_page: int
     tag: str
@@ -37,10 +39,6 @@ class Opaque:
                 f"opaque page of {self.page_bytes} bytes, {self.tokens_per_page} tokens, tag '{self.tag}': needs positive "
                 "sizes and the name of what wrote it"
             )
-
-    @property
-    def is_state(self) -> bool:
-        return False
 
     def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
         if tokens_per_page != self.tokens_per_page:
@@ -59,6 +57,8 @@ class Opaque:
 class OpaqueState:
     """A state, ring or other page per request of `page_bytes` bytes on each rank; `tag` names what wrote it."""
 
+    is_state: ClassVar[bool] = True
+    window_tokens: ClassVar[int | None] = None
     page_bytes: int
     tag: str
 
@@ -68,14 +68,6 @@ class OpaqueState:
                 f"opaque state of {self.page_bytes} bytes, tag '{self.tag}': needs a positive size and the name of what "
                 "wrote it"
             )
-
-    @property
-    def is_state(self) -> bool:
-        return True
-
-    @property
-    def window_tokens(self) -> int | None:
-        return None
 
     def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
         return (TensorShape(TENSOR, 1, 1, self.page_bytes),)

@@ -57,8 +57,8 @@ def test_other_parallel_sizes_do_not_match() -> None:
     [
         (lambda: OpaqueState(0, "x"), "0 bytes"),
         (lambda: OpaqueState(4, ""), "tag ''"),
-        (lambda: LinearState(0, 4, "float32"), "not positive"),
-        (lambda: ShortConv(4, 1, "float32"), "not positive"),
+        (lambda: LinearState(0, 4, "float32"), "num_heads is 0; it must be at least 1"),
+        (lambda: ShortConv(4, 1, "float32"), "conv_kernel is 1; it must be at least 2"),
     ],
 )
 def test_what_they_refuse(make: Any, facts: str) -> None:
