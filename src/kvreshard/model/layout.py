@@ -1,6 +1,6 @@
-"""What does one engine hold, on which rank, in which memory?
+"""The layout of an engine: what it holds, on which rank, in which memory.
 
-An `EngineLayout` is complete: a peer can compute every address from it and from a block table.
+An `EngineLayout` is complete: a peer computes every address from it and from a block table.
 
     address of a cell = region.address + shard.offset_bytes + page_id * shard.page_stride_bytes + byte of its axis maps
     page_id           = block table of the shard's group [page index of its axis maps]
@@ -12,7 +12,7 @@ An `EngineLayout` is complete: a peer can compute every address from it and from
 - `Shard`: one rank's part of one field.
 - `RankTemplate`: what most ranks of an engine have in common.
 
-Everything is checked once, here, by `layout_check`. Raises LayoutError.
+`layout_check` checks a layout once, when it is made. Raises LayoutError.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 
@@ -27,11 +28,14 @@ from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
 from kvreshard.model.form import Number, Whole
-from kvreshard.model.text import ShortText, plain
+from kvreshard.model.text import Name, ShortText, plain
 
 MAX_ADDRESS = 2**63
+# Of regions, slabs and shards on one rank: a model has some hundred layers of a few fields each. The wire form refuses more.
+MAX_PER_RANK = 1 << 14
+PerRank = msgspec.Meta(max_length=MAX_PER_RANK)
 # A layout has thousands of regions, slabs and shards. They refer to nothing that refers to them, so the garbage collector need not
-# follow them (`gc=False`).
+# follow them (`gc=False`). Types with bounds and without unknown fields are decoded as they are (`wire`).
 
 
 class Region(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
@@ -60,19 +64,19 @@ class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     page_bytes: Whole
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Fields that share a block table.
 
     `tokens_per_page`: tokens that one page of the table spans over all ranks, None for states. `null_page`: a page id
     that stands for "no page". `window_tokens`: tokens that the group keeps, None for all.
     """
 
-    name: str
-    pool: str
-    num_pages: int
-    tokens_per_page: int | None
-    null_page: int | None = None
-    window_tokens: int | None = None
+    name: Name
+    pool: Name
+    num_pages: Whole
+    tokens_per_page: Whole | None
+    null_page: Whole | None = None
+    window_tokens: Whole | None = None
 
     def __post_init__(self) -> None:
         for label, size in (
@@ -118,25 +122,24 @@ class ShardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     geometry: Number
 
 
-class RankTemplate(msgspec.Struct, frozen=True, cache_hash=True):
-    """What the ranks of one tensor-parallel group have in common: how their memory is divided, apart from where it lies and what of each
-    axis they hold.
+class RankTemplate(msgspec.Struct, frozen=True, cache_hash=True, forbid_unknown_fields=True):
+    """What the ranks of one tensor-parallel group share: how their memory is divided, but not where it lies, nor what they hold of each axis.
 
     `region_bytes`: the size of each region.
     """
 
-    regions: tuple[str, ...]
-    region_bytes: tuple[int, ...]
-    slabs: tuple[Slab, ...]
-    shards: tuple[ShardPlace, ...]
+    regions: Annotated[tuple[ShortText, ...], PerRank]
+    region_bytes: Annotated[tuple[Whole, ...], PerRank]
+    slabs: Annotated[tuple[Slab, ...], PerRank]
+    shards: Annotated[tuple[ShardPlace, ...], PerRank]
 
 
 @dataclass(frozen=True)
 class Rank:
     """One rank: its number, its place in the engine's grid (for people), and what it adds to its template.
 
-    `addresses`, `devices`: of each region of the template. `geometries`: those that the template's shards refer to. What is asked for by
-    region, slab or shard is made when somebody asks: an engine meets hundreds of ranks and reads from a few.
+    `addresses`, `devices`: of each region of the template. `geometries`: those that the template's shards refer to. Regions and shards are
+    made at first use: an engine meets hundreds of ranks and reads from a few.
     """
 
     rank: int

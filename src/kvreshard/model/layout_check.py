@@ -1,4 +1,4 @@
-"""Does an engine's layout hold together by itself?
+"""Checks that an engine's layout is consistent by itself.
 
 1. Names are unique and every reference (field, group, region, pool) resolves.
 2. Each shard has exactly its field's axes, holds coordinates inside the extents, and pages as long as its group's.
@@ -7,7 +7,7 @@
 4. Each shard's cells lie inside slabs of its group's pool, no two cells share a byte, neither within a shard nor
    between shards of one group.
 
-Steps 2 and 4 are done once per distinct geometry, not per layer, and their work is bounded: a layout may come from anybody.
+Steps 2 and 4 run once per distinct geometry, not per layer, and their work is bounded: a layout may come from anybody.
 Raises LayoutError with both values and the remedy.
 """
 
@@ -31,17 +31,17 @@ from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
 from kvreshard.model.slab_check import check_slabs
 
 Int64s = NDArray[np.int64]
-# Over all distinct geometries. 512 ranks of a hundred kinds of layer have some millions; these take seconds.
+# Over all distinct geometries. 512 ranks with a hundred kinds of layer have some millions; this bound takes seconds.
 MAX_RUNS_PER_LAYOUT = 1 << 24
-# Over all pairs of shards that lie in one another: looking at a pair, sorting its runs. Over all shards in several slabs: their runs.
+# Over all pairs of shards whose extents overlap: comparing a pair, sorting its runs. Over all shards in several slabs: their runs.
 MAX_PAIR_WORK = 1 << 28
 LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 16, 1024, 4, 8
 
 
 class Page(NamedTuple):
-    """One page of a shard: its byte runs, shape (n, 2), relative to its first cell, and from where to where they reach.
+    """One page of a shard: its byte runs, shape (n, 2), relative to its first cell, and their first and last byte.
 
-    `number`: equal for equal runs. `form`: equal where group and page stride are equal too.
+    `number`: equal for equal runs. `form`: equal if group and page stride are equal too.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Page(NamedTuple):
 
 
 def check_layout(layout: EngineLayout) -> None:
-    """Raises LayoutError unless the layout holds together."""
+    """Raises LayoutError unless the layout is consistent."""
     _unique(f"engine '{layout.engine}': field", [field.name for field in layout.fields])
     _unique(f"engine '{layout.engine}': group", [group.name for group in layout.groups])
     _unique(f"engine '{layout.engine}': rank", [str(rank.rank) for rank in layout.ranks])
@@ -66,7 +66,7 @@ def check_layout(layout: EngineLayout) -> None:
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
     pages, pairs = _Pages(layout), _Pairs(layout.engine)
-    # Most ranks have one template: what it says is looked at once.
+    # Most ranks share one template, which is checked once.
     kinds_of: dict[RankTemplate, _Kinds] = {}
     checked: set[object] = set()
     for rank in layout.ranks:
@@ -85,8 +85,9 @@ def check_layout(layout: EngineLayout) -> None:
 
 
 class _Kinds(NamedTuple):
-    """The shards of a template by shape of their field and number of their geometry: a field and the number of each kind, in the order of
-    their first shards, and which kind each shard has.
+    """The shards of a template by kind, which is the shape of the field and the number of the geometry.
+
+    `fields`: a field and the number of each kind, in the order of their first shards; `which`: the kind of each shard.
     """
 
     fields: list[tuple[str, int]]
@@ -106,7 +107,7 @@ class _Kinds(NamedTuple):
 
 
 class _Pages:
-    """The pages of each distinct geometry, checked once (step 2), and the bytes that they have."""
+    """The page of each distinct geometry, checked once (step 2)."""
 
     def __init__(self, layout: EngineLayout) -> None:
         self._layout, self._num_runs = layout, 0
@@ -147,7 +148,7 @@ class _Pages:
         return Page(number, form, runs, int(runs[0, 0]), int(runs[-1, 1]))
 
     def _check_geometry(self, where: str, field: Field, kind: int, geometry: Geometry, group: Group) -> None:
-        """Geometries mostly share all of their maps but one, and each map is looked at once per kind of field."""
+        """Geometries mostly share all of their maps but one, so each map is checked once per kind of field."""
         got, wanted = [axis.axis for axis in geometry.axes], [axis.name for axis in field.axes]
         if got != wanted:
             raise LayoutError(f"{where}: its shard maps axes {got}, the field has {wanted}")
@@ -167,8 +168,9 @@ class _Pages:
 def _check_places(layout: EngineLayout, rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
     """Step 4 for one rank; `pages` of its shards."""
     by_group: defaultdict[str, list[tuple[ShardPlace, Page]]] = defaultdict(list)
+    groups = [geometry.group for geometry in rank.geometries]
     for shard, page in zip(rank.template.shards, pages, strict=True):
-        by_group[rank.geometries[shard.geometry].group].append((shard, page))
+        by_group[groups[shard.geometry]].append((shard, page))
     for name, members in by_group.items():
         _check_inside_slabs(rank, layout.group_by_name[name].pool, members, pairs)
         _check_disjoint(rank, members, pairs)
@@ -177,11 +179,11 @@ def _check_places(layout: EngineLayout, rank: Rank, pages: list[Page], pairs: _P
 def _unique(what: str, names: list[str]) -> None:
     if len(set(names)) == len(names):
         return
-    seen = set[str]()
+    known = set[str]()
     for name in names:
-        if name in seen:
+        if name in known:
             raise LayoutError(f"{what} '{name}' is given twice; names must be unique")
-        seen.add(name)
+        known.add(name)
 
 
 def _check_references(layout: EngineLayout, rank: Rank) -> None:
@@ -243,7 +245,7 @@ def _check_numbers(rank: Rank, kinds: _Kinds) -> None:
 
 
 def _check_map(where: str, axis: Axis, mapped: AxisMap) -> int | None:
-    """Whether a map fits its axis; tokens that a page of it spans, None where it has an end."""
+    """Tokens that a page of the sequence spans, None for another axis. Raises LayoutError where the map does not fit its axis."""
     where = f"{where}, axis '{axis.name}'"
     owned, num_indices = mapped.owned, mapped.indices_per_page
     if axis.extent is not None:
@@ -272,11 +274,13 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, P
             by_place[slab.region, slab.page_stride_bytes].append((slab.offset_bytes, stop))
     for slabs in by_place.values():
         slabs.sort()
+    starts_of = {place: [start for start, _ in slabs] for place, slabs in by_place.items()}
     for shard, page in members:
         stride, offset = rank.geometries[shard.geometry].page_stride_bytes, shard.offset_bytes
-        slabs = by_place.get((shard.region, stride), [])
-        # A page that lies in one slab from its first byte to its last needs no look at what is between.
-        last = bisect_right(slabs, offset + page.start, key=_first_byte) - 1
+        place = shard.region, stride
+        slabs = by_place.get(place, [])
+        # Most pages lie in one slab from their first byte to their last, so their runs need not be compared.
+        last = bisect_right(starts_of.get(place, []), offset + page.start) - 1
         if last >= 0 and offset + page.stop <= slabs[last][1]:
             continue
         pairs.place(len(page.runs))
@@ -289,32 +293,28 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, P
             )
 
 
-def _first_byte(slab: tuple[int, int]) -> int:
-    return slab[0]
-
-
 def _is_outside(slabs: Int64s, runs: Int64s) -> bool:
-    """Whether one of the runs lies in no slab, whole; both of shape (n, 2), start and stop."""
+    """Whether one of the runs is not inside a slab; both have shape (n, 2), start and stop."""
     place = np.searchsorted(slabs[:, 0], runs[:, 0], side="right") - 1
     return bool(((place < 0) | (runs[:, 1] > slabs[np.maximum(place, 0), 1])).any())
 
 
 class _Pairs:
-    """Pairs of shards that were compared, and what that and finding their slabs cost so far."""
+    """Pairs of shards that were compared, and the work that is left for comparing them and finding their slabs."""
 
     def __init__(self, engine: str) -> None:
         self._engine, self._left = engine, MAX_PAIR_WORK
-        self._seen: set[tuple[object, ...]] = set()
+        self._compared: set[tuple[object, ...]] = set()
 
     def is_new(self, key: tuple[object, ...], num_runs: int) -> bool:
-        """Whether the pair still has to be compared. Raises LayoutError when there are too many."""
-        is_new = key not in self._seen
+        """Whether the pair has not been compared yet. Raises LayoutError when there are too many."""
+        is_new = key not in self._compared
         self._spend(SORT_COST + RUN_COST * num_runs if is_new else LOOK_COST, "one another to compare")
-        self._seen.add(key)
+        self._compared.add(key)
         return is_new
 
     def place(self, num_runs: int) -> None:
-        """So many runs of a shard are to be found in slabs. Raises LayoutError when there are too many."""
+        """Count `num_runs` runs to find in slabs. Raises LayoutError when there are too many."""
         self._spend(SORT_COST + PLACE_COST * num_runs, "pieces in several slabs to find")
 
     def _spend(self, cost: int, what: str) -> None:
