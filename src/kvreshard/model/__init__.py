@@ -1,4 +1,4 @@
-"""The nouns: what an engine holds, in which pages, at which address. No I/O; NumPy and the wire codec only."""
+"""The nouns: what an engine holds, in which pages, at which address. No I/O; NumPy and msgspec only."""
 
 from kvreshard.model.address import AxisMap, Digit, canonical
 from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, UsageError, WireError

@@ -1,8 +1,7 @@
-"""What is one logical tensor, apart from who holds it and where?
+"""Fields: the logical tensors of a model, without who holds them and where.
 
-A `Field` is named, and both engines mean the same tensor by the same name. Its axes have names and extents; an axis
-without extent is the sequence. Its `encoding` says what the bytes mean (dtype, quantisation, scales): equal tags may be
-copied, others not.
+Fields of two engines with the same name are the same tensor. An axis has a name and an extent; an axis without extent is
+the sequence. `encoding` tags the meaning of the bytes (dtype, quantisation, scales): equal tags may be copied, others not.
 """
 
 from __future__ import annotations
