@@ -1,12 +1,12 @@
-"""The caches of DeepSeek-V4 and V4.1: windows of latents, latents that were compressed, and what a compressor needs.
+"""The caches of DeepSeek-V4 and V4.1: windows of latents, compressed latents, and the tokens that a compressor needs.
 
 | model types | caches of a layer, in order | source (vLLM 0.32) |
 |---|---|---|
 | `deepseek_v4` | a window; with ratio 4 or 128 also compressed latents and the window of their compressor; with 4 before all that the indexer's keys and their compressor's window | `models/deepseek_v4/attention.py`, `compressor.py` |
 | `deepseek_v41` | in layers of `kv_source_layer_ids` latents of every token or of every second one, an indexer's keys for as many where `index_source_layer_ids` has the layer too; a window; for every second one also the ring of the open pair. The layers behind read these | `models/deepseek_v41/attention.py`, `compressor.py` |
 
-The dtype of the cache decides the form of its latents, and the alignment of the pages of all caches. vLLM's default is `fp8_ds_mla`.
-A compressor keeps, per token and until it is compressed, values and scores in float32, with ratio 4 twice: of the previous and the own group.
+The dtype of the cache decides the form of its latents, and the page alignment of all caches. vLLM's default is `fp8_ds_mla`.
+A compressor keeps values and scores in float32 per token until the token is compressed, with ratio 4 twice: of the previous group and its own.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def v41_drafting(config: Config, _layers: Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What tells V4 and V4.1 apart. Tokens of kernel blocks; a window's kernel block is its page."""
+    """V4 or V4.1: the forms of latents and the tokens of kernel blocks. A window's kernel block is its page."""
 
     forms: Forms
     kernel_tokens: int

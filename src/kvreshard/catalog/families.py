@@ -55,7 +55,7 @@ CONV_LAYERS = listed({"conv": "state", "full_attention": "full"}, rules.lfm2)
 ATTENTION: Mapping[str, Family] = {
     # By `layer_types`, else one window for all layers.
     "llama": Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, left_out={"sliding_window": 4096}),
+    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, if_absent={"sliding_window": 4096}),
     "starcoder2": Family(layers=BY_TYPE, kv_heads=2, head_size=DERIVED),
     **dict.fromkeys(("phi3", "granite", "granitemoe", "olmo", "olmo2"), Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
     **dict.fromkeys(("granitemoeshared", "phi3_v", "phi4mm", "phimoe"), Family(layers=BY_TYPE, head_size=DERIVED)),
@@ -84,14 +84,14 @@ ATTENTION: Mapping[str, Family] = {
     # `AfmoeConfig`.
     "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Cohere2Config`, `commandr.py`, `cohere2_moe.py`: a token sees `sliding_window` tokens beside itself.
-    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), unsaid={"sliding_window": 4096},
+    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), if_null={"sliding_window": 4096},
                       caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), unsaid={"sliding_window": 4096},
+    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), if_null={"sliding_window": 4096},
                           caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Exaone4Config`, `exaone_moe.py`.
-    "exaone4": Family(layers=rules.exaone4, left_out={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+    "exaone4": Family(layers=rules.exaone4, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     "exaone_moe": Family(layers=rules.exaone4, predicts=mtp_like_first, expects={"sliding_windows": (), "mtp_layer_types": ()},
-                         left_out={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+                         if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     # `Llama4TextConfig`, `llama4.py`.
     **dict.fromkeys(("llama4", "llama4_text"), Family(
         layers=listed({"full_attention": "full", "chunked_attention": "chunk"}, rules.llama4), caches={"chunk": attention(window=cache.chunk)},
@@ -101,16 +101,16 @@ ATTENTION: Mapping[str, Family] = {
     # `minimax_m2.py`, which drops the `num_mtp_modules`.
     "minimax_m2": Family(layers=rules.minimax_m2, expects={"sliding_window": ()}, kv_heads=8, head_size=128),
     # `configs/muse_glimmer.py`.
-    "muse_glimmer_text": Family(layers=rules.muse_glimmer, unsaid={"sliding_window": 2048}, kv_heads=2, head_size=128),
+    "muse_glimmer_text": Family(layers=rules.muse_glimmer, if_null={"sliding_window": 2048}, kv_heads=2, head_size=128),
     # `plamo3.py`.
     "plamo3": Family(layers=rules.plamo3, caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
     # `iquest_loopcoder.py`: all layers run `loop_num` times.
-    "iquestloopcoder": Family(layers=Windows(switch=ON), arrange=cache.with_loops, unsaid={"loop_num": 2, "loop_window_size": 64}, head_size=DERIVED),
+    "iquestloopcoder": Family(layers=Windows(switch=ON), arrange=cache.with_loops, if_null={"loop_num": 2, "loop_window_size": 64}, head_size=DERIVED),
     # `SmolLM3Config`.
     "smollm3": Family(layers=rules.smollm3, kv_heads=4, head_size=DERIVED),
     # `Gemma3TextConfig`, `Gemma3nTextConfig`, `Gemma4TextConfig`, `gemma4.py`.
     **dict.fromkeys(("gemma3", "gemma3_text"), Family(
-        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), unsaid={"num_attention_heads": 8, "sliding_window": 4096},
+        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), if_null={"num_attention_heads": 8, "sliding_window": 4096},
         expects={"use_bidirectional_attention": (False,)}, kv_heads=4, head_size=256)),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Family(
@@ -144,7 +144,7 @@ ATTENTION: Mapping[str, Family] = {
     **dict.fromkeys(("moondream3", "moondream3_text"), Family(
         layers=ALL_FULL, sets={"head_dim": None}, head_size=DERIVED,
         names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "hidden_size": "dim"},
-        unsaid={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
+        if_null={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
     # Windows with KV heads of their own: `mimo_v2.py`, `mimo_v2_mtp.py` (one layer predicts), `models/inkling/nvidia/`, `step3p5.py`.
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
         layers=numbered("hybrid_layer_pattern", lambda entry: "window" if entry == 1 else "full"), predicts=one("window"), numbered_on=True,
@@ -209,7 +209,7 @@ STATES: Mapping[str, Family] = {
             recurrent=cache.saved_dtype("mamba_ssm_cache_dtype", "float32"))}),
     # `GraniteMoeHybridConfig`.
     "granitemoehybrid": Family(
-        layers=listed(rules.BLOCKS), unsaid={"mamba_expand": 2}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED,
+        layers=listed(rules.BLOCKS), if_null={"mamba_expand": 2}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED,
         caches={"full": UNWINDOWED, "state": mamba2(
             "mamba_n_heads", cache.ssm_head_size(cache.hidden_times("mamba_expand")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv")}),
     # `FalconH1Config`: each layer is both, attention registered first.
@@ -225,7 +225,7 @@ STATES: Mapping[str, Family] = {
     "zamba2": Family(
         layers=listed({"mamba": "state", "linear_attention": "state", "hybrid": "full state"}, field="layers_block_type"), arrange=cache.attention_first,
         sets={"num_key_value_heads": "num_attention_heads", "head_dim": cache.zamba2_head_size},
-        unsaid={"n_mamba_heads": 8, "mamba_expand": 2, "mamba_ngroups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
+        if_null={"n_mamba_heads": 8, "mamba_expand": 2, "mamba_ngroups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
         caches={"state": mamba2("n_mamba_heads", cache.zamba2_ssm_head_size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv")}),
     # `Qwen3NextConfig`, `OlmoHybridConfig`. vLLM takes one layer that predicts where a Qwen file does not say.
     "qwen3_next": Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", default=1), kv_heads=2, head_size=256),
@@ -241,7 +241,7 @@ STATES: Mapping[str, Family] = {
             ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size"))})),
     # `bailing_moe_linear.py`, `bailing_moe_v3.py`.
     "bailing_hybrid": Family(
-        layers=rules.bailing, predicts=mtp("latent"), unsaid={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, head_size=DERIVED,
+        layers=rules.bailing, predicts=mtp("latent"), if_null={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, head_size=DERIVED,
         caches={"linear": state("linear", LinearState, "num_attention_heads", Config.head_size), "latent": latent(packs=False),
                 "delta": cache.kda("linear", "num_attention_heads", Config.head_size, "short_conv_kernel_size")}),
     # `Lfm2Config`, `lfm2.py`, `lfm2_moe.py`.

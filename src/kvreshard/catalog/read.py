@@ -99,8 +99,8 @@ def _read(config: Config) -> Model:
 def _filled(config: Config) -> Config:
     """The fields under their usual names, with those that the row knows without the file."""
     family = config.family
-    unsaid = {name: value for name, value in family.unsaid.items() if not config.has(name)}
-    config = config.with_fields(**{**family.left_out, **config.fields, **unsaid}).renamed(family.names)
+    if_null = {name: value for name, value in family.if_null.items() if not config.has(name)}
+    config = config.with_fields(**{**family.if_absent, **config.fields, **if_null}).renamed(family.names)
     config = family.prepare(config)
     computed = {name: None if source is None else config.number(source) for name, source in family.sets.items()}
     for name, allowed in family.expects.items():
