@@ -21,7 +21,7 @@ import msgspec
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.expect import did_you_mean, expect
-from kvreshard.model.field import Axis, Field
+from kvreshard.model.field import MAX_AXES, Field
 from kvreshard.model.form import Head, Number, Whole
 from kvreshard.model.layout import EngineLayout, Geometry, Group, PerRank, Rank, RankTemplate, Region, Shard, Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
@@ -38,7 +38,6 @@ MAX_FIELDS = 1 << 14
 MAX_GROUPS = 256
 MAX_GEOMETRIES = 1 << 16
 MAX_SHARDS = 1 << 18
-MAX_AXES = 16
 
 Encoding = Literal["msgpack", "json"]
 Place = Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
@@ -71,21 +70,6 @@ class _Geometry(msgspec.Struct, forbid_unknown_fields=True):
     axes: Annotated[tuple[_AxisMap, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
-class _Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    name: ShortText
-    extent: Whole | None
-    tokens_per_index: Whole = 1
-    keep_partial: bool = False
-
-
-class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: ShortText
-    axes: Annotated[tuple[_Axis, ...], msgspec.Meta(max_length=MAX_AXES)]
-    element_bytes: Whole
-    encoding: ShortText
-    optional: bool = False
-
-
 class _Shard(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     field: ShortText
     region: ShortText
@@ -116,7 +100,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     form: str
     version: int
     engine: Name
-    fields: Annotated[list[_Field], msgspec.Meta(max_length=MAX_FIELDS)]
+    fields: Annotated[tuple[Field, ...], msgspec.Meta(max_length=MAX_FIELDS)]
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
 
@@ -159,7 +143,7 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{meant}") from None
     geometries = _geometries(body)
     ranks = _ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries)
-    return EngineLayout(body.engine, _fields(body.fields), body.groups, ranks)
+    return EngineLayout(body.engine, body.fields, body.groups, ranks)
 
 
 def _check_names(body: _Compact | _Json) -> None:
@@ -233,14 +217,9 @@ def _keys(layout: EngineLayout) -> dict[Geometry, str]:
 
 def _common(
     layout: EngineLayout, keys: Mapping[Geometry, str]
-) -> tuple[str, list[_Field], tuple[Group, ...], dict[str, _Geometry]]:
+) -> tuple[str, tuple[Field, ...], tuple[Group, ...], dict[str, _Geometry]]:
     geometries = {key: _geometry_form(geometry) for geometry, key in keys.items()}
-    return layout.engine, [_field_form(field) for field in layout.fields], layout.groups, geometries
-
-
-def _field_form(field: Field) -> _Field:
-    axes = tuple(_Axis(axis.name, axis.extent, axis.tokens_per_index, axis.keep_partial) for axis in field.axes)
-    return _Field(field.name, axes, field.element_bytes, field.encoding, field.optional)
+    return layout.engine, layout.fields, layout.groups, geometries
 
 
 def _geometry_form(geometry: Geometry) -> _Geometry:
@@ -284,19 +263,6 @@ def _owned(form: _Owned) -> Ownership:
     if form.run is not None and form.step is not None:
         return Cyclic(form.start, form.run, form.step)
     return Interval(form.start, form.stop)
-
-
-def _fields(forms: list[_Field]) -> tuple[Field, ...]:
-    """The fields. Most of them have the axes of another, so each distinct tuple of axes is made once."""
-    known: dict[tuple[_Axis, ...], tuple[Axis, ...]] = {}
-    fields = []
-    for form in forms:
-        axes = known.get(form.axes)
-        if axes is None:
-            axes = tuple([Axis(a.name, a.extent, a.tokens_per_index, a.keep_partial) for a in form.axes])
-            known[form.axes] = axes
-        fields.append(Field(form.name, axes, form.element_bytes, form.encoding, form.optional))
-    return tuple(fields)
 
 
 def _user_of(key: str, body: _Compact | _Json) -> str:
