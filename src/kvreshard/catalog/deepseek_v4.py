@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from kvreshard.catalog.caches import index_row
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.family import CacheRule
+from kvreshard.catalog.layer_rules import num_predicting
 from kvreshard.catalog.layers import PACKED, PACKED_FP4, PACKED_V4, ModelLayer
 from kvreshard.kinds import Kind, Latent, Ring, ScaledRows, indexer
 
@@ -47,8 +48,7 @@ V41_DRAFTING = 3
 
 def v4_layers(config: Config, num_layers: int) -> Sequence[str]:
     """By `compress_ratios`, which may also have those of the layers that predict."""
-    num_predicting = config.count("num_nextn_predict_layers", 0, at_least=0)
-    return [V4_LAYERS[ratio] for ratio in _ratios(config, num_layers, num_predicting, (0, 1, 4, 128))]
+    return [V4_LAYERS[ratio] for ratio in _ratios(config, num_layers, num_predicting(config), (0, 1, 4, 128))]
 
 
 def v41_layers(config: Config, num_layers: int) -> Sequence[str]:
@@ -65,13 +65,13 @@ def v41_layers(config: Config, num_layers: int) -> Sequence[str]:
     return layers
 
 
-def _ratios(config: Config, num_layers: int, num_predicting: int, known: Sequence[int]) -> Sequence[int]:
+def _ratios(config: Config, num_layers: int, spare: int, known: Sequence[int]) -> Sequence[int]:
     size, rotated = config.count("head_dim"), config.count("qk_rope_head_dim")
     if (size, rotated) != (CHANNELS, ROTATED):
         raise config.error(
             "head_dim", f"is {size}, of which {rotated} rotated", f"rows are known for {CHANNELS} and {ROTATED} only"
         )
-    ratios = config.numbers("compress_ratios", num_layers, spare=num_predicting)
+    ratios = config.numbers("compress_ratios", num_layers, spare=spare)
     for index, ratio in enumerate(ratios):
         if ratio not in known:
             names = f"{', '.join(map(str, known[:-1]))} and {known[-1]}"

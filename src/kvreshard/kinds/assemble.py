@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
+from kvreshard.kinds.page import Kind, PageView, Style, TensorShape
 from kvreshard.kinds.place import Place
 from kvreshard.kinds.ring import Ring
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
@@ -97,10 +97,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of one layer in one group, with where it starts and its strides. All in bytes."""
+    """One tensor of one layer in one group: the bytes of its page with padding, where it starts, and its strides in bytes."""
 
     layer: str
     shape: TensorShape
+    padded: int
     offset: int
     page_stride: int
     slot_step: int
@@ -226,18 +227,17 @@ def _rank(
     placed = {group.name: _place_tensors(shapes[group.name], order, num_pages, block_bytes) for group in groups}
     _check_overlay(order, placed)
     for group in groups:
-        tensors = placed[group.name]
         by_layer: dict[str, dict[str, _Tensor]] = {}
-        for tensor in tensors:
+        for tensor in placed[group.name]:
             by_layer.setdefault(tensor.layer, {})[tensor.shape.name] = tensor
+            slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes)))
         for name, own in by_layer.items():
             views = {key: _view(tensor, style) for key, tensor in own.items()}
             for piece in by_name[name].kind.pieces(name, place, style, views):
-                shards.append(_shard(piece, own[piece.tensor], group.name))
+                tensor = own[piece.tensor]
+                geometry = Geometry(group.name, tensor.page_stride, piece.axes)
+                shards.append(Shard(piece.field.name, REGION, tensor.offset + piece.offset_bytes, geometry))
                 fields.setdefault(piece.field.name, replace(piece.field, optional=by_name[name].optional))
-        padded = {(name, shape.name): stride for name, shape, stride in shapes[group.name]}
-        for tensor in tensors:
-            slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes, padded[tensor.layer, tensor.shape.name])))
     size = block_bytes * num_pages
     regions = (Region(REGION, address, size),) if size else ()
     return Rank.of(number, grid.labels(number), regions, tuple(slabs), tuple(shards))
@@ -262,7 +262,8 @@ def _place_tensors(
             shape, padded, len(names), order, num_pages, block_bytes
         )
         for index, name in enumerate(names):
-            tensors.append(_Tensor(name, shape, offset + index * layer_step, page_stride, slot_step, state_step))
+            start = offset + index * layer_step
+            tensors.append(_Tensor(name, shape, padded, start, page_stride, slot_step, state_step))
         offset += padded * len(names) * (num_pages if order[0] == "L" else 1)
     return tensors
 
@@ -318,13 +319,7 @@ def _view(tensor: _Tensor, style: Style) -> PageView:
     return PageView(shape, slot_step, tensor.state_step, kernel, kernel_bytes)
 
 
-def _shard(piece: Piece, tensor: _Tensor, group: str) -> Shard:
-    return Shard(
-        piece.field.name, REGION, tensor.offset + piece.offset_bytes, Geometry(group, tensor.page_stride, piece.axes)
-    )
-
-
-def _slabs(tensor: _Tensor, order: str, block_bytes: int, padded: int) -> list[Slab]:
+def _slabs(tensor: _Tensor, order: str, block_bytes: int) -> list[Slab]:
     if order[0] == "B":
         return [Slab(POOL, REGION, 0, block_bytes, block_bytes)]
     if _order_of(tensor.shape, order) == "LHBNC":
@@ -333,4 +328,4 @@ def _slabs(tensor: _Tensor, order: str, block_bytes: int, padded: int) -> list[S
             Slab(POOL, REGION, tensor.offset + slot * tensor.slot_step, tensor.page_stride, size)
             for slot in range(tensor.shape.slots)
         ]
-    return [Slab(POOL, REGION, tensor.offset, tensor.page_stride, padded)]
+    return [Slab(POOL, REGION, tensor.offset, tensor.page_stride, tensor.padded)]
