@@ -2,7 +2,7 @@
 
 from kvreshard.kinds.attention import Attention
 from kvreshard.kinds.mla import Latent
-from kvreshard.kinds.opaque import Opaque, OpaqueState
+from kvreshard.kinds.opaque import Opaque
 from kvreshard.kinds.options import dtype_option
 from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
 from kvreshard.kinds.place import Place
@@ -19,7 +19,6 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Opaque",
-    "OpaqueState",
     "PageView",
     "Piece",
     "Place",
