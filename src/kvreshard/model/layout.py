@@ -118,6 +118,18 @@ class ShardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     geometry: Number
 
 
+class FieldPlace(msgspec.Struct, frozen=True, gc=False):
+    """Where a rank's part of a field lies: the number of its region, whose addresses are `[region_start, region_stop)`, the address of the
+    first cell in page 0, and the number of its geometry.
+    """
+
+    region: int
+    region_start: int
+    region_stop: int
+    address: int
+    geometry: int
+
+
 class RankTemplate(msgspec.Struct, frozen=True, cache_hash=True):
     """What the ranks of one tensor-parallel group have in common: how their memory is divided, apart from where it lies and what of each
     axis they hold.
@@ -195,6 +207,20 @@ class Rank:
         """The same rank and memory with other shards."""
         return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
 
+    @cached_property
+    def place_of(self) -> Mapping[str, FieldPlace]:
+        """Field -> where the rank's part of it begins."""
+        ends = zip(self.addresses, self.template.region_bytes, strict=True)
+        regions = {
+            name: (number, address, address + size)
+            for number, (name, (address, size)) in enumerate(zip(self.template.regions, ends, strict=True))
+        }
+        places = {}
+        for shard in self.template.shards:
+            region, start, stop = regions[shard.region]
+            places[shard.field] = FieldPlace(region, start, stop, start + shard.offset_bytes, shard.geometry)
+        return places
+
     def base_address(self, shard: Shard) -> int:
         """Address of the shard's first cell in page 0."""
         return self.region_by_name[shard.region].address + shard.offset_bytes
@@ -224,26 +250,23 @@ class EngineLayout:
         }
 
     @cached_property
-    def _holders(self) -> Mapping[str, Mapping[int, Geometry]]:
-        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
-        found: dict[str, dict[int, Geometry]] = {field.name: {} for field in self.fields}
-        for rank in self.ranks:
-            number, geometries = rank.rank, rank.geometries
-            for place in rank.template.shards:
-                found[place.field][number] = geometries[place.geometry]
-        return {field: held for field, held in found.items() if held}
-
-    @cached_property
     def holding_of(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
-        `fields`.
+        """Field -> a number that fields share which every rank holds by one geometry, for every field that some rank holds a part of, in the
+        order of `fields`.
         """
+        held: dict[str, list[tuple[int, int]]] = {field.name: [] for field in self.fields}
+        for number, template in enumerate(dict.fromkeys(rank.template for rank in self.ranks)):
+            for place in template.shards:
+                held[place.field].append((number, place.geometry))
         numbers: dict[object, int] = {}
-        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self._holders.items()}
+        return {field: numbers.setdefault(tuple(places), len(numbers)) for field, places in held.items() if places}
 
     def holders(self, field: str) -> Mapping[int, Geometry]:
         """Rank -> how it holds its part of a field, for every rank that does."""
-        return self._holders.get(field, {})
+        templates = dict.fromkeys(rank.template for rank in self.ranks)
+        numbers = {t: next((place.geometry for place in t.shards if place.field == field), None) for t in templates}
+        found = ((rank, numbers[rank.template]) for rank in self.ranks)
+        return {rank.rank: rank.geometries[number] for rank, number in found if number is not None}
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
+from kvreshard.model.layout import EngineLayout, Geometry, Rank
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.match import SHOWN, differences
@@ -56,20 +56,24 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         yield from _transfer_faults(transfer, rank, dst, "destination")
         for name in transfer.fields:
             transfers_of[name].append(number)
-    # Fields of one geometry that the same transfers have are covered alike: one of them is looked at.
-    covered = defaultdict[tuple[int, ...], list[tuple[object, Geometry]]](list)
-    for name, shard in rank.shard_by_field.items():
+    # Fields of one form and geometry that the same transfers have are covered alike: one of them is looked at.
+    covered, agreeing = set[object](), set[object]()
+    for name, place in rank.place_of.items():
         given, field = src.field_by_name.get(name), dst.field_by_name[name]
         if given is None:
             continue
-        for found in differences(src.engine, given, dst.engine, field):
-            yield f"field '{name}'{found}"
-        numbers, kind = tuple(transfers_of[name]), (field.axes, shard.geometry)
-        if kind not in covered[numbers]:
-            covered[numbers].append(kind)
+        forms = src.kind_of[name], dst.kind_of[name]
+        if forms not in agreeing:
+            found = differences(src.engine, given, dst.engine, field)
+            yield from (f"field '{name}'{difference}" for difference in found)
+            agreeing |= set() if found else {forms}
+        numbers = tuple(transfers_of[name])
+        kind = numbers, dst.kind_of[name], place.geometry
+        if kind not in covered:
+            covered.add(kind)
             transfers = [route.transfers[number] for number in numbers]
             fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
-            yield from _cover_faults(field, shard.geometry, fitting, rank)
+            yield from _cover_faults(field, rank.geometries[place.geometry], fitting, rank)
 
 
 def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, int | None]]:
@@ -77,23 +81,30 @@ def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, 
 
 
 def _transfer_faults(transfer: RankTransfer, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
-    """One side of a transfer, field by field; what is said of a geometry and a shape is looked at once."""
+    """One side of a transfer, field by field; a form and geometry is looked at once."""
     bases = (transfer.bases.src if side == "source" else transfer.bases.dst).tolist()
     if len(bases) != len(transfer.fields):
         yield f"field '{transfer.fields[0]}', {side} rank {rank.rank}: a transfer with {len(bases)} addresses for {len(transfer.fields)} fields"
-    reach_of: list[tuple[object, int]] = []
+    reach_of: dict[tuple[int, int], int] = {}
+    kind_of, place_of = layout.kind_of, rank.place_of
     for name, base in zip(transfer.fields, bases, strict=False):
-        shard = rank.shard_by_field.get(name)
-        if shard is None:
+        place = place_of.get(name)
+        if place is None:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
             continue
-        field = layout.field_by_name[name]
-        kind = shard.geometry, field.axes, field.element_bytes
-        reach = next((reach for known, reach in reach_of if known == kind), None)
+        kind = kind_of[name], place.geometry
+        reach = reach_of.get(kind)
         if reach is None:
-            reach = yield from _geometry_faults(transfer, field, shard.geometry, rank, layout, side)
-            reach_of.append((kind, reach))
-        yield from _place_faults(shard, base, reach, rank, side)
+            geometry = rank.geometries[place.geometry]
+            reach = yield from _geometry_faults(transfer, layout.field_by_name[name], geometry, rank, layout, side)
+            reach_of[kind] = reach
+        if base != place.address:
+            yield f"field '{name}', {side} rank {rank.rank}: first cell at address {base}, its layout says {place.address}"
+        if base < place.region_start or base + reach > place.region_stop:
+            yield (
+                f"field '{name}', {side} rank {rank.rank}: addresses [{base}, {base + reach}) are out of bounds of region "
+                f"'{rank.template.regions[place.region]}' [{place.region_start}, {place.region_stop})"
+            )
 
 
 def _geometry_faults(
@@ -121,21 +132,6 @@ def _geometry_faults(
         yield f"{who}: block table of group '{group.name}', its layout says '{geometry.group}'"
     inside = sum([mapped.last_byte_offset for mapped in geometry.axes])
     return (group.num_pages - 1) * stride + inside + transfer.element_bytes
-
-
-def _place_faults(shard: Shard, base: int, reach: int, rank: Rank, side: str) -> Iterator[str]:
-    """Where one field begins, and whether all of its pages lie in its region."""
-    region = rank.region_by_name[shard.region]
-    if base != region.address + shard.offset_bytes:
-        yield (
-            f"field '{shard.field}', {side} rank {rank.rank}: first cell at address {base}, its layout says "
-            f"{region.address + shard.offset_bytes}"
-        )
-    if base < region.address or base + reach > region.address + region.size_bytes:
-        yield (
-            f"field '{shard.field}', {side} rank {rank.rank}: addresses [{base}, {base + reach}) are out of bounds of "
-            f"region '{region.name}' [{region.address}, {region.address + region.size_bytes})"
-        )
 
 
 def _sequence_faults(transfer: RankTransfer, sequence: Axis, who: str, source: bool) -> Iterator[str]:

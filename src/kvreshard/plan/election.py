@@ -106,11 +106,10 @@ def elect(src: EngineLayout, dst: EngineLayout, names: Sequence[str]) -> Electio
 
 def group_fields(src: EngineLayout, dst: EngineLayout, names: Iterable[str]) -> tuple[Family, ...]:
     """The named fields as families, in the order of `names`. The destination holds a part of each."""
+    kinds, src_holding, dst_holding = dst.kind_of, src.holding_of, dst.holding_of
     members: dict[object, list[str]] = {}
     for name in names:
-        field = dst.field_by_name[name]
-        shape = field.axes, field.element_bytes, field.encoding
-        members.setdefault((shape, src.holding_of.get(name), dst.holding_of[name]), []).append(name)
+        members.setdefault((kinds[name], src_holding.get(name), dst_holding[name]), []).append(name)
     return tuple(
         Family(tuple(fields), dst.field_by_name[fields[0]], src.holders(fields[0]), dst.holders(fields[0]))
         for fields in members.values()

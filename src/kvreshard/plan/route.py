@@ -155,12 +155,15 @@ def _transfer(
 
 def _bases(src: Rank, dst: Rank, fields: Sequence[str]) -> Bases:
     """Where fields begin on both sides, with a number for each pair of regions."""
-    shards = [(src.shard_by_field[name], dst.shard_by_field[name]) for name in fields]
-    numbers: dict[tuple[str, str], int] = {}
-    regions = [numbers.setdefault((one.region, other.region), len(numbers)) for one, other in shards]
+    src_places, dst_places = ([rank.place_of[name] for name in fields] for rank in (src, dst))
+    numbers: dict[tuple[int, int], int] = {}
+    regions = [
+        numbers.setdefault((one.region, other.region), len(numbers))
+        for one, other in zip(src_places, dst_places, strict=True)
+    ]
     return Bases(
-        np.array([src.base_address(shard) for shard, _ in shards], dtype=np.int64),
-        np.array([dst.base_address(shard) for _, shard in shards], dtype=np.int64),
+        np.array([place.address for place in src_places], dtype=np.int64),
+        np.array([place.address for place in dst_places], dtype=np.int64),
         np.array(regions, dtype=np.int64),
     )
 
