@@ -20,8 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
@@ -29,6 +33,7 @@ from kvreshard.model.field import Field
 from kvreshard.model.form import Number, Whole
 from kvreshard.model.text import ShortText, plain
 
+Int64s = NDArray[np.int64]
 MAX_ADDRESS = 2**63
 # A layout has thousands of regions, slabs and shards. They refer to nothing that refers to them, so the garbage collector need not
 # follow them (`gc=False`).
@@ -118,18 +123,6 @@ class ShardPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     geometry: Number
 
 
-class FieldPlace(msgspec.Struct, frozen=True, gc=False):
-    """Where a rank's part of a field lies: the number of its region, whose addresses are `[region_start, region_stop)`, the address of the
-    first cell in page 0, and the number of its geometry.
-    """
-
-    region: int
-    region_start: int
-    region_stop: int
-    address: int
-    geometry: int
-
-
 class RankTemplate(msgspec.Struct, frozen=True, cache_hash=True):
     """What the ranks of one tensor-parallel group have in common: how their memory is divided, apart from where it lies and what of each
     axis they hold.
@@ -208,18 +201,31 @@ class Rank:
         return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
 
     @cached_property
-    def place_of(self) -> Mapping[str, FieldPlace]:
-        """Field -> where the rank's part of it begins."""
-        ends = zip(self.addresses, self.template.region_bytes, strict=True)
-        regions = {
-            name: (number, address, address + size)
-            for number, (name, (address, size)) in enumerate(zip(self.template.regions, ends, strict=True))
-        }
-        places = {}
-        for shard in self.template.shards:
-            region, start, stop = regions[shard.region]
-            places[shard.field] = FieldPlace(region, start, stop, start + shard.offset_bytes, shard.geometry)
-        return places
+    def shard_number(self) -> Mapping[str, int]:
+        """Field -> which of the template's shards is the rank's part of it."""
+        return {shard.field: number for number, shard in enumerate(self.template.shards)}
+
+    @cached_property
+    def shard_regions(self) -> Int64s:
+        """The number of the region in which each of the template's shards lies, shape (num_shards,)."""
+        numbers = {name: number for number, name in enumerate(self.template.regions)}
+        return np.array([numbers[shard.region] for shard in self.template.shards], dtype=np.int64)
+
+    @cached_property
+    def region_starts(self) -> Int64s:
+        """First address of each region, shape (num_regions,)."""
+        return np.array(self.addresses, dtype=np.int64)
+
+    @cached_property
+    def region_sizes(self) -> Int64s:
+        """Bytes of each region, shape (num_regions,)."""
+        return np.array(self.template.region_bytes, dtype=np.int64)
+
+    @cached_property
+    def shard_addresses(self) -> Int64s:
+        """Address of the first cell in page 0 of each of the template's shards, shape (num_shards,)."""
+        offsets = np.array([shard.offset_bytes for shard in self.template.shards], dtype=np.int64)
+        return self.region_starts[self.shard_regions] + offsets
 
     def base_address(self, shard: Shard) -> int:
         """Address of the shard's first cell in page 0."""
@@ -255,18 +261,20 @@ class EngineLayout:
         order of `fields`.
         """
         held: dict[str, list[tuple[int, int]]] = {field.name: [] for field in self.fields}
-        for number, template in enumerate(dict.fromkeys(rank.template for rank in self.ranks)):
-            for place in template.shards:
-                held[place.field].append((number, place.geometry))
+        for number, (template, _) in enumerate(groupby(self.ranks, attrgetter("template"))):
+            for shard in template.shards:
+                held[shard.field].append((number, shard.geometry))
         numbers: dict[object, int] = {}
         return {field: numbers.setdefault(tuple(places), len(numbers)) for field, places in held.items() if places}
 
     def holders(self, field: str) -> Mapping[int, Geometry]:
         """Rank -> how it holds its part of a field, for every rank that does."""
-        templates = dict.fromkeys(rank.template for rank in self.ranks)
-        numbers = {t: next((place.geometry for place in t.shards if place.field == field), None) for t in templates}
-        found = ((rank, numbers[rank.template]) for rank in self.ranks)
-        return {rank.rank: rank.geometries[number] for rank, number in found if number is not None}
+        found = {}
+        for template, ranks in groupby(self.ranks, attrgetter("template")):
+            geometry = next((shard.geometry for shard in template.shards if shard.field == field), None)
+            if geometry is not None:
+                found.update({rank.rank: rank.geometries[geometry] for rank in ranks})
+        return found
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Geometry, Rank
+from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Int64s, Rank
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.match import SHOWN, differences
@@ -57,23 +57,19 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         for name in transfer.fields:
             transfers_of[name].append(number)
     # Fields of one form and geometry that the same transfers have are covered alike: one of them is looked at.
-    covered, agreeing = set[object](), set[object]()
-    for name, place in rank.place_of.items():
-        given, field = src.field_by_name.get(name), dst.field_by_name[name]
-        if given is None:
+    alike = defaultdict[tuple[tuple[int, ...], int | None, int, int], list[str]](list)
+    for name, number in rank.shard_number.items():
+        forms = src.kind_of.get(name), dst.kind_of[name]
+        alike[tuple(transfers_of[name]), *forms, rank.template.shards[number].geometry].append(name)
+    for (numbers, src_form, _, geometry), names in alike.items():
+        if src_form is None:
             continue
-        forms = src.kind_of[name], dst.kind_of[name]
-        if forms not in agreeing:
-            found = differences(src.engine, given, dst.engine, field)
-            yield from (f"field '{name}'{difference}" for difference in found)
-            agreeing |= set() if found else {forms}
-        numbers = tuple(transfers_of[name])
-        kind = numbers, dst.kind_of[name], place.geometry
-        if kind not in covered:
-            covered.add(kind)
-            transfers = [route.transfers[number] for number in numbers]
-            fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
-            yield from _cover_faults(field, rank.geometries[place.geometry], fitting, rank)
+        field = dst.field_by_name[names[0]]
+        for difference in differences(src.engine, src.field_by_name[names[0]], dst.engine, field):
+            yield from (f"field '{name}'{difference}" for name in names)
+        transfers = [route.transfers[number] for number in numbers]
+        fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
+        yield from _cover_faults(field, rank.geometries[geometry], fitting, rank)
 
 
 def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, int | None]]:
@@ -82,28 +78,40 @@ def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, 
 
 def _transfer_faults(transfer: RankTransfer, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
     """One side of a transfer, field by field; a form and geometry is looked at once."""
-    bases = (transfer.bases.src if side == "source" else transfer.bases.dst).tolist()
+    bases = transfer.bases.src if side == "source" else transfer.bases.dst
     if len(bases) != len(transfer.fields):
-        yield f"field '{transfer.fields[0]}', {side} rank {rank.rank}: a transfer with {len(bases)} addresses for {len(transfer.fields)} fields"
-    reach_of: dict[tuple[int, int], int] = {}
-    kind_of, place_of = layout.kind_of, rank.place_of
-    for name, base in zip(transfer.fields, bases, strict=False):
-        place = place_of.get(name)
-        if place is None:
+        yield f"field '{transfer.fields[0]}', {side} rank {rank.rank}: {len(bases)} addresses for {len(transfer.fields)} fields"
+        return
+    numbers = [rank.shard_number.get(name, -1) for name in transfer.fields]
+    kinds: dict[tuple[int, int], list[int]] = {}
+    shards, kind_of = rank.template.shards, layout.kind_of
+    for index, (name, number) in enumerate(zip(transfer.fields, numbers, strict=True)):
+        if number < 0:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
-            continue
-        kind = kind_of[name], place.geometry
-        reach = reach_of.get(kind)
-        if reach is None:
-            geometry = rank.geometries[place.geometry]
-            reach = yield from _geometry_faults(transfer, layout.field_by_name[name], geometry, rank, layout, side)
-            reach_of[kind] = reach
-        if base != place.address:
-            yield f"field '{name}', {side} rank {rank.rank}: first cell at address {base}, its layout says {place.address}"
-        if base < place.region_start or base + reach > place.region_stop:
+        else:
+            kinds.setdefault((kind_of[name], shards[number].geometry), []).append(index)
+    for (_, geometry), members in kinds.items():
+        field = layout.field_by_name[transfer.fields[members[0]]]
+        reach = yield from _geometry_faults(transfer, field, rank.geometries[geometry], rank, layout, side)
+        yield from _place_faults(transfer.fields, bases, np.array(members), np.array(numbers), reach, rank, side)
+
+
+def _place_faults(
+    fields: Sequence[str], bases: Int64s, members: Int64s, numbers: Int64s, reach: int, rank: Rank, side: str
+) -> Iterator[str]:
+    """Where the fields `members`, of one geometry, begin, and whether all of their pages lie in their regions."""
+    bases, numbers = bases[members], numbers[members]
+    addresses, regions = rank.shard_addresses[numbers], rank.shard_regions[numbers]
+    start, size = rank.region_starts[regions], rank.region_sizes[regions]
+    is_out = (bases < start) | (bases - start > size - min(reach, MAX_ADDRESS - 1))
+    for index in np.flatnonzero((bases != addresses) | is_out).tolist():
+        base, who = int(bases[index]), f"field '{fields[members[index]]}', {side} rank {rank.rank}"
+        if base != addresses[index]:
+            yield f"{who}: first cell at address {base}, its layout says {addresses[index]}"
+        if is_out[index]:
             yield (
-                f"field '{name}', {side} rank {rank.rank}: addresses [{base}, {base + reach}) are out of bounds of region "
-                f"'{rank.template.regions[place.region]}' [{place.region_start}, {place.region_stop})"
+                f"{who}: addresses [{base}, {base + reach}) are out of bounds of region '{rank.template.regions[regions[index]]}' "
+                f"[{start[index]}, {start[index] + size[index]})"
             )
 
 
@@ -158,11 +166,21 @@ def _sequence_faults(transfer: RankTransfer, sequence: Axis, who: str, source: b
 
 def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTransfer], rank: Rank) -> Iterator[str]:
     """Whether the boxes of a field lie in what their sources hold, share no cell, and are together what the rank holds of it."""
+    held = [(axis, mapped.owned) for axis, mapped in zip(field.axes, geometry.axes, strict=True)]
+    periods = [
+        exact_period(
+            axis.extent,
+            (owned, *(o for t in transfers for o in (t.axes[i].chosen, t.axes[i].src.owned, t.axes[i].dst.owned))),
+        )
+        for i, (axis, owned) in enumerate(held)
+    ]
     for transfer in transfers:
-        for axis in transfer.axes:
+        for axis, period in zip(transfer.axes, periods, strict=True):
             if not _lies_on(axis.extent, axis.chosen):
                 yield f"field '{field.name}', axis '{axis.name}': {axis.chosen} is no part of an axis {_end(axis.extent)}"
-            elif _share(axis.extent, axis.chosen, axis.src.owned) != _share(axis.extent, axis.chosen, axis.chosen):
+            elif _count(axis.extent, period, axis.chosen, axis.src.owned) != _count(
+                axis.extent, period, axis.chosen, axis.chosen
+            ):
                 yield (
                     f"field '{field.name}', axis '{axis.name}': {axis.chosen} is read from rank {transfer.src_rank}, "
                     f"which holds only {axis.src.owned}"
@@ -170,10 +188,19 @@ def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTran
     for first, second in _overlapping(transfers):
         axes = ", ".join(f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True))
         yield f"field '{field.name}': ranks {first.src_rank} and {second.src_rank} both write the same cells (overlap: {axes})"
-    held = [(axis, mapped.owned) for axis, mapped in zip(field.axes, geometry.axes, strict=True)]
-    wanted = prod([_share(axis.extent, owned, owned) for axis, owned in held])
+    wanted = prod(
+        [_count(axis.extent, period, owned, owned) for (axis, owned), period in zip(held, periods, strict=True)]
+    )
     written = sum(
-        [prod([_share(axis.extent, axis.chosen, axis.dst.owned) for axis in transfer.axes]) for transfer in transfers]
+        [
+            prod(
+                [
+                    _count(a.extent, period, a.chosen, a.dst.owned)
+                    for a, period in zip(transfer.axes, periods, strict=True)
+                ]
+            )
+            for transfer in transfers
+        ]
     )
     if written < wanted:
         given = [
@@ -181,7 +208,7 @@ def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTran
             for transfer in transfers
         ]
         yield (
-            f"field '{field.name}': a hole, {1 - written / wanted} of the cells of rank {rank.rank} have no source; it holds "
+            f"field '{field.name}': a hole, {1 - Fraction(written, wanted)} of the cells of rank {rank.rank} have no source; it holds "
             f"{', '.join(f'{axis.name} {owned}' for axis, owned in held)}, and {'; '.join(given) or 'nobody gives anything'}"
         )
 
@@ -197,9 +224,9 @@ def _end(extent: int | None) -> str:
     return "without end" if extent is None else f"of {extent}"
 
 
-def _share(extent: int | None, first: Ownership, second: Ownership) -> Fraction:
-    """Which share of all coordinates of an axis both hold."""
-    return Fraction(count_common(extent, first, second), exact_period(extent, (first, second)))
+def _count(extent: int | None, period: int, first: Ownership, second: Ownership) -> int:
+    """How many of `period` coordinates both hold; it is a multiple of their `exact_period`."""
+    return count_common(extent, first, second) * (period // exact_period(extent, (first, second)))
 
 
 def _overlapping(transfers: Sequence[RankTransfer]) -> Iterator[tuple[RankTransfer, RankTransfer]]:

@@ -37,12 +37,16 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     findings: defaultdict[str, list[str]] = defaultdict(list)
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
+    found: dict[tuple[int, int], list[str]] = {}
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
             (warnings if field.optional else findings)[_one_sided(field, dst, src, is_needed=True)].append(field.name)
             continue
-        for finding in differences(src.engine, other, dst.engine, field):
+        forms = src.kind_of[field.name], dst.kind_of[field.name]
+        if forms not in found:
+            found[forms] = differences(src.engine, other, dst.engine, field)
+        for finding in found[forms]:
             findings[finding].append(field.name)
         if field.name in dst.holding_of:
             names.append(field.name)

@@ -11,8 +11,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.layout import EngineLayout, Group, Rank
@@ -155,17 +153,9 @@ def _transfer(
 
 def _bases(src: Rank, dst: Rank, fields: Sequence[str]) -> Bases:
     """Where fields begin on both sides, with a number for each pair of regions."""
-    src_places, dst_places = ([rank.place_of[name] for name in fields] for rank in (src, dst))
-    numbers: dict[tuple[int, int], int] = {}
-    regions = [
-        numbers.setdefault((one.region, other.region), len(numbers))
-        for one, other in zip(src_places, dst_places, strict=True)
-    ]
-    return Bases(
-        np.array([place.address for place in src_places], dtype=np.int64),
-        np.array([place.address for place in dst_places], dtype=np.int64),
-        np.array(regions, dtype=np.int64),
-    )
+    at_src, at_dst = ([rank.shard_number[name] for name in fields] for rank in (src, dst))
+    region = src.shard_regions[at_src] * len(dst.addresses) + dst.shard_regions[at_dst]
+    return Bases(src.shard_addresses[at_src], dst.shard_addresses[at_dst], region)
 
 
 def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:

@@ -12,6 +12,7 @@ Refused with BindError: an image that does not fit the buffer.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -202,12 +203,12 @@ def _steps(pattern: Pattern, offsets: Int64s, slot_offsets: Int64s) -> Iterator[
     """The runs of a pattern out of boxes at these offsets in the page and in the slot."""
     box = np.searchsorted(offsets, pattern.src_offsets, side="right") - 1
     at = slot_offsets[box] + pattern.src_offsets - offsets[box]
-    keys = np.stack([pattern.src_pages, pattern.dst_pages, pattern.lengths], axis=1)
-    kinds, which = np.unique(keys, axis=0, return_inverse=True)
-    for number, (src_step, dst_step, length) in enumerate(kinds.tolist()):
-        rows = np.flatnonzero(which.reshape(-1) == number)
-        runs = zip(at[rows].tolist(), pattern.dst_offsets[rows].tolist(), strict=True)
-        for strip in fold([Strip(0, 0, slot, dst, ()) for slot, dst in runs]):
+    columns = (pattern.src_pages, pattern.dst_pages, pattern.lengths, at, pattern.dst_offsets)
+    together: defaultdict[tuple[int, int, int], list[Strip]] = defaultdict(list)
+    for src_step, dst_step, length, slot, dst in zip(*(column.tolist() for column in columns), strict=True):
+        together[src_step, dst_step, length].append(Strip(0, 0, slot, dst, ()))
+    for (src_step, dst_step, length), runs in sorted(together.items()):
+        for strip in fold(runs):
             yield Step(src_step, dst_step, length, strip.src_byte, strip.dst_byte, strip.loops)
 
 
