@@ -239,7 +239,7 @@ def _rows(
         rows[:, 2] = number
         return rows, kind
     index = table.locate(name, start, whole)
-    devices = [_device(region.device) for region in table.regions]
+    devices = [_device(device) for device in table.devices]
     rows[:, 2] = np.array([number for _, number in devices], dtype=np.uint64)[index]
     return rows, np.array([kind for kind, _ in devices], dtype=np.intp)[index]
 
