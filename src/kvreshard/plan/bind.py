@@ -3,9 +3,9 @@
 No loop over pages, no geometry: pieces of a request that overlap alike are one `Page` and two arrays of page ids (`pairs`).
 
 1. `bind_pieces` looks up the pages of each piece.
-2. Pages whose entries lie alike are put together (`alike`), in the source's order: a copy of one may continue a copy of another.
+2. `find_alike` puts pages together whose entries lie alike, in the source's order: a copy of one may continue a copy of another.
 3. Copies that are many and scattered stay pages: one `PagedCopies` for each. Where neighbours continue one another, or there are few,
-   addresses are listed and joined (`list_copies`).
+   addresses are listed and joined (`Alike.listed`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parts of the model does an engine's layout name that none of its ranks holds?
+"""Finds the parts of a model that an engine's layout names and none of its ranks holds.
 
 A route is proved for what the destination's ranks hold. A layout that lacks a rank, some heads or a whole field lacks them in the proof
 too. So a layout that comes from a file is looked at by itself: for fields that no rank has a part of and, per family of fields, for boxes

@@ -1,4 +1,4 @@
-"""Which bytes of newly allocated destination pages does no copy write?
+"""Finds the bytes of newly allocated destination pages that no copy writes.
 
 They must be zeroed before the load is reported complete: an engine does not zero pages that a connector loads, and stale
 bytes in overlaid pages are poison. The answer for one rank: the slabs of its new pages, less everything that the copies

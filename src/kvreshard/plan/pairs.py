@@ -3,7 +3,7 @@
 1. A `GroupPair` is all transfers between two groups that cut the sequence alike: a request is checked and cut once for them.
 2. `cut` divides token indices at the pages of both sides. Pieces that overlap alike are strided slices of both tables: `Piece`.
 3. Where a source page and a destination page overlap in one way, all transfers from one source rank are one `Page`: their copies differ
-   between requests by page ids only. Pages are computed at first use and kept (`kept`).
+   between requests by page ids only. Pages are computed at first use and kept (`pattern_cache`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which bytes of a source page go to which bytes of a destination page?
+"""Copy pattern of two pages: which bytes of a source page go to which bytes of a destination page.
 
 A `Pattern` answers for one overlap of a source page and a destination page, for all fields of a transfer at once:
 

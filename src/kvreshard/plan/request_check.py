@@ -1,6 +1,6 @@
-"""Can this request be bound to this route at all?
+"""Checks that a request can be bound to a route.
 
-Checked in whole before the first address is given out, so that a bad request moves nothing:
+All of it is checked before the first address is computed, so that a bad request moves nothing:
 
 1. Every group that the route writes has intervals and block tables on both sides.
 2. Tokens lie below what each side holds; a state is one page, absorbed to the same token on both sides; the live tokens

@@ -7,7 +7,7 @@ that costs less (`cost`), 4. prove that the transfers cover the destination exac
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from kvreshard.plan.pattern_cache import PatternCache
 from kvreshard.plan.transfer import OVERLAPS_LOOKED_AT, RankTransfer, Span, TransferAxis
 
 # Steps of a transfer, each of its fields, and each other transfer of the same fields, with which the proof compares it.
-LANE_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
+TRANSFER_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
 # Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
 TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
 
@@ -86,7 +86,7 @@ def compile_route(
     transfers: list[RankTransfer] = []
     for index, family in enumerate(table.families):
         boxes = table.boxes.get((dst_rank, index), ())
-        each_transfer = LANE_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
+        each_transfer = TRANSFER_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
         budget.spend(family.fields[0], len(boxes) * each_transfer, "too many boxes that one rank reads")
         for src_rank, box in boxes:
             transfer = _transfer(
@@ -174,3 +174,29 @@ def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownersh
     ring = mapped.ring_pages
     capacity = None if ring is None else ring * per_page // mapped.owned.run * mapped.owned.period
     return Span(whole, pages, ring, capacity)
+
+
+def compile_routes(
+    src: EngineLayout,
+    dst: EngineLayout,
+    ranks: Iterable[int] | None = None,
+    *,
+    cost: CostModel | None = None,
+    way: Way | None = None,
+) -> list[Route]:
+    """One proved route for each rank of `dst`, or of `ranks`, in their order; one election serves all of them.
+
+    Args:
+        src: layout of the prefill engine.
+        dst: layout of the decode engine.
+        ranks: numbers of destination ranks; all of the layout if not given.
+        cost: what copies cost, to choose between direct and staged; the defaults if not given.
+        way: read everything directly, or through staging.
+
+    Raises:
+        LayoutMismatch: the engines cannot exchange caches, or there is no such rank.
+        UsageError: something else than a layout was given.
+    """
+    election = elect(src, dst, match_fields(src, dst).names)
+    numbers = list(dst.rank_by_number) if ranks is None else list(dict.fromkeys(ranks))
+    return [compile_route(src, dst, number, election=election, cost=cost or CostModel(), way=way) for number in numbers]

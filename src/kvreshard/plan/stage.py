@@ -1,4 +1,4 @@
-"""Pages of many short runs go through a buffer: they are read in few large pieces and permuted locally.
+"""Staging: pages of many short runs are read in few large pieces into a buffer and permuted locally.
 
 1. The `Image` of a source page is all that a transfer copies from it, in boxes: runs joined over gaps that are cheaper read than posted
    around. A slot of the buffer holds the image of one page of one field.

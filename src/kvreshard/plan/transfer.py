@@ -1,4 +1,4 @@
-"""What does one destination rank read from one source rank, as one box, and how do its pages overlap?
+"""RankTransfer: what one destination rank reads from one source rank, and how their pages overlap.
 
 A `RankTransfer` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
 tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept (`pattern_cache`).

@@ -1,4 +1,4 @@
-"""How do bytes move when both ranks live in one process, and what if the transport misbehaves?
+"""A transport within one process, with faults on request.
 
 1. A `Fabric` is the network: transports made with the same fabric can reach each other. There is no other state.
 2. `MemoryTransport.post` checks all pieces against both sides' regions, asks the fault plan what shall happen to this

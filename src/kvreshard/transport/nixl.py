@@ -1,4 +1,4 @@
-"""How do bytes move between processes and machines, through NIXL?
+"""A transport between processes and machines, over NIXL.
 
 It joins three parts:
 
@@ -48,9 +48,9 @@ from kvreshard.transport.base import (
 )
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Owner
+from kvreshard.transport.posting import SlicedTransfer
 from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import Cursor, Placed, check_pages, is_indexed, place
 
 KnownPage = tuple[RegionTable, RegionTable, list[Placed]]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvreshard.transport.base import Direction, MemoryRegion, TransportError
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 from kvreshard.transport.slices import SPLIT_PIECES, Placed, Slice
 
 # A route has a few pages per source rank; what a peer can make us keep is bounded, not what it needs.

@@ -1,4 +1,4 @@
-"""Does a thread come back from what it is doing?
+"""Detects calls that do not come back.
 
 A hung device or driver keeps the one thread that may talk to the transport's library, or the one that carries out loads, and nothing would ever
 end.

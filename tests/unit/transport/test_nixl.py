@@ -20,7 +20,7 @@ from kvreshard.transport.base import Direction, MemoryRegion, Transfer, Transpor
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 from kvreshard.transport.regions import RegionTable, encode_metadata
 
 

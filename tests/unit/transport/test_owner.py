@@ -16,9 +16,8 @@ from kvreshard.transport import work_queue
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.owner import Owner
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace, SlicedTransfer
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Cursor, place
 from kvreshard.transport.watchdog import MAX_GAP_S, Watchdog
 
