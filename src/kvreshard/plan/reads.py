@@ -68,7 +68,7 @@ def is_staged(
         return False
     reads = read_bytes = runs = 0
     for staged in find_staged(pair, transfers, pieces):
-        if staged.image.slot_bytes > staging_bytes:
+        if staged.image.image_bytes > staging_bytes:
             return False
         num_fields = len(staged.image.bases.src)
         reads += num_fields * staged.num_reads

@@ -18,7 +18,7 @@ from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
 from kvreshard.plan.budget import Budget
 from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose
-from kvreshard.plan.election import Box, Election, Family, elect
+from kvreshard.plan.election import Box, Election, FieldSet, elect
 from kvreshard.plan.match import match_fields
 from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.pattern import Bases
@@ -84,13 +84,13 @@ def compile_route(
     table = election if election is not None else elect(src, dst, matched.names)
     cache, budget = PatternCache() if pattern_cache is None else pattern_cache, Budget(src, dst)
     transfers: list[RankTransfer] = []
-    for index, family in enumerate(table.families):
+    for index, field_set in enumerate(table.field_sets):
         boxes = table.boxes.get((dst_rank, index), ())
-        each_transfer = TRANSFER_STEPS + FIELD_STEPS * len(family.fields) + PAIR_STEPS * len(boxes) // 2
-        budget.spend(family.fields[0], len(boxes) * each_transfer, "too many boxes that one rank reads")
+        each_transfer = TRANSFER_STEPS + FIELD_STEPS * len(field_set.fields) + PAIR_STEPS * len(boxes) // 2
+        budget.spend(field_set.fields[0], len(boxes) * each_transfer, "too many boxes that one rank reads")
         for src_rank, box in boxes:
             transfer = _transfer(
-                src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, family, box, cache
+                src.rank_by_number[src_rank], dst.rank_by_number[dst_rank], src, dst, field_set, box, cache
             )
             transfers.append(_decide(transfer, cost, way, budget))
     route = Route(src.engine, dst.engine, dst_rank, tuple(transfers), table.reporters, matched.warnings, dst.groups)
@@ -118,18 +118,18 @@ def _transfer(
     dst_rank: Rank,
     src: EngineLayout,
     dst: EngineLayout,
-    family: Family,
+    field_set: FieldSet,
     box: Box,
     pattern_cache: PatternCache,
 ) -> RankTransfer:
-    src_geometry, dst_geometry = family.src[src_rank.rank], family.dst[dst_rank.rank]
+    src_geometry, dst_geometry = field_set.src[src_rank.rank], field_set.dst[dst_rank.rank]
     axes = tuple(
         TransferAxis(axis.name, axis.extent, src_map, dst_map, chosen)
         for axis, src_map, dst_map, chosen in zip(
-            family.shape.axes, src_geometry.axes, dst_geometry.axes, box, strict=True
+            field_set.shape.axes, src_geometry.axes, dst_geometry.axes, box, strict=True
         )
     )
-    sequence = family.shape.sequence
+    sequence = field_set.shape.sequence
     along = next((axis for axis in axes if axis.extent is None), None)
     state = Span(1, 1, 1, None)
     return RankTransfer(
@@ -137,16 +137,16 @@ def _transfer(
         dst_rank=dst_rank.rank,
         src_group=src.group_by_name[src_geometry.group],
         dst_group=dst.group_by_name[dst_geometry.group],
-        fields=family.fields,
-        bases=_bases(src_rank, dst_rank, family.fields),
-        element_bytes=family.shape.element_bytes,
+        fields=field_set.fields,
+        bases=_bases(src_rank, dst_rank, field_set.fields),
+        element_bytes=field_set.shape.element_bytes,
         src_page_stride_bytes=src_geometry.page_stride_bytes,
         dst_page_stride_bytes=dst_geometry.page_stride_bytes,
         axes=axes,
         tokens_per_index=sequence.tokens_per_index if sequence else 1,
         keep_partial=sequence.keep_partial if sequence else False,
-        src_span=_span(family, src, along.src, along.chosen) if along else state,
-        dst_span=_span(family, dst, along.dst, Interval(0, None)) if along else state,
+        src_span=_span(field_set, src, along.src, along.chosen) if along else state,
+        dst_span=_span(field_set, dst, along.dst, Interval(0, None)) if along else state,
         pattern_cache=pattern_cache,
     )
 
@@ -158,7 +158,7 @@ def _bases(src: Rank, dst: Rank, fields: Sequence[str]) -> Bases:
     return Bases(src.shard_addresses[at_src], dst.shard_addresses[at_dst], region)
 
 
-def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:
+def _span(field_set: FieldSet, layout: EngineLayout, mapped: AxisMap, chosen: Ownership) -> Span:
     """The smallest stretch of the sequence that is a whole number of pages and of periods of both ownerships."""
     per_page = mapped.indices_per_page
     local = math.lcm(per_page, mapped.owned.run)
@@ -166,7 +166,7 @@ def _span(family: Family, layout: EngineLayout, mapped: AxisMap, chosen: Ownersh
     whole = math.lcm(indices, chosen.period)
     if whole > MAX_SIZE:
         raise LayoutMismatch(
-            f"field '{family.fields[0]}', axis '{mapped.axis}', engine '{layout.engine}': pages of {per_page} indices and turns of "
+            f"field '{field_set.fields[0]}', axis '{mapped.axis}', engine '{layout.engine}': pages of {per_page} indices and turns of "
             f"{chosen if chosen.period > mapped.owned.period else mapped.owned} are whole together only every {whole} coordinates, "
             f"more than {MAX_SIZE}; use an interleave that divides the page"
         )

@@ -1,9 +1,9 @@
 """Staging: pages of many short runs are read in few large pieces into a buffer and permuted locally.
 
 1. The `Image` of a source page is all that a transfer copies from it, in boxes: runs joined over gaps that are cheaper read than posted
-   around. A slot of the buffer holds the image of one page of one field.
+   around. The buffer holds one image per page and field, side by side.
 2. A `Batch` is one filling of the buffer. Images of neighbouring pages become one read where both sides continue.
-3. A `Move` goes from slots to destination pages, by loops, not as a list. Several destination pages may take from one slot.
+3. A `Move` goes from images to destination pages, by loops, not as a list. Several destination pages may take from one image.
 4. `pack` puts batches of one source rank that fit the buffer together into one: each costs a post.
 
 Addresses in the buffer are offsets from its start; whoever owns the buffer adds its address.
@@ -38,27 +38,27 @@ MAX_SMALL_BATCHES = 32
 class Step(msgspec.Struct, frozen=True):
     """Runs of `length` bytes from page `src_step` of a source span to page `dst_step` of a destination span, by loops.
 
-    They begin `slot_offset` bytes into the source page's slot, and `dst_offset` bytes into the destination page.
+    They begin `image_offset` bytes into the source page's image, and `dst_offset` bytes into the destination page.
     """
 
     src_step: int
     dst_step: int
     length: int
-    slot_offset: int
+    image_offset: int
     dst_offset: int
     loops: tuple[Loop, ...]
 
 
 class Image(msgspec.Struct, frozen=True, eq=False):
-    """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in a slot of `slot_bytes`.
+    """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in an image of `image_bytes`.
 
-    `steps`: for each overlap those out of the slot. `run_counts`: for each overlap its runs, of one field.
+    `steps`: for each overlap those out of the image. `run_counts`: for each overlap its runs, of one field.
     """
 
     bases: Bases
     offsets: Int64s
     lengths: Int64s
-    slot_bytes: int
+    image_bytes: int
     steps: tuple[tuple[Step, ...], ...]
     run_counts: tuple[int, ...]
 
@@ -114,9 +114,9 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_reads(self) -> int:
-        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where a slot is a whole page."""
+        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where an image is a whole page."""
         image = self.image
-        if len(image.lengths) > 1 or image.slot_bytes != self.transfer.src_page_stride_bytes:
+        if len(image.lengths) > 1 or image.image_bytes != self.transfer.src_page_stride_bytes:
             return len(self.pages) * len(image.lengths)
         return 1 + int(np.count_nonzero(self.pages[1:] - self.pages[:-1] != 1))
 
@@ -128,11 +128,11 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_read_bytes(self) -> int:
         """Of one field."""
-        return len(self.pages) * self.image.slot_bytes
+        return len(self.pages) * self.image.image_bytes
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None = None) -> int:
-    """How much one batch fills of a buffer where so much is staged, unless a single slot is larger."""
+    """How much one batch fills of a buffer where so much is staged, unless a single image is larger."""
     least = FILL_BYTES if model is None else max(FILL_BYTES, model.least_batch_bytes)
     return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
@@ -188,25 +188,25 @@ def make_image(patterns: Sequence[Pattern], max_gap_bytes: int) -> Image:
         starts, starts + np.concatenate([pattern.lengths for pattern in patterns]), max_gap_bytes=max_gap_bytes
     )
     lengths = boxes.stop - boxes.start
-    slot_offsets = np.cumsum(lengths) - lengths
+    image_offsets = np.cumsum(lengths) - lengths
     return Image(
         patterns[0].bases,
         boxes.start,
         lengths,
         int(lengths.sum()),
-        tuple(tuple(_steps(pattern, boxes.start, slot_offsets)) for pattern in patterns),
+        tuple(tuple(_steps(pattern, boxes.start, image_offsets)) for pattern in patterns),
         tuple(len(pattern.lengths) for pattern in patterns),
     )
 
 
-def _steps(pattern: Pattern, offsets: Int64s, slot_offsets: Int64s) -> Iterator[Step]:
-    """The runs of a pattern out of boxes at these offsets in the page and in the slot."""
+def _steps(pattern: Pattern, offsets: Int64s, image_offsets: Int64s) -> Iterator[Step]:
+    """The runs of a pattern out of boxes at these offsets in the page and in the image."""
     box = np.searchsorted(offsets, pattern.src_offsets, side="right") - 1
-    at = slot_offsets[box] + pattern.src_offsets - offsets[box]
+    at = image_offsets[box] + pattern.src_offsets - offsets[box]
     columns = (pattern.src_pages, pattern.dst_pages, pattern.lengths, at, pattern.dst_offsets)
     together: defaultdict[tuple[int, int, int], list[Strip]] = defaultdict(list)
-    for src_step, dst_step, length, slot, dst in zip(*(column.tolist() for column in columns), strict=True):
-        together[src_step, dst_step, length].append(Strip(0, 0, slot, dst, ()))
+    for src_step, dst_step, length, image, dst in zip(*(column.tolist() for column in columns), strict=True):
+        together[src_step, dst_step, length].append(Strip(0, 0, image, dst, ()))
     for (src_step, dst_step, length), runs in sorted(together.items()):
         for strip in fold(runs):
             yield Step(src_step, dst_step, length, strip.src_byte, strip.dst_byte, strip.loops)
@@ -215,9 +215,9 @@ def _steps(pattern: Pattern, offsets: Int64s, slot_offsets: Int64s) -> Iterator[
 def stage(
     pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece], staging_bytes: int
 ) -> Iterator[Batch]:
-    """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one slot does not fit the buffer."""
+    """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one image does not fit the buffer."""
     for staged in find_staged(pair, transfers, pieces):
-        transfer, size = staged.transfer, staged.image.slot_bytes
+        transfer, size = staged.transfer, staged.image.image_bytes
         if size > staging_bytes:
             raise BindError(
                 f"fields {transfer.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
@@ -231,15 +231,15 @@ def stage(
 
 def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batch]:
     """Batches of so many pages of so many fields."""
-    transfer, image, size = staged.transfer, staged.image, staged.image.slot_bytes
+    transfer, image, size = staged.transfer, staged.image, staged.image.image_bytes
     paths = [
         path for piece, steps in zip(staged.pieces, image.steps, strict=True) for path in _paths(transfer, piece, steps)
     ]
-    slot_offsets = np.cumsum(image.lengths) - image.lengths
+    image_offsets = np.cumsum(image.lengths) - image.lengths
     for low in range(0, len(staged.pages), pages_each):
         held = staged.pages[low : low + pages_each]
         source = (held[:, None] * transfer.src_page_stride_bytes + image.offsets).reshape(-1)
-        place = (np.arange(len(held))[:, None] * size + slot_offsets).reshape(-1)
+        place = (np.arange(len(held))[:, None] * size + image_offsets).reshape(-1)
         reads = coalesce(source, place, np.tile(image.lengths, len(held)), max_bytes=MAX_COPY_BYTES)
         moves = [move for path in paths for move in path.moves(held, size)]
         # Fields differ by their bases only: the reads of one are found once, and written out for all of them.
@@ -262,14 +262,14 @@ class _Path(msgspec.Struct, frozen=True, eq=False):
     src_page: Int64s
     dst_at: Int64s
 
-    def moves(self, held: Int64s, slot_bytes: int) -> Iterator[Move]:
+    def moves(self, held: Int64s, image_bytes: int) -> Iterator[Move]:
         """Of those whose source page is among `held`, which has all of a stretch; without bases."""
         low, high = np.searchsorted(self.src_page, (held[0], held[-1] + 1)).tolist()
         if low == high:
             return
-        src_at, dst_at = np.searchsorted(held, self.src_page[low:high]) * slot_bytes, self.dst_at[low:high]
+        src_at, dst_at = np.searchsorted(held, self.src_page[low:high]) * image_bytes, self.dst_at[low:high]
         for step in self.steps:
-            yield Move(step.length, step.loops, held, src_at + step.slot_offset, held, dst_at + step.dst_offset)
+            yield Move(step.length, step.loops, held, src_at + step.image_offset, held, dst_at + step.dst_offset)
 
 
 def _paths(transfer: RankTransfer, piece: Piece, steps: Iterable[Step]) -> Iterator[_Path]:
