@@ -44,13 +44,28 @@ def plan_reads(route: Route, request: Request, staging_bytes: int = 0, min_paged
         for way, transfers in pair.by_way if pieces else ():
             bound = [] if way == "staged" and staging_bytes else list(bind_pieces(pair, transfers, pieces))
             if staging_bytes and (
-                way == "staged" or (way is None and is_staged(pair, transfers, pieces, bound, staging_bytes))
+                way == "staged" or (way is None and _is_staged(pair, transfers, pieces, bound, staging_bytes))
             ):
                 batches += stage(pair, transfers, pieces, staging_bytes)
             else:
                 direct += bound
     copies = [one for alike in find_alike(direct) for one in alike.copies(min_paged)]
     return ReadPlan(tuple(gathered(copies)), tuple(pack(batches, staging_bytes, _model(route.transfers))))
+
+
+def _is_staged(
+    pair: GroupPair,
+    transfers: tuple[RankTransfer, ...],
+    pieces: Sequence[Piece],
+    bound: Sequence[Bound],
+    staging_bytes: int,
+) -> bool:
+    """`is_staged`; of states, which are one page in every request, the first request decides for all."""
+    if not pair.is_state:
+        return is_staged(pair, transfers, pieces, bound, staging_bytes)
+    cache = transfers[0].pattern_cache
+    key = "is staged", staging_bytes, tuple([transfer.bases for transfer in transfers])
+    return cache.get(pair, key, lambda: is_staged(pair, transfers, pieces, bound, staging_bytes), lambda _: 1)
 
 
 def is_staged(
