@@ -21,7 +21,7 @@ import numpy as np
 
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import bind_pieces
+from kvreshard.plan.bind import bind_ranges
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
 from kvreshard.plan.copies import CopyList, Int64s, PagedCopies
 from kvreshard.plan.pairs import GroupPair
@@ -97,8 +97,8 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
 
 def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
     """The copies of a pair into some of its destination pages."""
-    for bound in bind_pieces(pair, pair.transfers, pair.pieces(request)):
-        kept, of = np.isin(bound.dst_page, pages), bound.of
+    for bound in bind_ranges(pair, pair.transfers, pair.page_ranges(request)):
+        kept, of = np.isin(bound.dst_page, pages), bound.overlap_page
         if kept.any():
             yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[kept], bound.dst_page[kept]).flat()
 

@@ -23,7 +23,7 @@ from kvreshard.model.errors import BindError
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel
-from kvreshard.plan.pairs import GroupPair, Piece
+from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
 from kvreshard.plan.refine import Loop, Strip, fold
 from kvreshard.plan.transfer import Overlap, RankTransfer
@@ -109,7 +109,7 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
     transfer: RankTransfer
     image: Image
-    pieces: tuple[Piece, ...]
+    page_ranges: tuple[PageRange, ...]
     pages: Int64s
 
     @property
@@ -123,7 +123,9 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
     @property
     def num_runs(self) -> int:
         """Runs that are moved of one field."""
-        return sum(piece.count * runs for piece, runs in zip(self.pieces, self.image.run_counts, strict=True))
+        return sum(
+            page_range.count * runs for page_range, runs in zip(self.page_ranges, self.image.run_counts, strict=True)
+        )
 
     @property
     def num_read_bytes(self) -> int:
@@ -137,36 +139,39 @@ def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None 
     return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
-def find_staged(pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece]) -> Iterator[Staged]:
+def find_staged(
+    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Sequence[PageRange]
+) -> Iterator[Staged]:
     """What some transfers of a pair move of some pieces, as images.
 
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
     of a request have images of their own.
     """
-    of_transfer: list[list[Piece]] = [[] for _ in transfers]
-    for piece in pieces:
-        for number in pair.holders(piece, transfers):
-            of_transfer[number].append(piece)
+    of_transfer: list[list[PageRange]] = [[] for _ in transfers]
+    for page_range in page_ranges:
+        for number in pair.holders(page_range, transfers):
+            of_transfer[number].append(page_range)
     for transfer, held in zip(transfers, of_transfer, strict=True):
-        together: dict[object, list[Piece]] = {}
-        for piece in held:
-            pattern = transfer.pattern(piece.overlap)
+        together: dict[object, list[PageRange]] = {}
+        for page_range in held:
+            pattern = transfer.pattern(page_range.overlap)
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
-                key = pattern.bases.src.tobytes(), None if piece.recurs else piece.first
-                together.setdefault(key, []).append(piece)
+                key = pattern.bases.src.tobytes(), None if page_range.recurs else page_range.first
+                together.setdefault(key, []).append(page_range)
         for found in together.values():
-            members = sorted(found, key=lambda piece: piece.overlap)
-            image = _image_of(transfer, tuple(piece.overlap for piece in members))
+            members = sorted(found, key=lambda page_range: page_range.overlap)
+            image = _image_of(transfer, tuple(page_range.overlap for page_range in members))
             pages = [
-                piece.page_ids(piece.src, transfer.src_span, step) for piece, step in _source_steps(image, members)
+                page_range.page_ids(page_range.src, transfer.src_span, step)
+                for page_range, step in _source_steps(image, members)
             ]
             yield Staged(transfer, image, tuple(members), np.unique(np.concatenate(pages)))
 
 
-def _source_steps(image: Image, members: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
-    for piece, steps in zip(members, image.steps, strict=True):
-        yield from ((piece, number) for number in sorted({step.src_step for step in steps}))
+def _source_steps(image: Image, members: Sequence[PageRange]) -> Iterator[tuple[PageRange, int]]:
+    for page_range, steps in zip(members, image.steps, strict=True):
+        yield from ((page_range, number) for number in sorted({step.src_step for step in steps}))
 
 
 def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
@@ -213,10 +218,10 @@ def _steps(pattern: Pattern, offsets: Int64s, image_offsets: Int64s) -> Iterator
 
 
 def stage(
-    pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece], staging_bytes: int
+    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Sequence[PageRange], staging_bytes: int
 ) -> Iterator[Batch]:
     """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one image does not fit the buffer."""
-    for staged in find_staged(pair, transfers, pieces):
+    for staged in find_staged(pair, transfers, page_ranges):
         transfer, size = staged.transfer, staged.image.image_bytes
         if size > staging_bytes:
             raise BindError(
@@ -233,7 +238,9 @@ def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batc
     """Batches of so many pages of so many fields."""
     transfer, image, size = staged.transfer, staged.image, staged.image.image_bytes
     paths = [
-        path for piece, steps in zip(staged.pieces, image.steps, strict=True) for path in _paths(transfer, piece, steps)
+        path
+        for page_range, steps in zip(staged.page_ranges, image.steps, strict=True)
+        for path in _paths(transfer, page_range, steps)
     ]
     image_offsets = np.cumsum(image.lengths) - image.lengths
     for low in range(0, len(staged.pages), pages_each):
@@ -272,13 +279,13 @@ class _Path(msgspec.Struct, frozen=True, eq=False):
             yield Move(step.length, step.loops, held, src_at + step.image_offset, held, dst_at + step.dst_offset)
 
 
-def _paths(transfer: RankTransfer, piece: Piece, steps: Iterable[Step]) -> Iterator[_Path]:
+def _paths(transfer: RankTransfer, page_range: PageRange, steps: Iterable[Step]) -> Iterator[_Path]:
     together: dict[tuple[int, int], list[Step]] = {}
     for step in steps:
         together.setdefault((step.src_step, step.dst_step), []).append(step)
     for (src_step, dst_step), found in together.items():
-        src_page = piece.page_ids(piece.src, transfer.src_span, src_step)
-        dst_at = piece.page_ids(piece.dst, transfer.dst_span, dst_step) * transfer.dst_page_stride_bytes
+        src_page = page_range.page_ids(page_range.src, transfer.src_span, src_step)
+        dst_at = page_range.page_ids(page_range.dst, transfer.dst_span, dst_step) * transfer.dst_page_stride_bytes
         order = np.argsort(src_page, kind="stable")
         yield _Path(tuple(found), src_page[order], dst_at[order])
 
