@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +26,8 @@ from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Int64s, 
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.match import SHOWN, differences
+from kvreshard.plan.route import Route
 from kvreshard.plan.transfer import RankTransfer, TransferAxis
-
-if TYPE_CHECKING:
-    from kvreshard.plan.route import Route
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:

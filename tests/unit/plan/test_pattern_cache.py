@@ -9,9 +9,9 @@ import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.plan import stage
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.pattern_cache import ENTRY_BYTES, PatternCache
-from kvreshard.plan.route import compile_route
 from kvreshard.plan.stage import Image
 from kvreshard.plan.transfer import RankTransfer
 
