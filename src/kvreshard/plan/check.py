@@ -120,9 +120,9 @@ def _geometry_faults(
     if field.element_bytes != transfer.element_bytes:
         yield f"{who}: elements of {transfer.element_bytes} bytes, its layout says {field.element_bytes}"
     maps = tuple(axis.src if source else axis.dst for axis in transfer.axes)
-    for mapped, told in zip(maps, geometry.axes, strict=False):
-        if mapped != told:
-            yield f"{who}, axis '{told.axis}': the transfer maps {mapped}, its layout says {told}"
+    for mapped, expected in zip(maps, geometry.axes, strict=False):
+        if mapped != expected:
+            yield f"{who}, axis '{expected.axis}': the transfer maps {mapped}, its layout says {expected}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
     if _shape_of(transfer.axes) != _shape_of(field.axes):

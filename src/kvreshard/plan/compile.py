@@ -28,7 +28,7 @@ from kvreshard.plan.transfer import OVERLAPS_LOOKED_AT, RankTransfer, Span, Tran
 # Steps of a transfer, each of its fields, and each other transfer of the same fields, with which the proof compares it.
 TRANSFER_STEPS, FIELD_STEPS, PAIR_STEPS = 40_000, 500, 128
 # Where two pages overlap: of each turn, cut, interval that both hold, nest of loops and run.
-TURN_STEPS, CUT_STEPS, KEPT_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
+TURN_STEPS, CUT_STEPS, HELD_STEPS, NEST_STEPS, RUN_STEPS = 10, 20, 300, 1000, 40
 
 
 def compile_route(
@@ -75,8 +75,8 @@ def _decide(transfer: RankTransfer, cost: CostModel, way: Way | None, budget: Bu
     turns = OVERLAPS_LOOKED_AT * (min(transfer.src_span.indices, transfer.dst_span.indices) // longest + 1)
     budget.spend(field, TURN_STEPS * turns, "pages of too many turns")
     window = transfer.typical_window()
-    cuts, kept = transfer.work(*window)
-    budget.spend(field, CUT_STEPS * cuts + KEPT_STEPS * kept, "pages that cut one another into too many intervals")
+    cuts, held = transfer.work(*window)
+    budget.spend(field, CUT_STEPS * cuts + HELD_STEPS * held, "pages that cut one another into too many intervals")
     pattern = transfer.pattern(transfer.overlap_of(*window))
     steps = NEST_STEPS * len(pattern.runs) + RUN_STEPS * len(pattern.lengths)
     budget.spend(field, steps, "pages that overlap in too many runs")

@@ -238,9 +238,9 @@ def _hole(
                 f"{field_set.dst[dst_rank].axes[number].owned}, but {needed[number]} has no source; the ranks of engine '{src.engine}' hold "
                 f"{', '.join(held[:SHOWN])}: check its parallel sizes"
             )
-    told = ", ".join(f"{axis.name} {owned}" for axis, owned in zip(field_set.shape.axes, needed, strict=True))
+    box_text = ", ".join(f"{axis.name} {owned}" for axis, owned in zip(field_set.shape.axes, needed, strict=True))
     return LayoutMismatch(
-        f"field '{field_set.fields[0]}': no rank of engine '{src.engine}' holds the whole box ({told}) that rank {dst_rank} of engine "
+        f"field '{field_set.fields[0]}': no rank of engine '{src.engine}' holds the whole box ({box_text}) that rank {dst_rank} of engine "
         f"'{dst.engine}' needs: check its parallel sizes"
     )
 

@@ -98,9 +98,9 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
 def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
     """The copies of a pair into some of its destination pages."""
     for bound in bind_ranges(pair, pair.transfers, pair.page_ranges(request)):
-        kept, of = np.isin(bound.dst_page, pages), bound.overlap_page
-        if kept.any():
-            yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[kept], bound.dst_page[kept]).flat()
+        wanted, of = np.isin(bound.dst_page, pages), bound.overlap_page
+        if wanted.any():
+            yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[wanted], bound.dst_page[wanted]).flat()
 
 
 def _new_pages(request: Request, group: Group) -> Int64s:

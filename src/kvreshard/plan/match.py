@@ -55,8 +55,8 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             (warnings if field.optional else findings)[_one_sided(field, src, dst, is_needed=False)].append(field.name)
     if findings:
         more = f" (and {len(findings) - SHOWN} more)" if len(findings) > SHOWN else ""
-        raise LayoutMismatch("; ".join(_told(findings)[:SHOWN]) + more)
-    return Match(tuple(names), tuple(_told(warnings)))
+        raise LayoutMismatch("; ".join(_with_fields(findings)[:SHOWN]) + more)
+    return Match(tuple(names), tuple(_with_fields(warnings)))
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -69,7 +69,7 @@ def quoted(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:SHOWN_FIELDS]) + more
 
 
-def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:
+def _with_fields(findings: Mapping[str, Sequence[str]]) -> list[str]:
     """Each finding behind the fields that it is true of."""
     return [f"field{'s' * (len(names) > 1)} {quoted(names)}{finding}" for finding, names in findings.items()]
 

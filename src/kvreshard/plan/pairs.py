@@ -153,7 +153,7 @@ class GroupPair:
         """What some of the transfers copy where two spans overlap as in this page range; kept for the next request."""
         key = page_range.overlap, tuple([transfer.bases for transfer in transfers])
         return transfers[0].pattern_cache.get(
-            self, key, lambda: tuple(self._make_pages(page_range, transfers)), _kept_bytes
+            self, key, lambda: tuple(self._make_pages(page_range, transfers)), _cached_bytes
         )
 
     def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
@@ -220,7 +220,7 @@ def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
     )
 
 
-def _kept_bytes(pages: tuple[OverlapPage, ...]) -> int:
+def _cached_bytes(pages: tuple[OverlapPage, ...]) -> int:
     return sum(10 * one.page.length.nbytes for one in pages)
 
 

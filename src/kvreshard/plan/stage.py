@@ -62,7 +62,7 @@ class Image(msgspec.Struct, frozen=True, eq=False):
     steps: tuple[tuple[Step, ...], ...]
     run_counts: tuple[int, ...]
 
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """About what it takes in memory."""
         steps = [step for found in self.steps for step in found]
         return 2 * self.offsets.nbytes + RUN_BYTES * sum(2 + len(step.loops) for step in steps)
@@ -182,7 +182,7 @@ def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
         transfer.bases,
         key,
         lambda: make_image([transfer.pattern(one) for one in overlaps], max_gap_bytes),
-        Image.kept_bytes,
+        Image.cached_bytes,
     )
 
 

@@ -35,7 +35,7 @@ from kvreshard.transport.base import (
 )
 from kvreshard.transport.refusals import check_new_peers, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-from kvreshard.transport.slices import check_pages, place
+from kvreshard.transport.slices import check_pages, make_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +273,9 @@ class MemoryTransport:
                 check_payload(notify)
             if isinstance(copies, PagedCopies):
                 check_pages(copies)
-                place(copies.page, direction, table, remote_table, f"remote of {peer!r}")
+                make_rows(copies.page, direction, table, remote_table, f"remote of {peer!r}")
             else:
-                place(copies, direction, table, remote_table, f"remote of {peer!r}")
+                make_rows(copies, direction, table, remote_table, f"remote of {peer!r}")
             transfer = Transfer(peer, direction, copies, self._clock)
             fault = self._faults(self._num_posts, transfer)
             self._num_posts += 1

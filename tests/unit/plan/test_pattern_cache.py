@@ -122,4 +122,4 @@ def test_sizes_are_about_what_values_take(engines: tuple[str, str]) -> None:
     ]
     for value in values:
         taken = deep_bytes(value, {id(transfer.bases)})
-        assert taken / 2 < value.kept_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES
+        assert taken / 2 < value.cached_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES
