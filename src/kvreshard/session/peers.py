@@ -29,7 +29,8 @@ from concurrent.futures import Future, InvalidStateError
 
 from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.compile import compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata, check_compatibility
 from kvreshard.session.handshake_client import HandshakeClient
