@@ -103,7 +103,8 @@ ATTENTION: Mapping[str, Family] = {
     # `configs/muse_glimmer.py`.
     "muse_glimmer_text": Family(layers=rules.muse_glimmer, if_null={"sliding_window": 2048}, kv_heads=2, head_size=128),
     # `plamo3.py`.
-    "plamo3": Family(layers=rules.plamo3, caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
+    "plamo3": Family(layers=numbered("interleaved_sliding_window", lambda tokens: "window" if tokens else "full", null=0),
+                     caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
     # `iquest_loopcoder.py`: all layers run `loop_num` times.
     "iquestloopcoder": Family(layers=Windows(switch=ON), arrange=cache.with_loops, if_null={"loop_num": 2, "loop_window_size": 64}, head_size=DERIVED),
     # `SmolLM3Config`.

@@ -49,9 +49,9 @@ def listed(words: Mapping[str, str], otherwise: LayerRule | None = None, *, fiel
     return rule
 
 
-def numbered(field: str, word: Callable[[int], str]) -> LayerRule:
-    """The file lists a number for every layer in `field`; `word` gives the caches for a number."""
-    return lambda config, num_layers: [word(entry) for entry in config.numbers(field, num_layers)]
+def numbered(field: str, word: Callable[[int], str], *, null: int | None = None) -> LayerRule:
+    """The file lists a number for every layer in `field`; `word` gives the caches for a number. `null`: stands for null."""
+    return lambda config, num_layers: [word(entry) for entry in config.numbers(field, num_layers, null=null)]
 
 
 def sharing(rule: LayerRule) -> LayerRule:
@@ -165,16 +165,6 @@ def muse_glimmer(config: Config, num_layers: int) -> Sequence[str]:
     if config.has("layer_types") and config.entries("layer_types", num_layers, LAYER_TYPES) != types:
         raise config.error("layer_types", "contradicts no_rope_layers", "make them agree in a copy of the file")
     return types
-
-
-def plamo3(config: Config, num_layers: int) -> Sequence[str]:
-    """`interleaved_sliding_window` has a window per layer, null for none."""
-    name = "interleaved_sliding_window"
-    given = config.fields.get(name)
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise config.error(name, "is no list", "give one window per layer, or null")
-    filled = config.with_fields(**{name: [0 if window is None else window for window in given]})
-    return ["window" if window else "full" for window in filled.numbers(name, num_layers)]
 
 
 def llama4(config: Config, num_layers: int) -> Sequence[str]:
