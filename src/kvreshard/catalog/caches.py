@@ -344,11 +344,11 @@ def ssm_head_size(inner_size: Callable[[Config], int]) -> Callable[[Config], int
 
 def nemotron_blocks(config: Config) -> Config:
     """Layers of one block each, as many as are listed. Older files repeat the width as `attention_head_dim`, which transformers does not read."""
-    filled = with_pattern(config, "hybrid_override_pattern", "layers_block_type")
-    blocks = filled.fields.get("layers_block_type")
+    listing = with_pattern(config, "hybrid_override_pattern", "layers_block_type")
+    blocks = listing.fields.get("layers_block_type")
     number = len(blocks) if isinstance(blocks, Sequence) and not isinstance(blocks, str) else 0
     config.must_be("attention_head_dim", config.head_size())
-    return filled.with_fields(num_hidden_layers=config.count("num_hidden_layers", number or None))
+    return listing.with_fields(num_hidden_layers=config.count("num_hidden_layers", number or None))
 
 
 def refuse_listening(config: Config) -> Config:

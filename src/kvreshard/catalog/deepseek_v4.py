@@ -42,7 +42,7 @@ V4_LAYERS: Mapping[int, str] = {
 }  # fmt: skip
 # Values and scores of the rows that the next step needs, before drafts; a ring has at least eight (`compressor.py:154`).
 V41_RING = Ring(2, 2 * CHANNELS, "float32", ("partial",), is_doubled=True, min_entries=8)
-# Layers that draft (DSpark, its only own method) where the file does not say how many (`nvidia/dspark.py:89`).
+# Layers that draft (DSpark, its only own method) of a file without their number (`nvidia/dspark.py:89`).
 V41_DRAFTING = 3
 
 

@@ -26,7 +26,6 @@ from kvreshard.catalog.layer_rules import (
     ON,
     SWITCHED,
     Windows,
-    alike,
     every,
     listed,
     mtp,
@@ -35,6 +34,7 @@ from kvreshard.catalog.layer_rules import (
     numbered,
     one,
     sharing,
+    uniform,
 )
 from kvreshard.kinds import LinearState, Mamba1, Mamba2, ShortConv
 
@@ -43,7 +43,7 @@ mamba2 = partial(state, "mamba", Mamba2, recurrent=Config.dtype)
 # fmt: off
 GPT_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 UNWINDOWED = attention(window=cache.unwindowed)
-ALL_FULL = alike("full")
+ALL_FULL = uniform("full")
 DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
 DELTA_CACHES = {"full": UNWINDOWED, "state": cache.gated_delta}
 QWEN3_5 = Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers", 1), kv_heads=4, head_size=256)
@@ -141,7 +141,7 @@ ATTENTION: Mapping[str, Family] = {
     "nemotron-nas": Family(layers=rules.nas, caches={"full": attention(heads=cache.block_heads)}, head_size=DERIVED),
     "step1": Family(layers=Windows(switch=ON), sets={"num_key_value_heads": cache.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
     "step3_text": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": 1}, head_size=256),
-    # `configs/moondream3.py`, which knows what the file leaves out.
+    # `configs/moondream3.py`, which has defaults for absent fields.
     **dict.fromkeys(("moondream3", "moondream3_text"), Family(
         layers=ALL_FULL, sets={"head_dim": None}, head_size=DERIVED,
         names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "hidden_size": "dim"},
@@ -172,9 +172,9 @@ LATENTS: Mapping[str, Family] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), Family(
         layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, cache.deepseek_head_size))})),
     # `AXK1.py`, `glm4_moe_lite.py`, `openpangu.py`, `sarvam.py`.
-    **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=alike("latent"), predicts=mtp("latent"))),
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=uniform("latent"), predicts=mtp("latent"))),
     # `longcat_flash.py`: two attentions in a layer, one in a layer that predicts.
-    "longcat_flash": Family(layers=alike("first second"), predicts=mtp("latent"), names={"num_hidden_layers": "num_layers"},
+    "longcat_flash": Family(layers=uniform("first second"), predicts=mtp("latent"), names={"num_hidden_layers": "num_layers"},
                             caches={"first": latent("attn.0"), "second": latent("attn.1")}),
     # `deepseek_v32/attention.py`.
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(layers=rules.sparse, predicts=mtp("indexer latent"), page_tokens=64)),
@@ -215,7 +215,7 @@ STATES: Mapping[str, Family] = {
             "mamba_n_heads", cache.ssm_head_size(cache.hidden_times("mamba_expand")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv")}),
     # `FalconH1Config`: each layer is both, attention registered first.
     "falcon_h1": Family(
-        layers=alike("full state"), expects={"attn_layer_indices": ()}, kv_heads=8, head_size=DERIVED,
+        layers=uniform("full state"), expects={"attn_layer_indices": ()}, kv_heads=8, head_size=DERIVED,
         caches={"full": UNWINDOWED, "state": mamba2(
             "mamba_n_heads", cache.ssm_head_size(cache.hidden_times("mamba_expand", unless="mamba_d_ssm")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv")}),
     # `JambaConfig`.
@@ -228,7 +228,7 @@ STATES: Mapping[str, Family] = {
         sets={"num_key_value_heads": "num_attention_heads", "head_dim": cache.zamba2_head_size},
         if_null={"n_mamba_heads": 8, "mamba_expand": 2, "mamba_ngroups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
         caches={"state": mamba2("n_mamba_heads", cache.zamba2_ssm_head_size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv")}),
-    # `Qwen3NextConfig`, `OlmoHybridConfig`. vLLM takes one layer that predicts where a Qwen file does not say.
+    # `Qwen3NextConfig`, `OlmoHybridConfig`. vLLM takes one layer that predicts for a Qwen file without their number.
     "qwen3_next": Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", default=1), kv_heads=2, head_size=256),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), QWEN3_5),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(QWEN3_5, kv_heads=2)),
@@ -251,9 +251,9 @@ STATES: Mapping[str, Family] = {
     "lfm2_moe": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
                        caches={"full": UNWINDOWED, "state": state("short_conv", ShortConv, "hidden_size", "conv_L_cache")}),
     # `Mamba2Config`: the inner size is heads x head size. `MambaConfig`.
-    "mamba2": Family(layers=alike("state"), caches={"state": mamba2(
+    "mamba2": Family(layers=uniform("state"), caches={"state": mamba2(
         "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")}),
-    **dict.fromkeys(("mamba", "falcon_mamba"), Family(layers=alike("state"), caches={"state": mamba1(
+    **dict.fromkeys(("mamba", "falcon_mamba"), Family(layers=uniform("state"), caches={"state": mamba1(
         cache.hidden_times("expand", unless="intermediate_size"), "state_size", "conv_kernel")})),
 }
 """States, alone or beside attention."""

@@ -23,7 +23,7 @@ INDEXER_TYPES: Mapping[str, str] = {"full": "full", "shared": "shared"}
 IGNORED, OFF, ON = "ignored", "off", "on"
 
 
-def alike(words: str) -> LayerRule:
+def uniform(words: str) -> LayerRule:
     """All layers have the same caches."""
     return lambda _config, num_layers: [words] * num_layers
 
@@ -105,12 +105,12 @@ def num_predicting(config: Config) -> int:
 
 
 def mtp(words: str, field: str = "num_nextn_predict_layers", default: int = 0) -> PredictionRule:
-    """As many layers that predict as `field` says, all alike."""
+    """As many layers that predict as `field` says, all with the same caches."""
     return lambda config, _layers: [words] * config.count(field, default, at_least=0)
 
 
 def one(words: str) -> PredictionRule:
-    """One layer predicts, whatever the file says."""
+    """One layer predicts, whatever the file has."""
     return lambda _config, _layers: [words]
 
 
@@ -252,7 +252,7 @@ def _scheduled(config: Config, num_layers: int) -> list[bool]:
 def hy_v4(config: Config, num_layers: int) -> Sequence[str]:
     """A file without `layer_types` has no indexer; without `indexer_types` the first and every fourth behind it has one (`HYV4Config`)."""
     choosing = ("sparse_attention", "sparse", "indexed_attention", "deepseek_sparse_attention")
-    types = listed({**dict.fromkeys(choosing, "sparse"), "full_attention": "full"}, alike("full"))(config, num_layers)
+    types = listed({**dict.fromkeys(choosing, "sparse"), "full_attention": "full"}, uniform("full"))(config, num_layers)
     shared = ["full" if index == 0 or (index - 1) % 4 == 0 else "shared" for index in range(num_layers)]
     if config.has("indexer_types"):
         shared = [*config.entries("indexer_types", num_layers, INDEXER_TYPES)]
@@ -332,9 +332,10 @@ def mtp_nemotron(config: Config, _layers: Sequence[str]) -> Sequence[str]:
     blocks = num_predicting(config)
     if not blocks:
         return ()
-    filled = with_pattern(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    given = filled.fields.get("mtp_layers_block_type")
-    types = filled.entries("mtp_layers_block_type", len(given) if isinstance(given, Sequence) else 1, BLOCKS)
+    listing = with_pattern(config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    listed_types = listing.fields.get("mtp_layers_block_type")
+    length = len(listed_types) if isinstance(listed_types, Sequence) else 1
+    types = listing.entries("mtp_layers_block_type", length, BLOCKS)
     if "state" in types:
         raise config.error("mtp_layers_block_type", "has a Mamba layer", "predicting states are not described")
     return ["full"] * (blocks * types.count("full"))

@@ -3,7 +3,7 @@
 As vLLM 0.32 forms them (`v1/core/kv_cache_utils.py`, `platforms/interface.py`), as functions of page bytes:
 
 1. `hybrid_page_tokens`: next to states, the attention page is widened until it holds a state; states are padded to it.
-2. All layers alike, or of one base and page length: one group, pages of unequal bytes side by side.
+2. All layers equal, or of one base and page length: one group, pages of unequal bytes side by side.
 3. Unequal pages in a block-outermost order: `_pack`. Layers of one base and page length form a bucket, pages keep their
    sizes, and large buckets are split so that no group needs many more bytes per page than the others.
 4. Else `_unify` to the largest page (more tokens where it divides, padding where not), then `_split` buckets of equal layers

@@ -44,7 +44,7 @@ SHAPING = re.compile(
 HARMLESS = re.compile(r"^rope_|^quantization|initializer|^output_|^mlp_|moe|_coef$")
 WINDOW_FIELDS = ("sliding_window", "max_window_layers")
 CROSS_LAYER_FIELDS = ("cla_share_factor",)
-# Other names of the width, which say nothing new where they say the same.
+# Other names of the width, harmless with the same value.
 WIDTH_FIELDS = ("attention_head_dim", "attn_head_dim", "qk_head_dim", "v_head_dim", "head_size")
 _ROLE = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)\Z")
 
@@ -118,7 +118,7 @@ def _doubts(config: Config) -> Iterator[str]:
     """Architectures of another type than `model_type`, unless both types have the same rules."""
     around = config.fields if config.outer is None else config.outer
     listed = around.get("architectures")
-    own = {_bare(str(said)) for fields in (config.fields, around) if (said := fields.get("model_type"))}
+    own = {_bare(str(kind)) for fields in (config.fields, around) if (kind := fields.get("model_type"))}
     for name in listed if isinstance(listed, list) else ():
         base = _bare(_ROLE.sub("", name)) if isinstance(name, str) else ""
         other = next(

@@ -222,7 +222,7 @@ def _check_regions(rank: Rank) -> None:
     end, are_in_order = 0, True
     for address, size in zip(rank.addresses, sizes, strict=True):
         if address < 0 or size <= 0 or address + size > MAX_ADDRESS:
-            _ = rank.regions  # says of which one
+            _ = rank.regions  # raises, with the name of the region
         are_in_order = are_in_order and address >= end
         end = address + size
     if are_in_order:

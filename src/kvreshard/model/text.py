@@ -16,7 +16,7 @@ MAX_NAME = 256
 MAX_SHOWN = 400
 
 # Control characters, line and paragraph separators, the marks that reverse the direction of writing, and halves of characters, which
-# JSON can say ("\ud800") and no message can carry.
+# JSON can write ("\ud800") and no message can carry.
 _UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _unseen = re.compile(f"[{_UNSEEN}]")
 
