@@ -3,9 +3,10 @@
 from kvreshard.model.address import AxisMap, Digit, canonical
 from kvreshard.model.errors import BindError, KvReshardError, LayoutError, LayoutMismatch, UsageError, WireError
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, RankTemplate, Region, Shard, Slab
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.merge import merge_ranks
 from kvreshard.model.ownership import Cyclic, Interval, Ownership, count_within, split_evenly
+from kvreshard.model.rank import Geometry, Group, Rank, RankTemplate, Region, Shard, Slab
 
 __all__ = [
     "Axis",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -25,9 +26,9 @@ from numpy.typing import NDArray
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
+from kvreshard.model.rank import MAX_ADDRESS, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.slab_check import check_slabs
 
 Int64s = NDArray[np.int64]
@@ -51,36 +52,39 @@ class Page(NamedTuple):
     stop: int
 
 
-def check_layout(layout: EngineLayout) -> None:
-    """Raises LayoutError unless the layout is consistent."""
-    _unique(f"engine '{layout.engine}': field", [field.name for field in layout.fields])
-    _unique(f"engine '{layout.engine}': group", [group.name for group in layout.groups])
-    _unique(f"engine '{layout.engine}': rank", [str(rank.rank) for rank in layout.ranks])
-    if not layout.ranks:
-        raise LayoutError(f"engine '{layout.engine}': has no ranks")
+def check_layout(
+    engine: str, fields: Sequence[Field], groups: Sequence[Group], ranks: Sequence[Rank], kind_of: Mapping[str, int]
+) -> None:
+    """Raises LayoutError unless the layout is consistent. `kind_of`: field -> a number that fields of equal form share."""
+    _unique(f"engine '{engine}': field", [field.name for field in fields])
+    _unique(f"engine '{engine}': group", [group.name for group in groups])
+    _unique(f"engine '{engine}': rank", [str(rank.rank) for rank in ranks])
+    if not ranks:
+        raise LayoutError(f"engine '{engine}': has no ranks")
     pages_of_pool: dict[str, int] = {}
-    for group in layout.groups:
+    for group in groups:
         if pages_of_pool.setdefault(group.pool, group.num_pages) != group.num_pages:
             raise LayoutError(
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    pages, pairs = _Pages(layout), _Pairs(layout.engine)
+    group_by_name = {group.name: group for group in groups}
+    pages, pairs = _Pages(engine, fields, group_by_name, kind_of), _Pairs(engine)
     # Most ranks share one template, which is checked once.
     kinds_of: dict[RankTemplate, _Kinds] = {}
     checked: set[object] = set()
-    for rank in layout.ranks:
+    for rank in ranks:
         kinds = kinds_of.get(rank.template)
         if kinds is None:
-            _check_references(layout, rank)
+            _check_references(groups, kind_of, rank)
             check_slabs(rank, pages_of_pool)
-            kinds = kinds_of[rank.template] = _Kinds.of(rank.template, layout)
+            kinds = kinds_of[rank.template] = _Kinds.of(rank.template, kind_of)
         _check_regions(rank)
         _check_numbers(rank, kinds)
         found = [pages.of(rank, field, rank.geometries[number]) for field, number in kinds.fields]
         placed = rank.template, *(page.form for page in found)
         if placed not in checked:
-            _check_places(layout, rank, [found[kind] for kind in kinds.which], pairs)
+            _check_places(group_by_name, rank, [found[kind] for kind in kinds.which], pairs)
             checked.add(placed)
 
 
@@ -94,11 +98,11 @@ class _Kinds(NamedTuple):
     which: list[int]
 
     @staticmethod
-    def of(template: RankTemplate, layout: EngineLayout) -> _Kinds:
+    def of(template: RankTemplate, kind_of: Mapping[str, int]) -> _Kinds:
         numbers: dict[tuple[int, int], int] = {}
         fields, which = [], []
         for shard in template.shards:
-            kind = layout.kind_of[shard.field], shard.geometry
+            kind = kind_of[shard.field], shard.geometry
             if kind not in numbers:
                 numbers[kind] = len(numbers)
                 fields.append((shard.field, shard.geometry))
@@ -109,8 +113,11 @@ class _Kinds(NamedTuple):
 class _Pages:
     """The page of each distinct geometry, checked once (step 2)."""
 
-    def __init__(self, layout: EngineLayout) -> None:
-        self._layout, self._num_runs = layout, 0
+    def __init__(
+        self, engine: str, fields: Sequence[Field], groups: Mapping[str, Group], kind_of: Mapping[str, int]
+    ) -> None:
+        self._engine, self._groups, self._kind_of, self._num_runs = engine, groups, kind_of, 0
+        self._fields = {field.name: field for field in fields}
         self._known: dict[tuple[int, Geometry], Page] = {}
         self._of_loops: dict[object, tuple[int, Int64s]] = {}
         self._numbers: dict[bytes, int] = {}
@@ -119,16 +126,16 @@ class _Pages:
 
     def of(self, rank: Rank, name: str, geometry: Geometry) -> Page:
         """A page of a field. Raises LayoutError."""
-        kind = self._layout.kind_of[name]
+        kind = self._kind_of[name]
         known = self._known.get((kind, geometry))
         if known is None:
             known = self._known[kind, geometry] = self._check(rank, name, geometry, kind)
         return known
 
     def _check(self, rank: Rank, name: str, geometry: Geometry, kind: int) -> Page:
-        layout, field = self._layout, self._layout.field_by_name[name]
+        field = self._fields[name]
         where = f"rank {rank.rank}, field '{field.name}'"
-        group = layout.group_by_name.get(geometry.group)
+        group = self._groups.get(geometry.group)
         if group is None:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
         self._check_geometry(where, field, kind, geometry, group)
@@ -136,7 +143,7 @@ class _Pages:
         self._num_runs += prod([count for _, count in loops])
         if self._num_runs > MAX_RUNS_PER_LAYOUT:
             raise LayoutError(
-                f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
+                f"{where}: the pages of engine '{self._engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
                 "pieces over all its kinds of shards; more are refused"
             )
         key = run_bytes, loops
@@ -165,14 +172,14 @@ class _Pages:
             )
 
 
-def _check_places(layout: EngineLayout, rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
+def _check_places(groups: Mapping[str, Group], rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
     """Step 4 for one rank; `pages` of its shards."""
     by_group: defaultdict[str, list[tuple[ShardPlace, Page]]] = defaultdict(list)
-    groups = [geometry.group for geometry in rank.geometries]
+    group_of = [geometry.group for geometry in rank.geometries]
     for shard, page in zip(rank.template.shards, pages, strict=True):
-        by_group[groups[shard.geometry]].append((shard, page))
+        by_group[group_of[shard.geometry]].append((shard, page))
     for name, members in by_group.items():
-        _check_inside_slabs(rank, layout.group_by_name[name].pool, members, pairs)
+        _check_inside_slabs(rank, groups[name].pool, members, pairs)
         _check_disjoint(rank, members, pairs)
 
 
@@ -186,20 +193,20 @@ def _unique(what: str, names: list[str]) -> None:
         known.add(name)
 
 
-def _check_references(layout: EngineLayout, rank: Rank) -> None:
+def _check_references(groups: Sequence[Group], kind_of: Mapping[str, int], rank: Rank) -> None:
     """Step 1 for one template: names, and where shards begin."""
     template = rank.template
     if len(template.regions) != len(template.region_bytes):
         raise LayoutError(f"rank {rank.rank}: {len(template.region_bytes)} sizes for {len(template.regions)} regions")
     _unique(f"rank {rank.rank}: region", list(template.regions))
     _unique(f"rank {rank.rank}: field", [shard.field for shard in template.shards])
-    pools = {group.pool for group in layout.groups}
+    pools = {group.pool for group in groups}
     sizes = dict(zip(template.regions, template.region_bytes, strict=True))
     for slab in template.slabs:
         if slab.pool not in pools or slab.region not in sizes:
             raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
     for shard in template.shards:
-        if shard.field not in layout.kind_of:
+        if shard.field not in kind_of:
             raise LayoutError(f"rank {rank.rank}: shard of field '{shard.field}', which the engine does not list")
         size = sizes.get(shard.region)
         if size is None:

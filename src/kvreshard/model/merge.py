@@ -16,7 +16,8 @@ from itertools import pairwise
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.layout import EngineLayout, Group, Rank
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.rank import Group, Rank
 
 
 def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:

@@ -7,16 +7,13 @@ pieces, pages that reach too far, two cells that share a byte.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.address import digits_text
 from kvreshard.model.errors import LayoutError
-
-if TYPE_CHECKING:
-    from kvreshard.model.layout import Geometry
+from kvreshard.model.rank import Geometry
 
 Int64s = NDArray[np.int64]
 # A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.

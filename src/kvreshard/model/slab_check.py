@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from kvreshard.model.errors import LayoutError
-from kvreshard.model.layout import Rank, Slab
+from kvreshard.model.rank import Rank, Slab
 
 
 def check_slabs(rank: Rank, pages_of_pool: Mapping[str, int]) -> None:

@@ -23,8 +23,9 @@ from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.expect import did_you_mean, expect
 from kvreshard.model.field import MAX_AXES, Field
 from kvreshard.model.form import Head, Number, Whole
-from kvreshard.model.layout import EngineLayout, Geometry, Group, PerRank, Rank, RankTemplate, Region, Shard, Slab
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.rank import Geometry, Group, PerRank, Rank, RankTemplate, Region, Shard, Slab
 from kvreshard.model.text import Name, ShortText, check_names, plain
 
 FORM, COMPACT_FORM = "kvreshard.layout", "kvreshard.layout.compact"
