@@ -83,7 +83,7 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
 
     Raises KvReshardError for a record whose layouts or request are none, or ReplayError.
     """
-    dst, request = wire.decode(flight.dst.layout), flight.transfer.request()
+    dst, request = wire.decode(flight.dst.layout), flight.transfer
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
         return Replayed("never met", reason, dst, None, request)
