@@ -18,12 +18,12 @@ from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.scratch import Scratch
+from kvreshard.tools.digest import Memory
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request
 from kvreshard.tools.digest_server import DigestServer
 from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.tools.mailbox import DigestMailbox
-from kvreshard.tools.memory import Memory
 from kvreshard.tools.recorder import Events, Recorder, is_recorded
 from kvreshard.transport.base import MemoryRegion, Transfer
 
