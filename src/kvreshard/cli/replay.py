@@ -17,8 +17,8 @@ from rich.console import Console
 from kvreshard.cli.inputs import AsJson, InputError, read_bytes
 from kvreshard.cli.output import write_json
 from kvreshard.cli.replay_view import replay_document, show_replay
+from kvreshard.cli.scale import available_bytes
 from kvreshard.model import KvReshardError, WireError
-from kvreshard.testing.room import available_bytes
 from kvreshard.tools.flight import MAX_FLIGHT_BYTES, Flight, decode_flight
 from kvreshard.tools.replay import ReplayError, replay
 

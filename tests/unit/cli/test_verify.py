@@ -142,10 +142,10 @@ def test_over_nixl_between_processes(run) -> None:
 def test_many_more_processes_than_cores_are_asked_for(monkeypatch, num_ranks: int, *, is_asked: bool) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     if not is_asked:
-        verify.ask_for_processes(num_ranks, 2)
+        verify.confirm_processes(num_ranks, 2)
         return
     with pytest.raises(KvReshardError, match=r"17 ranks are 17 processes on 2 cores, .*give --yes"):
-        verify.ask_for_processes(num_ranks, 2)
+        verify.confirm_processes(num_ranks, 2)
 
 
 def test_nothing_is_started_before_a_yes(run, monkeypatch) -> None:
