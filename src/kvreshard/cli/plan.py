@@ -1,12 +1,12 @@
 """`kvreshard plan`: who reads what from whom, what a request costs, and exactly which bytes it copies.
 
 1. Both layouts, from a model and two engines or from files that `describe` wrote. A decode layout that lacks ranks, heads or fields
-   is refused, since the rest of it is proved all the same; with `--incomplete` it is told.
+   is refused, since the rest of it would be proved all the same; with `--incomplete` it is a warning.
 2. The route of every decode rank, proved.
-3. A request: `--tables FILE`, or invented by `--tokens N --hit H` (pages in order in a fresh pool, the first H tokens there already), or
-   invented in a size that both engines hold.
+3. A request: from `--tables FILE`; or of `--tokens N --hit H` (pages in order in a fresh pool, the first H tokens present at the decode
+   engine); or else of a size that both engines hold.
 4. Either the explanation of the routes with what the request costs, or with `--copies` the request's copy list as JSON lines: one object
-   per copy, in no promised order. `--fills` adds the ranges that are zeroed; `--explain` says in words what each copy is. The whole
+   per copy, in no promised order. `--fills` adds the ranges that are zeroed; `--explain` writes in words what each copy is. The whole
    request is checked before the first line.
 """
 
@@ -15,9 +15,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -48,11 +50,9 @@ from kvreshard.plan.explain import explain
 from kvreshard.testing.scenario import plain_request
 
 LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard describe`, instead of an engine.")]
-# Lines are joined before they are written: one write per line would cost more than binding.
-LINES_PER_WRITE = 4096
-# Of a request that nobody describes; fewer where a pool holds no more.
+# Of a request without options; fewer where a pool holds no more.
 USUAL_TOKENS = 1024
-# Block tables of more would take gigabytes of Python objects.
+# Block tables of more would take gigabytes.
 MAX_TOKENS = 1 << 20
 
 
@@ -82,7 +82,7 @@ def plan(
     ] = "cpu",
     cost_model: CostModelFile = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Invent a request of so many tokens.")
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Make up a request of so many tokens.")
     ] = None,
     hit: Annotated[int, typer.Option(min=0, help="With --tokens: how many the decode engine has already.")] = 0,
     tables: Annotated[
@@ -124,9 +124,7 @@ def plan(
     if request is not None:
         try:
             priced = Priced(what, tuple(count_totals(routes, request, cost)))
-        except (
-            BindError
-        ):  # a page that a forced staging has no room for; of a request that nobody asked for, nothing is said
+        except BindError:  # forced staging has no room for a page; the plan of the routes is shown without a request
             if tables is not None or tokens is not None:
                 raise
     if as_json:
@@ -140,11 +138,11 @@ def _check_options(
 ) -> None:
     """Raises InputError for options that do not go together."""
     if (copies or fills) and tables is None and tokens is None:
-        raise InputError("--copies and --fills need a request: give --tables FILE, or --tokens N to invent one")
+        raise InputError("--copies and --fills need a request: give --tables FILE, or --tokens N to make one up")
     if tables is not None and tokens is not None:
         raise InputError(f"--tables {tables} and --tokens {tokens} are two requests; give one of them")
     if in_words and not copies:
-        raise InputError("--explain says what copies are, and none are printed; give --copies too")
+        raise InputError("--explain describes copies, and none are printed; give --copies too")
     if hit and (tokens is None or hit >= tokens):
         of = "no --tokens" if tokens is None else f"--tokens {tokens}"
         raise InputError(
@@ -171,29 +169,25 @@ def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> t
 def _print_request(
     pair: Pair, routes: list[Route], request: Request, copies: bool, fills: bool, in_words: bool, as_json: bool
 ) -> None:
-    # bind checks the request when it is called, before its first list: so nothing is printed of a request that is refused.
+    # `bind` checks the request when it is called, before its first list: nothing is printed of a request that is refused.
     bound = [bind(route, request) for route in routes]
     lines = _lines(pair, routes, bound, request, copies, fills)
-    if as_json:
-        document: dict[str, Any] = {"copies": []} if copies else {}
-        document["warnings"] = list(pair.warnings)
-        if fills:
-            document["fills"] = []
-        for kind, line in lines:
-            what = {"what": _name(pair, request, line)} if in_words and kind == "copies" else {}
-            document[kind].append({**line, **what})
-        write_json(document)
+    if not as_json:
+        write = partial(_in_words, pair, request) if in_words else _json_line
+        sys.stdout.writelines(write(kind, line) for kind, line in lines)
         return
-    waiting: list[str] = []
+    document: dict[str, Any] = {"copies": []} if copies else {}
+    document["warnings"] = list(pair.warnings)
+    if fills:
+        document["fills"] = []
     for kind, line in lines:
-        if in_words:
-            waiting.append(_in_words(pair, request, kind, line))
-        else:
-            waiting.append("{" + ",".join(f'"{key}":{value}' for key, value in line.items()) + "}\n")
-        if len(waiting) == LINES_PER_WRITE:
-            sys.stdout.write("".join(waiting))
-            waiting.clear()
-    sys.stdout.write("".join(waiting))
+        what = {"what": _name(pair, request, line)} if in_words and kind == "copies" else {}
+        document[kind].append({**line, **what})
+    write_json(document)
+
+
+def _json_line(_: str, line: dict[str, int]) -> str:
+    return msgspec.json.encode(line).decode() + "\n"
 
 
 def _in_words(pair: Pair, request: Request, kind: str, line: dict[str, int]) -> str:
@@ -211,7 +205,7 @@ def _name(pair: Pair, request: Request, line: dict[str, int]) -> str:
 def _lines(
     pair: Pair, routes: list[Route], bound: list[Iterator[CopyList]], request: Request, copies: bool, fills: bool
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """What is printed, one entry per line: ("copies" or "fills", numbers)."""
+    """Copies and fills, one entry per line: ("copies" or "fills", numbers)."""
     for route, lists in zip(routes, bound, strict=True):
         written: list[CopyList] = []
         for chunk in lists:

@@ -1,15 +1,15 @@
-"""How a plan is shown: tables for a person, a document for a program.
+"""The views of a plan: tables for a person, a document for a program.
 
-On top what moves, and what one request costs per pair of ranks; then one block per pair of groups, and with details one table per set of
-fields that are read alike, with runs and reasons, and one of the source ranks. Bytes in the tables are rounded for reading; the document has
-every number exact, and fields as patterns (`layers.{0-4,6}.attn.{k,v}`).
+The tables show what moves, then what one request costs per pair of ranks, then one block per pair of groups. With details there is one table
+per set of fields that are read alike, with runs and reasons, and one of the source ranks. Bytes in the tables are rounded; the document has
+exact numbers, and fields as patterns (`layers.{0-4,6}.attn.{k,v}`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -24,14 +24,14 @@ from kvreshard.model.text import counted
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.explain import Explanation, Reading, SourceUse, Subject, field_patterns, name_fields
 
-# Of a list of layers in a title; all of them with details.
+# Ranges of a list of layers in a title; all of them with details.
 MOST_RANGES = 4
 RANKS = (Column("decode rank"), Column("reads from"))
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A request, in words, and what it costs."""
+    """The cost of a request. `what`: the request in words."""
 
     what: str
     totals: tuple[PairTotal, ...]
@@ -90,19 +90,20 @@ def _moved(explanation: Explanation) -> str:
 
 
 def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
-    """`ways`: of pages alone. Those of a request may differ, where many of its pages are read together."""
-    together: dict[tuple[int, int, int, int, float], list[int]] = {}
+    """`ways`: of pages alone. A request's may differ, where many of its pages are read together."""
+    together: dict[object, list[PairTotal]] = {}
     for total in priced.totals:
-        row = (total.src_rank, total.num_bytes, total.num_staged_bytes, total.num_operations, total.seconds)
-        together.setdefault(row, []).append(total.dst_rank)
+        together.setdefault(astuple(replace(total, dst_rank=0)), []).append(total)
     rows = [
-        (join_ranks(ranks), str(source), bytes_text(size), bytes_text(staged), f"{operations:,}", seconds_text(seconds))
-        for (source, size, staged, operations, seconds), ranks in together.items()
-    ]
+        (
+            join_ranks([total.dst_rank for total in alike]), str(alike[0].src_rank), bytes_text(alike[0].num_bytes),
+            bytes_text(alike[0].num_staged_bytes), f"{alike[0].num_operations:,}", seconds_text(alike[0].seconds),
+        )
+        for alike in together.values()
+    ]  # fmt: skip
     names = ("bytes", "staged", "operations", "predicted")
-    num_bytes, num_operations = (
-        sum(getattr(total, name) for total in priced.totals) for name in ("num_bytes", "num_operations")
-    )
+    num_bytes = sum(total.num_bytes for total in priced.totals)
+    num_operations = sum(total.num_operations for total in priced.totals)
     note = (
         f"all: {bytes_text(num_bytes)} in {num_operations:,} operations; predicted {seconds_text(priced.slowest_s)}, the slowest "
         "decode rank by itself"
@@ -138,7 +139,7 @@ def _show_block(console: Console, block: list[Subject]) -> None:
 
 
 def shorten(fields: str) -> str:
-    """Patterns with no more than the first ranges of a long list of numbers.
+    """Patterns with the first ranges of a long list of numbers, and the last.
 
     >>> shorten("layers.{0-2,4-6,8-10,12-14,16-18,20-22}.attn.{k,v}")
     'layers.{0-2,4-6,8-10,...,20-22}.attn.{k,v}'
@@ -153,7 +154,7 @@ def shorten(fields: str) -> str:
 
 
 def _show_subject(console: Console, subject: Subject) -> None:
-    """Who reads these fields from whom, in how many runs, and why that way."""
+    """Who reads these fields from whom, in how many runs, and why directly or staged."""
     show_line(console, _groups_text(subject), "bold")
     runs = "runs per state" if subject.is_state else "runs per page"
     columns = (*RANKS, Column("what"), number_column(_unit(subject)), number_column(runs), Column("a page alone"))
@@ -176,7 +177,7 @@ def _unit(subject: Subject) -> str:
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
-    """Why each way was taken, once per distinct choice."""
+    """Why fields are read directly or staged, once per distinct choice."""
     ranks: dict[Choice, list[int]] = {}
     for reading in subject.readings:
         ranks.setdefault(reading.choice, []).extend(reading.dst_ranks)
@@ -210,7 +211,7 @@ def _parts_text(reading: Reading) -> str:
 
 
 def _show_sources(console: Console, explanation: Explanation) -> None:
-    """What leaves each source rank, and who tells it when its pages are free."""
+    """What is read from each source rank, and who reports to it when its pages are free."""
     has_states = bool(explanation.state_bytes)
     sizes = [number_column(name) for name in (("per token", "per request") if has_states else ("per token",))]
     rows = []
@@ -222,7 +223,7 @@ def _show_sources(console: Console, explanation: Explanation) -> None:
 
 
 def _per_token(use: SourceUse) -> str:
-    """What grows with a prompt, and what windows add while they keep the token."""
+    """Bytes of a token, and those in windows that still hold it."""
     windows = sum((size for _, size in use.window_bytes), Fraction(0))
     sizes = [bytes_text(use.bytes_per_token)] if use.bytes_per_token or not windows else []
     return " + ".join([*sizes, *([f"{bytes_text(windows)} in windows"] if windows else [])])
@@ -234,16 +235,15 @@ def closing_lines(explanation: Explanation) -> Iterator[str]:
     for use in explanation.unread:
         unread.setdefault(use.reporters, []).append(use.src_rank)
     for reporters, ranks in unread.items():
-        who, them = ("ranks", "them when their") if len(ranks) > 1 else ("rank", "it when its")
+        who, verb = ("ranks", "are") if len(ranks) > 1 else ("rank", "is")
         yield (
-            f"prefill {who} {join_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} read by nobody; decode rank {join_ranks(reporters)} tells "
-            f"{them} pages are free"
+            f"prefill {who} {join_ranks(ranks)} {verb} read by no decode rank; decode rank {join_ranks(reporters)} reports when pages are free"
         )
     yield from (f"warning: {warning}" for warning in explanation.warnings)
 
 
 def plan_document(explanation: Explanation, pair: Pair, priced: Priced | None) -> dict[str, Any]:
-    """The same as plain data."""
+    """The same for a program."""
     return {
         "prefill_engine": explanation.src_engine,
         "decode_engine": explanation.dst_engine,
