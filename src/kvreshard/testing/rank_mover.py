@@ -1,5 +1,5 @@
-"""The engine part of one rank: both layouts as they would travel at handshake, the routes that it compiles from them, and requests that it
-carries out with the production `Mover`, several at once, each in a thread of its own.
+"""The engine part of one rank: both layouts as they would travel at handshake, the routes compiled from them, and requests that it carries out
+with the production `Mover`, several at once, each in a thread of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING = Moved(0, 0, 0, 0, 0.0, 0.0)
 
 
 class Load(msgspec.Struct):
-    """What a rank needs to take part in a pair of engines, as rank `rank` of the destination or of the source.
+    """A rank's place in a pair of engines: rank `rank` of the destination or of the source.
 
     Peers are called "rank<n>"; `first_peer` is the number of the other engine's first rank. The staging buffer is
     `staging_bytes` from `staging_address`; zero bytes: none. `cost` chooses where `way` does not.
@@ -45,14 +45,14 @@ class Load(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a request ended on one rank: what moved, or why it did not arrive."""
+    """The end of a request on one rank: what moved, or why it did not arrive."""
 
     error: str | None
     moved: Moved = NOTHING
 
 
 class RankMover:
-    """The engine part of one rank. Not safe for use from several threads, apart from the jobs that it starts itself."""
+    """See the module. Not safe for use from several threads, apart from its own jobs."""
 
     def __init__(self, transport: Transport, block: Block, load: Load) -> None:
         started_s = time.monotonic()
@@ -86,7 +86,7 @@ class RankMover:
         return job
 
     def wait(self, job: int, timeout_s: float) -> Outcome:
-        """How a job ended, or that it has not within the time."""
+        """The end of a job, or that it is still running after `timeout_s`."""
         self._threads[job].join(timeout_s)
         return self._outcomes.get(job, Outcome(f"still running after {timeout_s} s"))
 

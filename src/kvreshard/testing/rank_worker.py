@@ -1,9 +1,8 @@
 """One rank of a test or of `kvreshard verify`: a block of memory, a transport, and the engine part that moves requests.
 
-A controller (`ranks`) calls the public methods of `RankWorker`, and nothing else. In the controller's process it calls them directly; a
-rank in a process of its own runs this file as a program and serves calls over an inherited socket: frames of a 4-byte length and msgpack,
-arguments decoded by the method's type hints. A refusal is an answer, not the end of the worker. The worker ends when the socket closes,
-so none outlives its controller.
+A controller (`ranks`) calls the public methods of `RankWorker`: directly in its own process, or over a socket. A rank in a process of its own
+runs this file as a program and serves calls over an inherited socket: frames of a 4-byte length and msgpack, arguments decoded by the
+method's type hints. A refusal is an answer. The worker ends when the socket closes, so none outlives its controller.
 
 Peers are called "rank0", "rank1", ... Jobs are numbers. Arrays travel as the bytes of int64.
 """
@@ -39,7 +38,7 @@ Columns = tuple[bytes, bytes, bytes]
 
 
 class Report(msgspec.Struct, frozen=True):
-    """How a job stands: `state` is a `TransferState` value, `seconds` from post to settlement."""
+    """State of a job: `state` is a `TransferState` value, `seconds` from post to settlement."""
 
     state: str
     error: str | None
@@ -56,7 +55,7 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What the method returned, encoded; or what it raised, and which kind of error that is."""
+    """The result of a method, encoded; or the kind and text of the error that it raised."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     raised: Literal["", "TransportError", "LayoutMismatch", "crash"] = ""
@@ -65,7 +64,7 @@ class Answer(msgspec.Struct):
 
 @cache
 def signature(method: str) -> tuple[dict[str, Any], Any]:
-    """Types of a method's arguments in order, and of its result. Raises KeyError for what is no public method."""
+    """Types of a method's arguments in order, and of its result. Raises KeyError unless the method is public."""
     public = {
         name: found for name, found in inspect.getmembers(RankWorker, inspect.isfunction) if not name.startswith("_")
     }
@@ -99,11 +98,11 @@ class RankWorker:
             self._made.close()
 
     def upload(self) -> None:
-        """Give the memory the bytes that the controller has written."""
+        """Copy the controller's bytes to the memory."""
         self._block.upload()
 
     def download(self) -> None:
-        """Give the controller the bytes of the memory."""
+        """Copy the memory's bytes to the controller."""
         self._block.download()
 
     def metadata(self) -> bytes:
@@ -117,10 +116,6 @@ class RankWorker:
     def disconnect(self, peer: str) -> None:
         """Remove a peer."""
         self._transport().remove_peer(peer)
-
-    def attend(self, attentive: bool) -> None:
-        """Set the transport attentive or not."""
-        self._transport().set_attentive(attentive)
 
     def post(self, peer: str, direction: Direction, columns: Columns, notify: bytes | None) -> int:
         """Start a copy list; returns its job at once."""
@@ -137,7 +132,7 @@ class RankWorker:
         pages: tuple[bytes, bytes],
     ) -> int:
         """Start paged copies: entries of page 0, strides in bytes and page counts of the source and of the destination, and page ids."""
-        # Equal pages are one object, as in an engine: what a transport prepares for it is used again.
+        # Equal pages are one object, as in an engine, so that a transport prepares them once.
         src, dst, length = map(_numbers, entries)
         page = self._pages.setdefault((entries, strides, counts), Page.of(src, dst, length, strides, counts))
         return self._post(peer, direction, PagedCopies(0, 0, page, *map(_numbers, pages)), None)
@@ -149,7 +144,7 @@ class RankWorker:
     def wait(self, job: int, timeout_s: float) -> Report:
         """How a job ended, or that it has not within the time."""
         transfer = self._jobs[job]
-        with contextlib.suppress(TransportError, TimeoutError):  # the report tells
+        with contextlib.suppress(TransportError, TimeoutError):  # the report has it
             transfer.wait(timeout_s)
         error = None if transfer.error is None else str(transfer.error)
         return Report(transfer.state.value, error, transfer.seconds, transfer.num_bytes, transfer.num_descriptors)
@@ -166,10 +161,10 @@ class RankWorker:
             if len(self._unread) >= count or time.monotonic() >= deadline_s:
                 messages, self._unread = self._unread, []
                 return messages
-            time.sleep(0.0002)  # a poll with a deadline: transports have no blocking receive
+            time.sleep(0.0002)  # transports have no blocking receive
 
     def reset(self) -> None:
-        """Forget settled jobs and unread messages."""
+        """Drop settled jobs and unread messages."""
         self._jobs = {number: job for number, job in self._jobs.items() if job.state is TransferState.PENDING}
         self._transport().notifications()
         self._unread = []
@@ -258,10 +253,10 @@ def make_process_transport(kind: str, name: str, enter: Callable[[], None] = lam
 
 
 def leave_cpu_torch_out() -> None:
-    """Make a CPU build of torch one that is not installed, for this process, which has no use for it.
+    """Hide a CPU build of torch from this process, which does not use it.
 
-    NIXL 1.5.1 asks torch for its CUDA version, and imports all of a CPU build to hear that it has none: 1.2 s of each rank's start
-    (`nixl_meta_utils.detect_cuda_major`). Others it reads from the disk.
+    NIXL 1.5.1 imports all of a CPU build to read that it has no CUDA version (`nixl_meta_utils.detect_cuda_major`): 1.2 s of each rank's
+    start. For other builds it reads a file.
     """
     with contextlib.suppress(PackageNotFoundError):
         if "torch" not in sys.modules and version("torch").endswith("+cpu"):
@@ -278,7 +273,7 @@ def main(arguments: list[str]) -> None:
     try:
         block = Block(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
     except TransportError as error:
-        with contextlib.suppress(EOFError, ConnectionError):  # the first call is answered, and the rank ends
+        with contextlib.suppress(EOFError, ConnectionError):  # answers the first call, and ends
             receive_frame(channel)
             send_frame(channel, Answer(raised="TransportError", text=str(error)))
         return
