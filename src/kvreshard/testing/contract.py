@@ -15,8 +15,8 @@ as long as the module:
             return my_ranks
 
 Each test leaves all ranks open and connected. Every test of bytes compares the **whole** memory of all ranks with
-what a byte-by-byte oracle leaves, so that guard bytes need no separate test: what no piece names must not change.
-Random cases are drawn from fixed seeds; where there are several, the test's name says which.
+what a byte-by-byte oracle leaves, so bytes outside the pieces need no separate test.
+Random cases have fixed seeds, which stand in the test's name.
 
 Not required: an order of pieces or transfers, and any result of destination pieces that overlap.
 """
@@ -48,7 +48,7 @@ def _check_paged(ranks: Ranks, direction: Direction, copies: PagedCopies) -> Non
 
 
 class TransportContract:
-    """The suite. Subclasses bring the `ranks` fixture: `NUM_RANKS` ranks of `MEMORY_BYTES`, all connected."""
+    """The suite. Subclasses have a `ranks` fixture: `NUM_RANKS` ranks of `MEMORY_BYTES`, all connected."""
 
     @pytest.fixture(autouse=True)
     def _fresh(self, ranks: Ranks) -> None:
@@ -56,7 +56,7 @@ class TransportContract:
         block = random.integers(0, 256, size=1 << 20, dtype=np.uint8)
         ranks.reset(fill_byte=None)
         for rank in range(ranks.num_ranks):
-            # Each rank and each MiB differs, at the price of one random MiB.
+            # Each rank and each MiB differs, from one random MiB.
             tiled = ranks.memory(rank).reshape(-1, block.size)
             tiled[:] = block + np.arange(len(tiled), dtype=np.uint8)[:, None] * np.uint8(3) + np.uint8(rank * 85)
             ranks.give(rank)
@@ -107,7 +107,7 @@ class TransportContract:
         _check_paged(ranks, direction, PagedCopies(0, 0, page, np.array([0, 1]), np.array([1, 0])))
 
     def test_pages_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
-        """Also where only pages that are not asked for lie outside: a page is checked once, with all that it may copy."""
+        """Also where only pages outside the transfer lie outside: a page is checked once, with all that it may copy."""
         first = np.array([0])
         ends = (MEMORY_BYTES // 4096, MEMORY_BYTES // 4096 + 1)
         for counts in (ends, ends[::-1]):
@@ -204,7 +204,7 @@ class TransportContract:
         expected = Expectation(ranks)
         expected.copied(0, 1, Direction.WRITE, pieces)
         job = ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, Direction.WRITE, pieces), b"written")
-        # The receiver knows nothing else of the transfer: all bytes must be there when the word is.
+        # The notification is all that the receiver gets of the transfer: every byte must be there by then.
         assert ranks.notifications(1, 1) == [("rank0", b"written")]
         expected.check()
         assert ranks.wait(0, job).state == "done"

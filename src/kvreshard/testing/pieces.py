@@ -1,4 +1,4 @@
-"""The pieces that a transport's tests copy, and what all memory must be afterwards."""
+"""Pieces that a transport's tests copy, and the memory that they must leave."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import Direction
 
-# Room for pieces above the 16 MiB at which NIXL's pieces are cut.
+# Enough for pieces above 16 MiB, which the NIXL transport cuts.
 MEMORY_BYTES = 40 * 1024 * 1024
 
-# 1, odd, powers of two and their neighbours, and 1 MiB: lengths at which copy loops change their ways.
+# 1, odd, powers of two and their neighbours, and 1 MiB: lengths at which copy loops change.
 LENGTHS_BYTES = (1, 2, 3, 7, 8, 31, 64, 255, 256, 1000, 4095, 4096, 65537, 1024 * 1024)
 
 
@@ -54,7 +54,7 @@ def copies_of(
 
 
 class Expectation:
-    """What all memory must be after some transfers: the oracle. Made before they are posted."""
+    """The oracle: all memory as it must be after some transfers. Made before they are posted."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -1,4 +1,4 @@
-"""Requests that a trial moves or a plan is priced for, and where their pages lie.
+"""Requests for trials and plans, and their block tables.
 
 1. `pages_needed`: how many pages a pool must have for so many requests of so many tokens.
 2. `make_requests`: like a busy engine's, deterministic from a seed. Pages are in random order, shared among groups and requests, with
@@ -27,9 +27,9 @@ MAX_LOOKAHEAD_PAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a group's block table looks like: pages of a ring, or None; tokens that stay of a long request.
+    """The form of a group's block table. `ring_pages`: pages of a ring, or None; `kept_tokens`: tokens that stay of a long request, or None for all.
 
-    `paging`: per distinct way of paging the sequence its map and tokens per index.
+    `paging`: address map and tokens per index of each distinct way of paging the sequence.
     """
 
     group: Group

@@ -1,11 +1,11 @@
-"""One trial of a pair of engines: a cache is exchanged over a real transport and compared byte for byte.
+"""One trial of a pair of engines: a cache moves over a real transport and is compared byte for byte.
 
-One trial, with one rank per process (NIXL) or all ranks in this process (memory); all memory of one kind, the processor's or a device's:
+Ranks are processes (NIXL) or all in this process (memory). All memory is the processor's, or all is a device's.
 
-1. Give every rank its memory, place the layouts' regions there, fill all of it with random bytes; newly allocated
-   destination pages with 0xFF (NaN in every float format), so that what nobody defines is seen. What the requests move is
+1. Give every rank its memory, place the layouts' regions there, fill all of it with random bytes, and newly allocated
+   destination pages with 0xFF (NaN in every float format), so that bytes that nobody writes show. What the requests move is
    written cell by cell, so that several source ranks that hold one cell hold the same value.
-2. Hand both layouts to every rank in wire form; each compiles its own routes.
+2. Send both layouts to every rank in wire form; each compiles its own routes.
 3. Start all requests on all ranks at once, and wait.
 4. Compare every byte of every destination rank's memory with what the slow oracle leaves, pages of others included; and
    every source rank's reports with its reporter set.
@@ -33,19 +33,19 @@ from kvreshard.testing.rank_mover import Load, Outcome
 from kvreshard.testing.ranks import Ranks
 
 Progress = Callable[[str, int, int], None]
-"""Called with the stage's name, steps done and steps in all."""
+"""Takes the stage's name, steps done and steps in all."""
 REGION_ALIGN = 4096
 STAGING_BYTES = 32 << 20
 POISON = 0xFF
-# At once, beside the memory itself.
+# Random bytes that are made at once.
 FILLED_BYTES = 64 << 20
-# Measured: a process over NIXL with what it shares counted once takes 20 MB, the one that compares 200.
+# Measured: a process over NIXL takes 20 MB, shared pages counted once; the process that compares takes 200.
 RANK_BYTES, OWN_BYTES = 32 << 20, 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """Bytes of a destination rank that are not what the oracle says: half-open ranges in a region."""
+    """Bytes of a destination rank that differ from the oracle's: half-open ranges in a region."""
 
     rank: int
     region: str
@@ -54,7 +54,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What moved, how long it took, and what was wrong. Seconds are wall time of the whole trial's stage.
+    """Counts, times and findings of a trial. Seconds are wall time of a stage.
 
     `num_bytes`: of cache that arrived; `num_read_bytes`: what was read or written for it, gaps of staged reads included.
     """
@@ -74,7 +74,7 @@ class TrialResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every request arrived, every byte is right, and every source rank knows that it is done."""
+        """Whether every request arrived, every byte is right, and every source rank has all reports."""
         return not (self.errors or self.wrong or self.missing_reports)
 
 
@@ -84,8 +84,8 @@ def memory_needed(src: EngineLayout, dst: EngineLayout) -> int:
 
 
 def trial_bytes(src: EngineLayout, dst: EngineLayout) -> int:
-    """About what a trial takes of this machine at its peak: both engines' memory, what the oracle expects of the destination's, and
-    what `time_plain_copy` copies at most.
+    """About how many bytes of this machine a trial takes at its peak: both engines' memory, the oracle's copy of the destination's, and the
+    buffers of `time_plain_copy`.
     """
     src_bytes, dst_bytes = (
         sum(region.size_bytes for rank in layout.ranks for region in rank.regions) for layout in (src, dst)
@@ -109,7 +109,7 @@ def run_trial(
 ) -> TrialResult:
     """Move `requests` between two engines on `ranks`, which are connected and as many as both engines have together.
 
-    Rank i of `ranks` plays the i-th source rank, the destination's follow. Region addresses of the layouts are ignored.
+    Ranks are the source's in order, then the destination's. Region addresses of the layouts are ignored.
     """
     num_src = len(src.ranks)
     src, dst = _relocated(ranks, src, 0), _relocated(ranks, dst, num_src)
@@ -206,7 +206,7 @@ def _fill(
 def _load(
     ranks: Ranks, src: EngineLayout, dst: EngineLayout, way: Way | None, cost: CostModel, progress: Progress
 ) -> float:
-    """Hand out the layouts; returns the longest time that a rank took to decode, elect, compile and prove."""
+    """Send the layouts; returns the longest time in seconds that a rank took to decode, elect, compile and prove."""
     src_wire, dst_wire, num_src = wire.encode(src), wire.encode(dst), len(src.ranks)
     total, longest_s = num_src + len(dst.ranks), 0.0
     for number in range(total):
@@ -248,7 +248,7 @@ def _move(
 
 
 def _missing_reports(ranks: Ranks, src: EngineLayout, dst: EngineLayout, num_requests: int) -> tuple[str, ...]:
-    """Sentences about source ranks that did not get each reporter's word about each request exactly once."""
+    """A sentence for each source rank that did not get every reporter's report of every request exactly once."""
     reporters = elect(src, dst, match_fields(src, dst).names).reporters
     number_of = {rank.rank: len(src.ranks) + index for index, rank in enumerate(dst.ranks)}
     found = []
