@@ -1,8 +1,7 @@
-"""`kvreshard models`: which models the catalog knows, how large their caches are, and where the numbers come from.
+"""`kvreshard models`: the models of the catalog, the sizes of their caches, and the sources of the numbers.
 
-Sizes are those of the whole model in its own dtype: bytes of K, V, latents and the like per token over all its caches, a draft's too;
-and bytes per request that do not grow with it: states, and windows, which keep their last tokens only, full. Of one model, an id or the
-path of a `config.json`, everything is shown.
+Sizes are those of the whole model in its own dtype: bytes per token over all caches, a draft's too; and bytes per request that do not grow
+with it, of states and of full windows. One model, an id or the path of a `config.json`, is shown with all details.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvreshard.cli.output import bytes_text, number, number_column, show_table, 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One model with its sizes; `entry`: where the catalog has it from, None for a file."""
+    """One model with its sizes. `entry`: its sources in the catalog, None for a file."""
 
     name: str
     entry: Entry | None
@@ -77,7 +76,7 @@ def read_row(name: str) -> ModelRow:
 
 
 def show_models(console: Console, rows: list[ModelRow]) -> None:
-    """A line each, in 80 columns."""
+    """A line per model, in 80 columns."""
     columns = (
         Column("model", no_wrap=True),
         Column("layers"),
@@ -93,12 +92,12 @@ def show_models(console: Console, rows: list[ModelRow]) -> None:
         )
         for row in rows
     ]
-    notes = ("?: not all of its config.json could be confirmed. All that is known of one: kvreshard models MODEL",)
+    notes = ("?: not all of its config.json could be confirmed. Details of a model: kvreshard models MODEL",)
     show_table(console, "", columns, cells, notes)
 
 
 def show_model(console: Console, row: ModelRow) -> None:
-    """Everything that is known of one model."""
+    """All details of one model."""
     cells = [
         ("model type", row.model.model_type),
         *(("caches", text) for text in geometry(row.model).split("; ")),
@@ -119,7 +118,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _layers(model: Model) -> str:
-    """How many caches of what family: `25 window, 5 full`; those of a draft are not counted."""
+    """Caches per family: `25 window, 5 full`; those of a draft are not counted."""
     counts = Counter(layer.family for layer in model.layers if not layer.optional)
     has_draft = any(layer.optional for layer in model.layers)
     return ", ".join(f"{count} {family}" for family, count in counts.items()) + (" + draft" if has_draft else "")

@@ -26,12 +26,12 @@ from rich.console import Console
 from kvreshard.cli.cells import name_copy
 from kvreshard.cli.inputs import (
     AsJson,
-    Asked,
     CostModelFile,
     Draft,
     InputError,
     Pages,
     Pair,
+    SideOptions,
     engine_option,
     model_option,
     read_cost_model,
@@ -108,9 +108,9 @@ def plan(
             f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
         )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
-    asked = Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1])
+    options = SideOptions("prefill", prefill, sides[0]), SideOptions("decode", decode, sides[1])
     room = None if tables is not None else tokens or USUAL_TOKENS
-    pair = read_pair(model, *asked, pages, draft, may_lack=incomplete, num_tokens=room)
+    pair = read_pair(model, *options, pages, draft, may_lack=incomplete, num_tokens=room)
     cost = read_cost_model(cost_model, device)
     routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way.value if way else None)
     warn(pair.warnings)

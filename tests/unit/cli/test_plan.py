@@ -209,7 +209,7 @@ BAD_TABLES = [
     ),
     (lambda t: t["decode"]["full"].update(new_pages=t["decode"]["state"]["new_pages"]), "a page is new once"),
     (lambda t: t["decode"]["full"].update(new_pages=[9]), "new_pages names page 9"),
-    (lambda t: t.update(version=2), "is of version 2; this command reads version 1: write it anew"),
+    (lambda t: t.update(version=2), "is of version 2; this command reads version 1: rewrite it"),
     (lambda t: t.pop("decode"), "missing required field `decode`"),
 ]
 
@@ -354,7 +354,7 @@ def test_an_option_that_two_layout_files_leave_nothing_to_say_to_is_refused(run,
     for files in (PAIR, ["--prefill-layout", PAIR[0], "--decode-layout", PAIR[1]]):
         result = run("plan", *files, *option)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert f"{' '.join(option)}: both engines are layout files, which say all there is" in result.stderr
+        assert f"{' '.join(option)}: both engines are layout files, which need nothing else" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["<(cat config.json)", "/dev/stdin < config.json"], ids=["substitution", "stdin"])
