@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 
 from kvreshard.plan.copies import CopyList, Page, PagedCopies
-from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of, posted, random_pieces
+from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, Pieces, copies_of, posted, random_pieces
+from kvreshard.testing.rank_worker import Report
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Direction, TransportError
 
@@ -45,6 +46,15 @@ def _check_paged(ranks: Ranks, direction: Direction, copies: PagedCopies) -> Non
     report = ranks.run(0, 1, direction, copies)
     assert (report.num_bytes, report.num_descriptors) == (flat.num_bytes, flat.num_copies)
     expected.check()
+
+
+def _check_pieces(ranks: Ranks, rank: int, peer: int, direction: Direction, pieces: Pieces) -> Report:
+    """`rank` moves pieces with `peer`, and exactly those arrive."""
+    expected = Expectation(ranks)
+    expected.copied(rank, peer, direction, pieces)
+    report = ranks.run(rank, peer, direction, copies_of(ranks, rank, peer, direction, pieces))
+    expected.check()
+    return report
 
 
 class TransportContract:
@@ -67,14 +77,11 @@ class TransportContract:
     @pytest.mark.parametrize("seed", range(4), ids=lambda seed: f"seed={seed}")
     def test_random_pieces_arrive_exactly(self, ranks: Ranks, direction: Direction, seed: int) -> None:
         pieces = random_pieces(np.random.default_rng(seed), 400)
-        expected = Expectation(ranks)
-        expected.copied(0, 1, direction, pieces)
-        report = ranks.run(0, 1, direction, copies_of(ranks, 0, 1, direction, pieces))
+        report = _check_pieces(ranks, 0, 1, direction, pieces)
         assert report.num_bytes == int(pieces[2].sum())
         assert report.num_descriptors == len(pieces[2])
         assert report.seconds is not None
         assert report.seconds >= 0.0
-        expected.check()
 
     @_READ_WRITE
     @pytest.mark.parametrize(
@@ -90,12 +97,7 @@ class TransportContract:
             (src_stride, dst_stride), (count, count),
         )  # fmt: skip
         orders = (random.permutation(count)[:60], np.arange(40), np.arange(60)[::-1])
-        for src, dst in (
-            orders[:1] + orders[:1],
-            (orders[0], random.permutation(count)[:60]),
-            orders[1:2] * 2,
-            orders[2:] * 2,
-        ):
+        for src, dst in (orders[:1] * 2, (orders[0], random.permutation(count)[:60]), orders[1:2] * 2, orders[2:] * 2):
             _check_paged(ranks, direction, PagedCopies(0, 0, page, src, dst))
 
     @_READ_WRITE
@@ -131,29 +133,20 @@ class TransportContract:
         index = np.arange(5000, dtype=np.uint64)
         lengths = np.full(5000, length, dtype=np.uint64)
         pieces = (index * np.uint64(local_stride) + np.uint64(1), index * np.uint64(remote_stride), lengths)
-        expected = Expectation(ranks)
-        expected.copied(2, 0, direction, pieces)
-        ranks.run(2, 0, direction, copies_of(ranks, 2, 0, direction, pieces))
-        expected.check()
+        _check_pieces(ranks, 2, 0, direction, pieces)
 
     @_READ_WRITE
     def test_one_piece_of_all_memory_arrives_exactly(self, ranks: Ranks, direction: Direction) -> None:
         zero = np.zeros(1, dtype=np.uint64)
         pieces = (zero, zero, np.array([MEMORY_BYTES], dtype=np.uint64))
-        expected = Expectation(ranks)
-        expected.copied(1, 2, direction, pieces)
-        ranks.run(1, 2, direction, copies_of(ranks, 1, 2, direction, pieces))
-        expected.check()
+        _check_pieces(ranks, 1, 2, direction, pieces)
 
     @_READ_WRITE
     def test_a_hundred_thousand_pieces_arrive_exactly(self, ranks: Ranks, direction: Direction) -> None:
         random = np.random.default_rng(5)
         index = np.arange(100_000, dtype=np.uint64) * np.uint64(400)
         pieces = (random.permutation(index), random.permutation(index), np.full(100_000, 333, dtype=np.uint64))
-        expected = Expectation(ranks)
-        expected.copied(0, 1, direction, pieces)
-        ranks.run(0, 1, direction, copies_of(ranks, 0, 1, direction, pieces))
-        expected.check()
+        _check_pieces(ranks, 0, 1, direction, pieces)
 
     @_READ_WRITE
     def test_an_empty_list_is_done_and_notifies(self, ranks: Ranks, direction: Direction) -> None:

@@ -27,7 +27,7 @@ from kvreshard.model.layout import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList
-from kvreshard.session import engine_metadata
+from kvreshard.session.engine_metadata import FORM, VERSION, EngineMetadata, check_compatibility
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
@@ -88,9 +88,7 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
     src = wire.decode(flight.src.layout)
     found = Replayed("different", "", dst, src, request)
     try:
-        engine_metadata.check_compatibility(
-            _engine_metadata(flight.dst), _engine_metadata(flight.src), flight.allow_mismatch
-        )
+        check_compatibility(_engine_metadata(flight.dst), _engine_metadata(flight.src), flight.allow_mismatch)
         route = compile_route(src, dst, flight.rank)
         found = replace(found, copies=summarize(bind(route, request)))
     except (LayoutMismatch, BindError) as error:
@@ -148,18 +146,9 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
     return replace(found, outcome="not in the plan", reason=reason)
 
 
-def _engine_metadata(side: FlightSide) -> engine_metadata.EngineMetadata:
-    return engine_metadata.EngineMetadata(
-        engine_metadata.FORM,
-        engine_metadata.VERSION,
-        side.engine,
-        side.instance_id,
-        dict(side.compatibility),
-        b"",
-        (),
-        b"",
-        0.0,
-    )
+def _engine_metadata(side: FlightSide) -> EngineMetadata:
+    """As much of an engine's metadata as a record holds."""
+    return EngineMetadata(FORM, VERSION, side.engine, side.instance_id, side.compatibility, side.layout, (), b"", 0.0)
 
 
 class _Memory:
