@@ -11,7 +11,7 @@ Nothing raises.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
 
 from kvreshard.model.errors import KvReshardError
@@ -33,48 +33,37 @@ class DigestServer:
 
     def __init__(self, rank: int, mailbox: DigestMailbox, memory: Memory, clock: Callable[[], float]) -> None:
         self._rank, self._mailbox, self._memory, self._clock = rank, mailbox, memory, clock
-        self._waiting: OrderedDict[int, DigestRequest] = OrderedDict()
-        self._early: dict[int, DigestRequest] = {}
+        self._queue: dict[int, DigestRequest] = {}
         self.num_answered = 0
 
     def __len__(self) -> int:
-        """How many requests can be answered now."""
-        return len(self._waiting)
+        """How many requests wait."""
+        return len(self._queue)
 
     def take(self, request: DigestRequest, leases: LeaseBook) -> None:
         """Queue a request that has arrived, or refuse it."""
         token = request.token
-        if token in self._waiting or token in self._early or self._mailbox.has(token):
+        if token in self._queue or self._mailbox.has(token):
             return
         if not leases.holds(request.request, request.word):
             self._mailbox.put(DigestAnswer(token, Status.NO_LEASE))
-        elif len(self._waiting) + len(self._early) >= MAX_WAITING:
+        elif len(self._queue) >= MAX_WAITING:
             self._mailbox.put(DigestAnswer(token, Status.TOO_MANY))
-        elif leases.tables(request.request) is None:
-            self._early[token] = request
         else:
-            self._waiting[token] = request
+            self._queue[token] = request
 
     def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:
-        """Answer requests for `WORK_S`; returns whether more can be answered."""
-        self._take_published(leases)
+        """Answer requests for `WORK_S`, the oldest first; returns whether more can be answered."""
         until_s = self._clock() + WORK_S
-        while self._waiting:
-            _, request = self._waiting.popitem(last=False)
+        ready = deque(request for request in self._queue.values() if _is_ready(request, leases))
+        while ready:
+            request = ready.popleft()
+            del self._queue[request.token]
             self._mailbox.put(self._answer(request, leases, layout))
             self.num_answered += 1
             if self._clock() >= until_s:
                 break
-        return bool(self._waiting)
-
-    def _take_published(self, leases: LeaseBook) -> None:
-        """Queue early requests whose lease is published by now; refuse those whose lease is gone."""
-        for token, request in list(self._early.items()):
-            if not leases.holds(request.request, request.word):
-                del self._early[token]
-                self._mailbox.put(DigestAnswer(token, Status.NO_LEASE))
-            elif leases.tables(request.request) is not None:
-                self._waiting[token] = self._early.pop(token)
+        return bool(ready)
 
     def _answer(self, request: DigestRequest, leases: LeaseBook, layout: EngineLayout) -> DigestAnswer:
         if not is_readable(self._memory, layout.rank_by_number[self._rank]):
@@ -91,3 +80,8 @@ class DigestServer:
             logger.exception("a digest request for request %s", request.request[:200])
             return DigestAnswer(request.token, Status.FAULT)
         return DigestAnswer(request.token, Status.DIGEST, digest.value, digest.num_bytes)
+
+
+def _is_ready(request: DigestRequest, leases: LeaseBook) -> bool:
+    """Whether a request's lease is published, or is gone, which is an answer too."""
+    return leases.tables(request.request) is not None or not leases.holds(request.request, request.word)
