@@ -60,11 +60,8 @@ def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Pr
     for subject in explanation.subjects:
         blocks.setdefault((subject.src_groups, subject.dst_groups), []).append(subject)
     for block in blocks.values():
-        if details:
-            for subject in block:
-                _show_subject(console, subject)
-        else:
-            _show_block(console, block)
+        for part in [[subject] for subject in block] if details else [block]:
+            _show_block(console, part, details)
     if details:
         _show_sources(console, explanation)
     for line in closing_lines(explanation):
@@ -117,25 +114,38 @@ def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
     )
 
 
-def _show_block(console: Console, block: list[Subject]) -> None:
-    """Fields of one pair of groups, summed per pair of ranks."""
-    parts: dict[tuple[int, int], list[tuple[str, Fraction, str]]] = {}
+def _show_block(console: Console, block: list[Subject], details: bool) -> None:
+    """Fields of one pair of groups, summed per pair of ranks; with details each reading, with its runs and the reason for its way."""
+    parts: dict[tuple[int, int, int], list[tuple[str, Fraction, str, str]]] = {}
     for subject in block:
-        for reading in subject.readings:
+        for index, reading in enumerate(subject.readings):
+            runs = f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}"
             for dst_rank in reading.dst_ranks:
-                part = (_parts_text(reading), reading.num_bytes, reading.choice.way)
-                parts.setdefault((dst_rank, reading.src_rank), []).append(part)
+                part = _parts_text(reading), reading.num_bytes, runs, reading.choice.way
+                parts.setdefault((dst_rank, reading.src_rank, index if details else 0), []).append(part)
     rows: dict[tuple[str, ...], list[int]] = {}
-    for (dst_rank, src_rank), found in sorted(parts.items()):
-        what, sizes, ways = zip(*found, strict=True)
+    for dst_rank, src_rank, index in sorted(parts):
+        what, sizes, runs, ways = zip(*parts[dst_rank, src_rank, index], strict=True)
         size = bytes_text(sum(sizes, Fraction(0)))
-        rows.setdefault(
-            (str(src_rank), "; ".join(dict.fromkeys(what)), size, ", ".join(dict.fromkeys(ways))), []
-        ).append(dst_rank)
-    show_line(console, f"{_groups_text(block[0])}", "bold")
+        cells = (
+            str(src_rank),
+            "; ".join(dict.fromkeys(what)),
+            size,
+            *(runs if details else ()),
+            ", ".join(dict.fromkeys(ways)),
+        )
+        rows.setdefault(cells, []).append(dst_rank)
+    show_line(console, _groups_text(block[0]), "bold")
     fields = name_fields(name for subject in block for name in subject.fields)
-    columns = (*RANKS, Column("what"), number_column(_unit(block[0])), Column("a page alone"))
-    show_table(console, shorten(fields), columns, ((join_ranks(ranks), *row) for row, ranks in rows.items()))
+    unit, runs_per = ("per request", "runs per state") if block[0].is_state else ("per token", "runs per page")
+    numbers = map(number_column, (unit, runs_per) if details else (unit,))
+    show_table(
+        console,
+        fields if details else shorten(fields),
+        (*RANKS, Column("what"), *numbers, Column("a page alone")),
+        ((join_ranks(ranks), *cells) for cells, ranks in rows.items()),
+        _reasons(block[0]) if details else (),
+    )
 
 
 def shorten(fields: str) -> str:
@@ -151,29 +161,6 @@ def shorten(fields: str) -> str:
         return "{" + ",".join(ranges if len(ranges) <= MOST_RANGES else few) + "}"
 
     return re.sub(r"\{([\d,-]+)\}", cut, fields)
-
-
-def _show_subject(console: Console, subject: Subject) -> None:
-    """Who reads these fields from whom, in how many runs, and why directly or staged."""
-    show_line(console, _groups_text(subject), "bold")
-    runs = "runs per state" if subject.is_state else "runs per page"
-    columns = (*RANKS, Column("what"), number_column(_unit(subject)), number_column(runs), Column("a page alone"))
-    rows = [
-        (
-            join_ranks(reading.dst_ranks),
-            str(reading.src_rank),
-            _parts_text(reading),
-            bytes_text(reading.num_bytes),
-            f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}",
-            reading.choice.way,
-        )
-        for reading in subject.readings
-    ]
-    show_table(console, name_fields(subject.fields), columns, rows, _reasons(subject))
-
-
-def _unit(subject: Subject) -> str:
-    return "per request" if subject.is_state else "per token"
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
