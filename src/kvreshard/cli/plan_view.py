@@ -119,9 +119,9 @@ def _show_block(console: Console, block: list[Subject], details: bool) -> None:
     parts: dict[tuple[int, int, int], list[tuple[str, Fraction, str, str]]] = {}
     for subject in block:
         for index, reading in enumerate(subject.readings):
-            runs = f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}"
+            run_text = f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}"
             for dst_rank in reading.dst_ranks:
-                part = _parts_text(reading), reading.num_bytes, runs, reading.choice.way
+                part = _parts_text(reading), reading.num_bytes, run_text, reading.choice.way
                 parts.setdefault((dst_rank, reading.src_rank, index if details else 0), []).append(part)
     rows: dict[tuple[str, ...], list[int]] = {}
     for dst_rank, src_rank, index in sorted(parts):
