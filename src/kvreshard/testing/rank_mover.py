@@ -11,7 +11,6 @@ import traceback
 import msgspec
 
 from kvreshard.model import EngineLayout, KvReshardError, wire
-from kvreshard.model.request_form import RequestForm, from_form
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
@@ -77,10 +76,10 @@ class RankMover:
         self._threads: dict[int, threading.Thread] = {}
         self._outcomes: dict[int, Outcome] = {}
 
-    def start(self, request: RequestForm, report: bytes, push: bool) -> int:
+    def start(self, request: Request, report: bytes, push: bool) -> int:
         """Start a request; returns its job at once. `report`: the notification that sources get. `push`: the sources write."""
         job = len(self._threads) + 1
-        arguments = (job, from_form(request), report, push)
+        arguments = (job, request, report, push)
         self._threads[job] = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._threads[job].start()
         return job

@@ -24,17 +24,13 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreshard.model import KvReshardError, LayoutMismatch
-from kvreshard.model.request_form import RequestForm
-from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
+from kvreshard.model.tables import Request
+from kvreshard.plan.copies import CopyList, Page, PagedCopies
 from kvreshard.testing.rank_memory import Block, DeviceBlock
 from kvreshard.testing.rank_mover import Load, Outcome, RankMover
 from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
-
-Columns = tuple[bytes, bytes, bytes]
-"""Addresses of sources and destinations, and lengths."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -81,7 +77,7 @@ class RankWorker:
         self._made: Transport | None = None
         self._mover: RankMover | None = None
         self._jobs: dict[int, Transfer] = {}
-        self._pages: dict[object, Page] = {}
+        self._pages: dict[bytes, Page] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
 
@@ -117,25 +113,21 @@ class RankWorker:
         """Remove a peer."""
         self._transport().remove_peer(peer)
 
-    def post(self, peer: str, direction: Direction, columns: Columns, notify: bytes | None) -> int:
+    def post(self, peer: str, direction: Direction, copies: CopyList, notify: bytes | None) -> int:
         """Start a copy list; returns its job at once."""
-        src, dst, length = map(_numbers, columns)
-        return self._post(peer, direction, CopyList(0, 0, src, dst, length), notify)
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = self._transport().post(peer, direction, copies, notify)
+        return self._num_jobs
 
-    def post_pages(
-        self,
-        peer: str,
-        direction: Direction,
-        entries: Columns,
-        strides: tuple[int, int],
-        counts: tuple[int, int],
-        pages: tuple[bytes, bytes],
-    ) -> int:
-        """Start paged copies: entries of page 0, strides in bytes and page counts of the source and of the destination, and page ids."""
+    def post_pages(self, peer: str, direction: Direction, copies: PagedCopies, notify: bytes | None) -> int:
+        """Start paged copies; returns their job at once."""
         # Equal pages are one object, as in an engine, so that a transport prepares them once.
-        src, dst, length = map(_numbers, entries)
-        page = self._pages.setdefault((entries, strides, counts), Page.of(src, dst, length, strides, counts))
-        return self._post(peer, direction, PagedCopies(0, 0, page, *map(_numbers, pages)), None)
+        page = self._pages.setdefault(encode(copies.page), copies.page)
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = self._transport().post(
+            peer, direction, msgspec.structs.replace(copies, page=page), notify
+        )
+        return self._num_jobs
 
     def cancel(self, job: int) -> None:
         """Post no more of a job."""
@@ -174,7 +166,7 @@ class RankWorker:
         self._mover = RankMover(self._transport(), self._block, load)
         return self._mover.compile_s
 
-    def start_request(self, request: RequestForm, report: bytes, push: bool) -> int:
+    def start_request(self, request: Request, report: bytes, push: bool) -> int:
         """See `RankMover.start`."""
         return self._engine().start(request, report, push)
 
@@ -192,15 +184,26 @@ class RankWorker:
             raise TransportError("this rank has no layouts yet; call `load` first")
         return self._mover
 
-    def _post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None) -> int:
-        transfer = self._transport().post(peer, direction, copies, notify)
-        self._num_jobs += 1
-        self._jobs[self._num_jobs] = transfer
-        return self._num_jobs
+
+def encode(value: Any) -> bytes:
+    """A value of a call as msgpack."""
+    return _encoder.encode(value)
 
 
-def _numbers(data: bytes) -> NDArray[np.int64]:
-    return np.frombuffer(data, dtype=np.int64)
+def decode(message: bytes | bytearray | msgspec.Raw, hint: Any) -> Any:
+    """A value of a call, of the type `hint`."""
+    return msgspec.msgpack.decode(
+        message, type=hint, dec_hook=lambda _, content: np.frombuffer(content, dtype=np.int64)
+    )
+
+
+def _encode_array(array: Any) -> bytes:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"a call takes no {type(array).__name__}")
+    return array.astype(np.int64).tobytes()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
@@ -209,8 +212,8 @@ def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
         call = msgspec.msgpack.decode(message, type=Call)
         hints, _ = signature(call.method)
         types = zip(call.arguments, hints.values(), strict=True)
-        result = getattr(worker, call.method)(*(msgspec.msgpack.decode(raw, type=hint) for raw, hint in types))
-        return Answer(msgspec.Raw(msgspec.msgpack.encode(result)))
+        result = getattr(worker, call.method)(*(decode(raw, hint) for raw, hint in types))
+        return Answer(msgspec.Raw(encode(result)))
     except (TransportError, KvReshardError) as error:
         return Answer(
             raised="LayoutMismatch" if isinstance(error, LayoutMismatch) else "TransportError", text=str(error)

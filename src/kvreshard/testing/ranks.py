@@ -122,14 +122,9 @@ class Ranks(abc.ABC):
         self.call(rank, "disconnect", f"rank{peer}")
 
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
-        """Start a transfer on `rank`; returns its job number without waiting. Only a list has a message."""
-        if isinstance(copies, CopyList):
-            columns = _bytes(copies.src_address, copies.dst_address, copies.length)
-            return int(self.call(rank, "post", f"rank{peer}", direction, columns, notify))
-        page = copies.page
-        entries, pages = _bytes(page.src_start, page.dst_start, page.length), _bytes(copies.src_page, copies.dst_page)
-        sizes = (page.src_stride, page.dst_stride), (page.src_count, page.dst_count)
-        return int(self.call(rank, "post_pages", f"rank{peer}", direction, entries, *sizes, pages))
+        """Start a transfer on `rank`; returns its job number without waiting."""
+        method = "post" if isinstance(copies, CopyList) else "post_pages"
+        return int(self.call(rank, method, f"rank{peer}", direction, copies, notify))
 
     def cancel(self, rank: int, job: int) -> None:
         """Post no more of a job of `rank`."""
@@ -163,10 +158,6 @@ class Ranks(abc.ABC):
             if fill_byte is not None:
                 self.memory(rank)[:] = fill_byte
                 self.give(rank)
-
-
-def _bytes(*columns: NDArray[np.int64]) -> tuple[bytes, ...]:
-    return tuple(column.tobytes() for column in columns)
 
 
 class LocalRanks(Ranks):
@@ -226,9 +217,8 @@ class _Worker:
         """One call and its answer. Raises what the worker refuses, and `RankDiedError` when there is no answer."""
         self.channel.settimeout(timeout_s)
         try:
-            rank_worker.send_frame(
-                self.channel, Call(method, [msgspec.Raw(msgspec.msgpack.encode(a)) for a in arguments])
-            )
+            call = Call(method, [msgspec.Raw(rank_worker.encode(argument)) for argument in arguments])
+            rank_worker.send_frame(self.channel, call)
             answer = msgspec.msgpack.decode(rank_worker.receive_frame(self.channel), type=Answer)
         except TimeoutError as error:
             self.end(0.0)
@@ -240,7 +230,7 @@ class _Worker:
             raise RuntimeError(f"rank {self._rank} could not serve {method}:\n{answer.text}")
         if answer.raised:
             raise (LayoutMismatch if answer.raised == "LayoutMismatch" else TransportError)(answer.text)
-        return msgspec.msgpack.decode(answer.value, type=rank_worker.signature(method)[1])
+        return rank_worker.decode(answer.value, rank_worker.signature(method)[1])
 
     def end(self, grace_s: float) -> None:
         """Close the channel, which ends the worker; end it by force after `grace_s` seconds."""

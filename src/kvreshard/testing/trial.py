@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout, Region, wire
-from kvreshard.model.request_form import to_form
 from kvreshard.model.tables import Request
 from kvreshard.plan import elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
@@ -224,8 +223,8 @@ class _Trial:
         movers = range(first, self._num_src + len(self.dst.ranks))
         jobs = []
         for index, request in enumerate(requests):
-            form, report = to_form(request), f"request {index}".encode()
-            jobs += [(number, self._ranks.call(number, "start_request", form, report, push)) for number in movers]
+            report = f"request {index}".encode()
+            jobs += [(number, self._ranks.call(number, "start_request", request, report, push)) for number in movers]
         outcomes: list[Outcome] = []
         for number, job in jobs:
             self._progress("transfer", len(outcomes), len(jobs))
