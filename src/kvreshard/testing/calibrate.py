@@ -116,8 +116,8 @@ class _Buffers:
     """Two buffers of this process, side by side on one device, and moves from the first to the second."""
 
     def __init__(self, device: str) -> None:
-        self._seen, self._block = make_block(3 * MOVED_BYTES, device)
-        self._seen[:] = 1
+        self._array, self._block = make_block(3 * MOVED_BYTES, device)
+        self._array[:] = 1
         self._block.upload()
         self._rng = np.random.default_rng(0)
 

@@ -68,10 +68,15 @@ class DeviceBlock(Block):
         return
 
 
+def block_of(array: NDArray[np.uint8], device: str) -> Block:
+    """The block behind a controller's array, shape (num_bytes,): the same memory, or a device's. Raises TransportError."""
+    return Block(int(array.ctypes.data), array.nbytes) if device == "cpu" else DeviceBlock(array, device)
+
+
 def make_block(num_bytes: int, device: str) -> tuple[NDArray[np.uint8], Block]:
-    """The controller's array, shape (num_bytes,), and memory of this process on a device. Raises TransportError."""
-    seen = np.zeros(num_bytes, dtype=np.uint8)
-    return seen, Block(int(seen.ctypes.data), num_bytes) if device == "cpu" else DeviceBlock(seen, device)
+    """A new array of zeros and its block. Raises TransportError."""
+    array = np.zeros(num_bytes, dtype=np.uint8)
+    return array, block_of(array, device)
 
 
 def time_plain_copy(num_bytes: int, device: str = "cpu") -> float:

@@ -28,7 +28,7 @@ import numpy as np
 from kvreshard.model import KvReshardError, LayoutMismatch
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import CopyList, Page, PagedCopies
-from kvreshard.testing.rank_memory import Block, DeviceBlock
+from kvreshard.testing.rank_memory import Block, block_of
 from kvreshard.testing.rank_mover import Load, Outcome, RankMover
 from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
 
@@ -272,9 +272,9 @@ def main(arguments: list[str]) -> None:
     if device == "cpu":
         leave_cpu_torch_out()
     channel = socket.socket(fileno=int(arguments[0]))
-    seen = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
+    array = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
     try:
-        block = Block(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
+        block = block_of(array, device)
     except TransportError as error:
         with contextlib.suppress(EOFError, ConnectionError):  # answers the first call, and ends
             receive_frame(channel)

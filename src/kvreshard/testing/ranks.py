@@ -36,7 +36,7 @@ import kvreshard
 from kvreshard.model import LayoutMismatch
 from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.testing import rank_worker
-from kvreshard.testing.rank_memory import Block
+from kvreshard.testing.rank_memory import block_of
 from kvreshard.testing.rank_worker import Answer, Call, RankWorker, Report
 from kvreshard.transport.base import Direction, Transport, TransportError
 
@@ -167,7 +167,7 @@ class LocalRanks(Ranks):
         super().__init__(num_ranks, memory_bytes)
         self._memory = [np.zeros(memory_bytes, dtype=np.uint8) for _ in range(num_ranks)]
         self._workers = [
-            RankWorker(Block(memory.ctypes.data, memory_bytes), partial(make_transport, rank))
+            RankWorker(block_of(memory, "cpu"), partial(make_transport, rank))
             for rank, memory in enumerate(self._memory)
         ]
         for rank in range(num_ranks):
