@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,21 +45,16 @@ from kvreshard.model import BindError
 from kvreshard.model.tables import Request
 from kvreshard.model.text import counted
 from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
+from kvreshard.plan.cost import Way
 from kvreshard.plan.explain import explain
 from kvreshard.testing.scenario import plain_request
 
+WayOption = Annotated[Way | None, typer.Option(help="Read everything this way.")]
 LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard describe`, instead of an engine.")]
 # Of a request without options; fewer where a pool holds no more.
 USUAL_TOKENS = 1024
 # Block tables of more would take gigabytes.
 MAX_TOKENS = 1 << 20
-
-
-class WayOption(StrEnum):
-    """How transfers are read."""
-
-    DIRECT = "direct"
-    STAGED = "staged"
 
 
 def plan(
@@ -76,7 +70,7 @@ def plan(
     draft: Draft = None,
     pages: Pages = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this decode rank; may be given again.")] = None,
-    way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    way: WayOption = None,
     device: Annotated[
         str, typer.Option(help="Where the caches are, for what copies cost: cpu, or a device as cuda:0.")
     ] = "cpu",
@@ -112,7 +106,7 @@ def plan(
     room = None if tables is not None else tokens or USUAL_TOKENS
     pair = read_pair(model, *options, pages, draft, may_lack=incomplete, num_tokens=room)
     cost = read_cost_model(cost_model, device)
-    routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way.value if way else None)
+    routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way)
     warn(pair.warnings)
     request, what = _request(pair, tables, tokens, hit)
     if copies or fills:

@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -52,6 +51,7 @@ from kvreshard.testing.trial import Progress as Report
 from kvreshard.testing.trial import TrialResult, memory_needed, run_trial
 from kvreshard.transport.memory import Fabric, MemoryTransport
 
+TransportName = Literal["nixl", "memory"]
 STAGES = {
     "start": "starting the ranks",
     "fill": "filling their memory",
@@ -64,13 +64,6 @@ EXIT_WRONG = 1
 # Further wrong places say the same again.
 MAX_FINDINGS = 8
 RANKS_PER_CORE = 8
-
-
-class TransportOption(StrEnum):
-    """What carries the bytes."""
-
-    NIXL = "nixl"
-    MEMORY = "memory"
 
 
 class VerifyError(KvReshardError):
@@ -86,14 +79,12 @@ def verify(
     layers: Annotated[
         int | None, typer.Option(min=1, help="Decoder layers; as many as fit 2 GiB if not given.")
     ] = None,
-    transport: Annotated[
-        TransportOption, typer.Option(help="One process per rank over NIXL, or one for all.")
-    ] = TransportOption.NIXL,
+    transport: Annotated[TransportName, typer.Option(help="One process per rank over NIXL, or one for all.")] = "nixl",
     device: Annotated[
         str, typer.Option(help="Where the caches are: cpu, or a device that torch sees, as cuda:0; all ranks share it.")
     ] = "cpu",
     push: Annotated[bool, typer.Option("--push", help="Prefill ranks write, instead of decode ranks reading.")] = False,
-    way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    way: WayOption = None,
     cost_model: CostModelFile = None,
     draft: Draft = None,
     seed: Annotated[int, typer.Option(min=0, help="Of tables, lengths and contents.")] = 0,
@@ -101,16 +92,16 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Move a model's cache between two engines over NIXL and compare every byte with a slow oracle."""
-    if push and way is WayOption.STAGED:
+    if push and way == "staged":
         raise InputError("--push writes directly and cannot be staged; drop --way staged or --push")
     cost = read_cost_model(cost_model, device)
-    if device != "cpu" and transport is TransportOption.MEMORY:
+    if device != "cpu" and transport == "memory":
         raise InputError(f"--device {device} with --transport memory, which copies host memory only; drop one of them")
     found, specs = load(model, draft), (parse_engine(prefill), parse_engine(decode))
     fitted = fit(found, *specs, requests, tokens, layers)
     num_ranks = len(fitted.prefill.ranks) + len(fitted.decode.ranks)
-    check_room(fitted, num_ranks if transport is TransportOption.NIXL else 0)
-    if transport is TransportOption.NIXL and not yes:
+    check_room(fitted, num_ranks if transport == "nixl" else 0)
+    if transport == "nixl" and not yes:
         confirm_processes(num_ranks, len(os.sched_getaffinity(0)))
     warnings = (*judge(found, specs[0], "prefill"), *judge(found, specs[1], "decode"))
     warn(warnings)
@@ -125,7 +116,7 @@ def verify(
                 report("start", num_ranks, num_ranks)
                 result = run_trial(
                     ranks, fitted.prefill, fitted.decode, made,
-                    push=push, way=way.value if way else None, cost=cost, seed=seed, progress=report,
+                    push=push, way=way, cost=cost, seed=seed, progress=report,
                 )  # fmt: skip
         except RankDiedError as error:
             raise VerifyError(f"the verification could not be finished: {error}") from None
@@ -133,7 +124,7 @@ def verify(
         "passed": result.passed,
         "model": model,
         "engines": f"{prefill} -> {decode}",
-        "transport": transport.value,
+        "transport": transport,
         "device": device,
         "push": push,
         "seed": seed,
@@ -227,9 +218,9 @@ def confirm_processes(num_ranks: int, num_cores: int) -> None:
     typer.confirm(f"{fact}. Start them?", abort=True, err=True)
 
 
-def make_ranks(transport: TransportOption, num_ranks: int, memory_bytes: int, device: str = "cpu") -> Ranks:
+def make_ranks(transport: TransportName, num_ranks: int, memory_bytes: int, device: str = "cpu") -> Ranks:
     """All ranks of both engines, not connected yet."""
-    if transport is TransportOption.MEMORY:
+    if transport == "memory":
         fabric = Fabric()
         return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
     if importlib.util.find_spec("nixl") is None:

@@ -21,7 +21,7 @@ def make_faulty(fault: Fault, rank: int) -> object:
     def plan(index: int, _transfer: object) -> Fault:
         return fault if index == 0 else Fault()
 
-    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
+    def make_ranks(transport: verify.TransportName, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
         fabric = Fabric()
         plans: dict[int, FaultPlan] = {rank: plan}
         ranks = LocalRanks(
@@ -151,7 +151,7 @@ def test_many_more_processes_than_cores_are_asked_for(monkeypatch, num_ranks: in
 def test_nothing_is_started_before_a_yes(run, monkeypatch) -> None:
     started: list[int] = []
 
-    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
+    def make_ranks(transport: verify.TransportName, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
         started.append(num_ranks)
         fabric = Fabric()
         return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))
