@@ -24,8 +24,8 @@ from kvreshard.session.commands import CheckResult, Load
 from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES, RankMetadata
 from kvreshard.session.observer import Landing, RejectedLoad
 from kvreshard.session.pull import settled
-from kvreshard.tools import Digest, Memory, digest_cells
 from kvreshard.tools.cells import Cells
+from kvreshard.tools.digest import Digest, Memory, digest_cells
 from kvreshard.tools.digest_request import DigestRequest, is_readable, make_requests, write_request
 from kvreshard.tools.mailbox import NUM_ENTRIES, DigestAnswer, Status, entry_offset, read_answer
 from kvreshard.transport.base import Direction, Transfer

@@ -31,9 +31,8 @@ from kvreshard.plan.cover import count_common
 from kvreshard.plan.transfer import RankTransfer
 from kvreshard.session.commands import RemoteLease
 from kvreshard.session.notes import VERSION
-from kvreshard.tools import Digest, Memory, digest_cells
 from kvreshard.tools.cells import Cells, Cut, of_transfer
-from kvreshard.tools.digest import cut_tokens
+from kvreshard.tools.digest import Digest, Memory, cut_tokens, digest_cells
 
 # 16 MiB take some 8 ms to digest: as long as a session's thread may work at a stretch.
 REQUEST_BYTES = 16 << 20

@@ -31,7 +31,7 @@ from kvreshard.session.engine_metadata import FORM, VERSION, EngineMetadata, che
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
-from kvreshard.tools import compare, digest_transfers
+from kvreshard.tools.digest import compare, digest_transfers
 from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
