@@ -9,7 +9,8 @@ from kvreshard import __version__
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import wire
 from kvreshard.model.tables import PageTable, Request
-from kvreshard.tools.flight import Flight, FlightFailure, FlightRequest, FlightSide, decode_flight, encode_flight
+from kvreshard.session.commands import Failure
+from kvreshard.tools.flight import Flight, FlightSide, decode_flight, encode_flight
 from kvreshard.tools.replay import replay
 
 model = load("deepseek-v2-lite")
@@ -29,10 +30,10 @@ record = Flight(
     request="cmpl-1",
     source_request="cmpl-0",
     source_address="tcp://10.0.0.1:5600",
-    failure=FlightFailure("transfer", "the network was cut"),
-    src=FlightSide("prefill", "its life", {}, wire.encode(prefill)),
-    dst=FlightSide("decode", "its life", {}, wire.encode(decode)),
-    transfer=FlightRequest.of(wanted),
+    failure=Failure("transfer", "the network was cut"),
+    src=FlightSide("prefill", "its instance id", {}, wire.encode(prefill)),
+    dst=FlightSide("decode", "its instance id", {}, wire.encode(decode)),
+    transfer=wanted,
     is_routed=True,
 )
 message = encode_flight(record)

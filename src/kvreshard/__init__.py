@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from kvreshard.session.transfer import pull as pull
     from kvreshard.session.transfer import push as push
     from kvreshard.testing.oracle import oracle_transfer as oracle_transfer
-    from kvreshard.tools import compare as compare
-    from kvreshard.tools import digest_transfers as digest_transfers
+    from kvreshard.tools.digest import compare as compare
+    from kvreshard.tools.digest import digest_transfers as digest_transfers
     from kvreshard.transport.base import MemoryRegion as MemoryRegion
     from kvreshard.transport.base import Transport as Transport
     from kvreshard.transport.base import TransportError as TransportError
@@ -87,7 +87,7 @@ _PLACES = {
     "HostMemory": "transport.local",
     **dict.fromkeys(("Fabric", "MemoryTransport"), "transport.memory"),
     "NixlTransport": "transport.nixl",
-    **dict.fromkeys(("compare", "digest_transfers"), "tools"),
+    **dict.fromkeys(("compare", "digest_transfers"), "tools.digest"),
 }
 __all__ = [*sorted(_PLACES), "__version__"]  # noqa: PLE0604 (they are names)
 

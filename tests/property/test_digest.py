@@ -18,8 +18,7 @@ from tests.unit.tools.slow_digest import Cell
 
 from kvreshard.model.tables import Tokens
 from kvreshard.plan import RankTransfer
-from kvreshard.tools import Digest, compare
-from kvreshard.tools.digest import cut_tokens
+from kvreshard.tools.digest import Digest, compare, cut_tokens
 
 SEEDS = st.integers(0, 2**31)
 KEYS = st.binary(min_size=1, max_size=64)

@@ -11,10 +11,17 @@ import msgspec
 from tests.soak.engine import LEASE_SLOTS, Engine
 from tests.soak.tables import all_pages, allocate, kept_tokens
 
-from kvreshard.model.request_form import TableForm
 from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Acquire, Publish, RemoteEngine, RemoteLease, Results, Revoke
 from kvreshard.session.seal import Seal, make_seal
+
+
+class TableForm(msgspec.Struct, frozen=True):
+    """A `PageTable` as a router carries it."""
+
+    pages: list[int]
+    num_tokens: int
+    first_page: int
 
 
 class Params(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from tests.unit.transport.moves import slots_move
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
-from kvreshard.tools import Memory, digest_transfers
+from kvreshard.tools.digest import Memory, digest_transfers
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.device import TensorMemory
 from kvreshard.transport.local import HostMemory

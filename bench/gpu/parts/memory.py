@@ -12,7 +12,7 @@ from kvreshard.kinds import Attention
 from kvreshard.kinds.assemble import relocate
 from kvreshard.plan import compile_route
 from kvreshard.testing.rank_memory import make_block
-from kvreshard.tools import digest_transfers
+from kvreshard.tools.digest import digest_transfers
 from kvreshard.transport.local import HostMemory
 
 SIZE = 1 << 20

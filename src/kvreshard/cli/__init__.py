@@ -1,4 +1,4 @@
-"""The commands, and the only room that prints: see `app`."""
+"""The command line (`app`), the only room that prints."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ __all__ = ["main"]
 
 def main() -> None:
     """The console script."""
-    # Half a second of imports lies between this line and the first that can say "interrupted" itself. A raised KeyboardInterrupt
-    # may come out of an import as anything; nothing is held yet, so the process can end where it is.
+    # The imports below take half a second, and may turn a KeyboardInterrupt into any other error. So an interrupt ends the process at once;
+    # it holds nothing yet.
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, _stop)
@@ -21,7 +21,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code == 128 + signal.SIGINT:
-            # The second one of an impatient person must not change what was told.
+            # A second interrupt must not change the message.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise
 

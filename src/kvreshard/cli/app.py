@@ -1,9 +1,9 @@
-"""The command line: which commands there are, and how every failure is told.
+"""The command line: its commands, and the report of every failure.
 
-Exit codes: 0 done, 1 a verification found something wrong or a replay differs, or the doctor an error, 2 bad input, a refusal or a
-stdout that cannot be written, 130 interrupted, 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr (wrapped
+Exit codes: 0 done; 1 a verification found something wrong, a replay differs, or the doctor found an error; 2 bad input, a refusal or a
+stdout that cannot be written; 130 interrupted; 141 the reader of a pipe went away. A failure is one line `error: ...` on stderr (wrapped
 at words in a terminal), never a traceback; with `--json`, stdout has `{"error": {"type": ..., "message": ...}}` as its one document. What
-vLLM would not run is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself still shows its traceback.
+vLLM would not run is a line `warning: ...` on stderr, and changes no exit code. A bug in kvreshard itself shows its traceback.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PARSER_ERROR = next(
 
 
 def _without_bool(params: list[Any]) -> list[Any]:
-    """Options of the help; Typer writes the type of each, and that of a flag says nothing."""
+    """The options for the help, flags without the type that Typer writes."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -55,14 +55,14 @@ def _without_bool(params: list[Any]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command whose flags have no type in its help."""
+    """A command whose help shows no type for flags."""
 
     def get_params(self, ctx: Any) -> Any:
         return _without_bool(super().get_params(ctx))
 
 
 class Commands(TyperGroup):
-    """A group whose failures are told as the module says, however it is started."""
+    """A group that reports failures as the module says, however it is started."""
 
     def get_params(self, ctx: Any) -> Any:
         return _without_bool(super().get_params(ctx))
@@ -87,7 +87,7 @@ class Commands(TyperGroup):
 
 
 def _run(command: Any, as_json: bool) -> int:
-    """Run a command, tell its failure; returns the exit code."""
+    """Run a command and report its failure; returns the exit code."""
     try:
         try:
             with writing():
@@ -111,7 +111,7 @@ def _run(command: Any, as_json: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     if code == EXIT_INTERRUPTED:  # newer releases of Typer catch the interrupt and return this
-        # The second interrupt of an impatient person must not change what is told. The process is about to end.
+        # A second interrupt must not change the message; the process is about to end.
         with contextlib.suppress(ValueError):  # not on the main thread, where none arrives
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         tell("interrupted")
@@ -119,7 +119,7 @@ def _run(command: Any, as_json: bool) -> int:
 
 
 def _usage_text(error: Exception) -> str:
-    """What the parser says, with the value that it refused; newer releases of Typer leave that to a cause of Pydantic's."""
+    """The parser's message, with the refused value; in newer releases of Typer the value is in a cause of Pydantic's."""
     # Chosen above for having this method; the class has no name that a type checker could know.
     text = str(cast(Any, error).format_message())
     cause: Any = error.__cause__
@@ -130,7 +130,7 @@ def _usage_text(error: Exception) -> str:
 
 
 def _fail(kind: str, message: str, as_json: bool) -> int:
-    message = escaped(message)  # it may quote what was typed, and a terminal obeys control characters
+    message = escaped(message)  # it may quote input, and a terminal obeys control characters
     if as_json:
         with writing():
             write_json({"error": {"type": kind, "message": message}})

@@ -1,7 +1,7 @@
-"""`kvreshard bench`: what moving bytes costs on this machine, as the planner's cost model counts it.
+"""`kvreshard bench`: the cost of moving bytes on this machine, as the planner's cost model counts it.
 
-With `--calibrate` two rank processes are started, the constants are measured and kept in a file under this host's facts; without it,
-those in the file are shown. Commands and connectors use them only when they are told to (`--cost-model`, `cost_model`).
+With `--calibrate` two rank processes start, the constants are measured and saved in a file under this host's description. Without it, those in
+the file are shown. Commands and connectors use them only with `--cost-model` or `cost_model`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bench(
     check_device(device)
     path = constants or default_path(os.environ)
     host = host_description(device)
-    # A file that somebody names is meant; only the one in the cache may have nothing of this host yet.
+    # A file given by option must have constants of this host; the one in the cache may not have them yet.
     read = load_constants if constants is None or calibrate_now else require_constants
     model, source = read(path, host), "measured"
     if calibrate_now:

@@ -1,11 +1,11 @@
-"""Names of bytes for people: the field, tokens and heads of a request that lie at a byte, or in a copy, of a destination rank.
+"""Names in words for bytes of a destination rank: the field, tokens and heads of a request that lie at a byte, or in a copy.
 
 1. Find the pages that the bytes lie in, and the request and group whose block table has each page.
-2. Of the group's shards, find those with cells at the bytes. There is no inverse of an address map: the cells of one page are listed once
+2. Of the group's shards, find those with cells at the bytes. An address map has no inverse: the cells of one page are listed once
    per geometry, and searched.
-3. From the logical page and the place inside it follow the global coordinates.
+3. Compute the global coordinates from the logical page and the place inside it.
 
-A byte of no request's page, or of no cell (padding), is named as what it is.
+A byte in no request's page, or in no cell (padding), is named as that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,7 @@ from kvreshard.plan.explain import number_ranges
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """A page of a request: logical page `logical` of `group`."""
 
     request: int
@@ -37,7 +37,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """Some cells of one field in one page, as global coordinates: how many, the distinct ones on each axis, those of the first and last."""
+    """Some cells of one field in one page, as global coordinates: their count, the distinct ones per axis, those of the first and last cell."""
 
     count: int
     distinct: dict[str, Int64s]
@@ -46,7 +46,7 @@ class Cells:
 
 
 def find_cell(layout: EngineLayout, requests: Sequence[Request], rank_number: int, region: str, offset: int) -> str:
-    """What lies at byte `offset` of a region, in words: `field 'layers.5.attn.k', token 17, head 1, channel 0 of request 0`."""
+    """The cell at byte `offset` of a region, in words: `field 'layers.5.attn.k', token 17, head 1, channel 0 of request 0`."""
     rank = layout.rank_by_number[rank_number]
     pages = list(_pages_at(layout, rank, region, offset, offset + 1))
     if not pages:
@@ -55,15 +55,15 @@ def find_cell(layout: EngineLayout, requests: Sequence[Request], rank_number: in
     uses = find_uses(layout, requests, pool, page)
     for use in uses:
         for field, found in _cells(layout, rank, region, offset, offset + 1, page, use):
-            told = ", ".join(f"{axis} {value}" for axis, value in found.first.items())
-            return f"field '{field}', {told} of request {use.request}"
+            cell = ", ".join(f"{axis} {value}" for axis, value in found.first.items())
+            return f"field '{field}', {cell} of request {use.request}"
     if uses:
         return f"page {page} of request {uses[0].request}, group '{uses[0].group}', outside of every field (padding)"
     return f"page {page} of pool '{pool}', which belongs to no request of this run"
 
 
 def name_copy(layout: EngineLayout, request: Request, rank: Rank, address: int, num_bytes: int) -> str:
-    """What a copy writes: `layers.5.attn.k token 0-15, head 2`; axes that it writes whole are left out."""
+    """The cells that a copy writes, in words: `layers.5.attn.k token 0-15, head 2`; axes that it writes whole are left out."""
     region = next(r for r in rank.regions if r.address <= address < r.address + r.size_bytes)
     start, stop = address - region.address, address - region.address + num_bytes
     cells: defaultdict[str, list[Cells]] = defaultdict(list)
@@ -75,7 +75,7 @@ def name_copy(layout: EngineLayout, request: Request, rank: Rank, address: int, 
 
 
 def _name_cells(layout: EngineLayout, field: str, found: Sequence[Cells]) -> str:
-    """Cells of one field, page by page."""
+    """Cells of one field, one entry per page, in words."""
     distinct = {axis: np.unique(np.concatenate([part.distinct[axis] for part in found])) for axis in found[0].distinct}
     if prod(map(len, distinct.values())) != sum(
         part.count for part in found

@@ -1,4 +1,4 @@
-"""`kvreshard describe`: what an engine has, as the JSON that travels between engines (`docs/wire.md`).
+"""`kvreshard describe`: an engine's layout, as the JSON that travels between engines (`docs/wire.md`).
 
 Region addresses are made up, one gibibyte-aligned place per rank: an engine puts its real ones there.
 """

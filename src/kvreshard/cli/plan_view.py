@@ -1,15 +1,15 @@
-"""How a plan is shown: tables for a person, a document for a program.
+"""The views of a plan: tables for a person, a document for a program.
 
-On top what moves, and what one request costs per pair of ranks; then one block per pair of groups, and with details one table per set of
-fields that are read alike, with runs and reasons, and one of the source ranks. Bytes in the tables are rounded for reading; the document has
-every number exact, and fields as patterns (`layers.{0-4,6}.attn.{k,v}`).
+The tables show what moves, then what one request costs per pair of ranks, then one block per pair of groups. With details there is one table
+per set of fields that are read alike, with runs and reasons, and one of the source ranks. Bytes in the tables are rounded; the document has
+exact numbers, and fields as patterns (`layers.{0-4,6}.attn.{k,v}`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -24,14 +24,14 @@ from kvreshard.model.text import counted
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.explain import Explanation, Reading, SourceUse, Subject, field_patterns, name_fields
 
-# Of a list of layers in a title; all of them with details.
+# Ranges of a list of layers in a title; all of them with details.
 MOST_RANGES = 4
 RANKS = (Column("decode rank"), Column("reads from"))
 
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A request, in words, and what it costs."""
+    """The cost of a request. `what`: the request in words."""
 
     what: str
     totals: tuple[PairTotal, ...]
@@ -60,11 +60,8 @@ def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Pr
     for subject in explanation.subjects:
         blocks.setdefault((subject.src_groups, subject.dst_groups), []).append(subject)
     for block in blocks.values():
-        if details:
-            for subject in block:
-                _show_subject(console, subject)
-        else:
-            _show_block(console, block)
+        for part in [[subject] for subject in block] if details else [block]:
+            _show_block(console, part, details)
     if details:
         _show_sources(console, explanation)
     for line in closing_lines(explanation):
@@ -90,19 +87,20 @@ def _moved(explanation: Explanation) -> str:
 
 
 def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
-    """`ways`: of pages alone. Those of a request may differ, where many of its pages are read together."""
-    together: dict[tuple[int, int, int, int, float], list[int]] = {}
+    """`ways`: of pages alone. A request's may differ, where many of its pages are read together."""
+    together: dict[object, list[PairTotal]] = {}
     for total in priced.totals:
-        row = (total.src_rank, total.num_bytes, total.num_staged_bytes, total.num_operations, total.seconds)
-        together.setdefault(row, []).append(total.dst_rank)
+        together.setdefault(astuple(replace(total, dst_rank=0)), []).append(total)
     rows = [
-        (join_ranks(ranks), str(source), bytes_text(size), bytes_text(staged), f"{operations:,}", seconds_text(seconds))
-        for (source, size, staged, operations, seconds), ranks in together.items()
-    ]
+        (
+            join_ranks([total.dst_rank for total in alike]), str(alike[0].src_rank), bytes_text(alike[0].num_bytes),
+            bytes_text(alike[0].num_staged_bytes), f"{alike[0].num_operations:,}", seconds_text(alike[0].seconds),
+        )
+        for alike in together.values()
+    ]  # fmt: skip
     names = ("bytes", "staged", "operations", "predicted")
-    num_bytes, num_operations = (
-        sum(getattr(total, name) for total in priced.totals) for name in ("num_bytes", "num_operations")
-    )
+    num_bytes = sum(total.num_bytes for total in priced.totals)
+    num_operations = sum(total.num_operations for total in priced.totals)
     note = (
         f"all: {bytes_text(num_bytes)} in {num_operations:,} operations; predicted {seconds_text(priced.slowest_s)}, the slowest "
         "decode rank by itself"
@@ -116,29 +114,42 @@ def _show_totals(console: Console, priced: Priced, ways: set[str]) -> None:
     )
 
 
-def _show_block(console: Console, block: list[Subject]) -> None:
-    """Fields of one pair of groups, summed per pair of ranks."""
-    parts: dict[tuple[int, int], list[tuple[str, Fraction, str]]] = {}
+def _show_block(console: Console, block: list[Subject], details: bool) -> None:
+    """Fields of one pair of groups, summed per pair of ranks; with details each reading, with its runs and the reason for its way."""
+    parts: dict[tuple[int, int, int], list[tuple[str, Fraction, str, str]]] = {}
     for subject in block:
-        for reading in subject.readings:
+        for index, reading in enumerate(subject.readings):
+            run_text = f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}"
             for dst_rank in reading.dst_ranks:
-                part = (_parts_text(reading), reading.num_bytes, reading.choice.way)
-                parts.setdefault((dst_rank, reading.src_rank), []).append(part)
+                part = _parts_text(reading), reading.num_bytes, run_text, reading.choice.way
+                parts.setdefault((dst_rank, reading.src_rank, index if details else 0), []).append(part)
     rows: dict[tuple[str, ...], list[int]] = {}
-    for (dst_rank, src_rank), found in sorted(parts.items()):
-        what, sizes, ways = zip(*found, strict=True)
+    for dst_rank, src_rank, index in sorted(parts):
+        what, sizes, runs, ways = zip(*parts[dst_rank, src_rank, index], strict=True)
         size = bytes_text(sum(sizes, Fraction(0)))
-        rows.setdefault(
-            (str(src_rank), "; ".join(dict.fromkeys(what)), size, ", ".join(dict.fromkeys(ways))), []
-        ).append(dst_rank)
-    show_line(console, f"{_groups_text(block[0])}", "bold")
+        cells = (
+            str(src_rank),
+            "; ".join(dict.fromkeys(what)),
+            size,
+            *(runs if details else ()),
+            ", ".join(dict.fromkeys(ways)),
+        )
+        rows.setdefault(cells, []).append(dst_rank)
+    show_line(console, _groups_text(block[0]), "bold")
     fields = name_fields(name for subject in block for name in subject.fields)
-    columns = (*RANKS, Column("what"), number_column(_unit(block[0])), Column("a page alone"))
-    show_table(console, shorten(fields), columns, ((join_ranks(ranks), *row) for row, ranks in rows.items()))
+    unit, runs_per = ("per request", "runs per state") if block[0].is_state else ("per token", "runs per page")
+    numbers = map(number_column, (unit, runs_per) if details else (unit,))
+    show_table(
+        console,
+        fields if details else shorten(fields),
+        (*RANKS, Column("what"), *numbers, Column("a page alone")),
+        ((join_ranks(ranks), *cells) for cells, ranks in rows.items()),
+        _reasons(block[0]) if details else (),
+    )
 
 
 def shorten(fields: str) -> str:
-    """Patterns with no more than the first ranges of a long list of numbers.
+    """Patterns with the first ranges of a long list of numbers, and the last.
 
     >>> shorten("layers.{0-2,4-6,8-10,12-14,16-18,20-22}.attn.{k,v}")
     'layers.{0-2,4-6,8-10,...,20-22}.attn.{k,v}'
@@ -152,31 +163,8 @@ def shorten(fields: str) -> str:
     return re.sub(r"\{([\d,-]+)\}", cut, fields)
 
 
-def _show_subject(console: Console, subject: Subject) -> None:
-    """Who reads these fields from whom, in how many runs, and why that way."""
-    show_line(console, _groups_text(subject), "bold")
-    runs = "runs per state" if subject.is_state else "runs per page"
-    columns = (*RANKS, Column("what"), number_column(_unit(subject)), number_column(runs), Column("a page alone"))
-    rows = [
-        (
-            join_ranks(reading.dst_ranks),
-            str(reading.src_rank),
-            _parts_text(reading),
-            bytes_text(reading.num_bytes),
-            f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}",
-            reading.choice.way,
-        )
-        for reading in subject.readings
-    ]
-    show_table(console, name_fields(subject.fields), columns, rows, _reasons(subject))
-
-
-def _unit(subject: Subject) -> str:
-    return "per request" if subject.is_state else "per token"
-
-
 def _reasons(subject: Subject) -> Iterator[str]:
-    """Why each way was taken, once per distinct choice."""
+    """Why fields are read directly or staged, once per distinct choice."""
     ranks: dict[Choice, list[int]] = {}
     for reading in subject.readings:
         ranks.setdefault(reading.choice, []).extend(reading.dst_ranks)
@@ -210,7 +198,7 @@ def _parts_text(reading: Reading) -> str:
 
 
 def _show_sources(console: Console, explanation: Explanation) -> None:
-    """What leaves each source rank, and who tells it when its pages are free."""
+    """What is read from each source rank, and who reports to it when its pages are free."""
     has_states = bool(explanation.state_bytes)
     sizes = [number_column(name) for name in (("per token", "per request") if has_states else ("per token",))]
     rows = []
@@ -222,7 +210,7 @@ def _show_sources(console: Console, explanation: Explanation) -> None:
 
 
 def _per_token(use: SourceUse) -> str:
-    """What grows with a prompt, and what windows add while they keep the token."""
+    """Bytes of a token, and those in windows that still hold it."""
     windows = sum((size for _, size in use.window_bytes), Fraction(0))
     sizes = [bytes_text(use.bytes_per_token)] if use.bytes_per_token or not windows else []
     return " + ".join([*sizes, *([f"{bytes_text(windows)} in windows"] if windows else [])])
@@ -234,16 +222,15 @@ def closing_lines(explanation: Explanation) -> Iterator[str]:
     for use in explanation.unread:
         unread.setdefault(use.reporters, []).append(use.src_rank)
     for reporters, ranks in unread.items():
-        who, them = ("ranks", "them when their") if len(ranks) > 1 else ("rank", "it when its")
+        who, verb = ("ranks", "are") if len(ranks) > 1 else ("rank", "is")
         yield (
-            f"prefill {who} {join_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} read by nobody; decode rank {join_ranks(reporters)} tells "
-            f"{them} pages are free"
+            f"prefill {who} {join_ranks(ranks)} {verb} read by no decode rank; decode rank {join_ranks(reporters)} reports when pages are free"
         )
     yield from (f"warning: {warning}" for warning in explanation.warnings)
 
 
 def plan_document(explanation: Explanation, pair: Pair, priced: Priced | None) -> dict[str, Any]:
-    """The same as plain data."""
+    """The same for a program."""
     return {
         "prefill_engine": explanation.src_engine,
         "decode_engine": explanation.dst_engine,

@@ -1,18 +1,17 @@
-"""Scales a model down until its verification fits this machine.
-
-Heads, widths and page sizes stay real; layers and pages give way.
+"""Scales a model down until its verification fits this machine. Heads, widths and page sizes stay; there are fewer layers and pages.
 
 1. Pools are as large as the requests need (`testing.scenario.pages_needed`), unless an engine says how many pages it has.
 2. If all layers take more than the budget, fewer are taken (`catalog.shrink`): at least one of each sort, and one per
-   pipeline stage. Names stay, so layer 17 is still called so.
+   pipeline stage. Field names stay.
 
-Refused: fewer layers than pipeline stages, more layers than the model has, requests that do not fit with the fewest layers, and
-what would take more memory than this machine can give (`check_room`).
+Raises InputError: fewer layers than pipeline stages, more layers than the model has, requests that do not fit with the fewest layers, and
+a trial that takes more memory than this machine has available (`check_room`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvreshard.catalog import EngineSpec, Model, describe, fit_stages, shrink
 from kvreshard.catalog.engine import stage_of_layers
@@ -20,7 +19,6 @@ from kvreshard.cli.inputs import InputError
 from kvreshard.cli.output import bytes_text
 from kvreshard.model import EngineLayout
 from kvreshard.model.text import counted
-from kvreshard.testing.room import available_bytes
 from kvreshard.testing.scenario import pages_needed
 from kvreshard.testing.trial import trial_bytes
 
@@ -28,6 +26,7 @@ from kvreshard.testing.trial import trial_bytes
 BUDGET_BYTES = 2 << 30
 # Measured: 1,450 MiB for 32 ranks, small pools included.
 PROCESS_BYTES = 45 << 20
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def fit(
 ) -> Fitted:
     """Both layouts, with `num_layers` layers or as many as the budget allows. Raises InputError or LayoutError."""
     for spec in (prefill, decode):
-        stage_of_layers(model, spec)  # refuses stages that do not add up, before they are scaled
+        stage_of_layers(model, spec)  # raises for stages that do not add up, before they are scaled
     num_stages = max(prefill.pp, decode.pp)
     if num_layers is not None:
         if num_layers > model.num_layers:
@@ -104,3 +103,35 @@ def _fitted(
             layout = describe(part, scaled, name, pages_needed(layout, num_requests, num_tokens))
         layouts.append(layout)
     return Fitted(layouts[0], layouts[1], part.num_layers)
+
+
+def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
+    """Bytes of memory that this process can take without swapping, or None if unknown.
+
+    The smaller of the kernel's estimate (`MemAvailable`) and what the process's control group allows: its limit, less what its members use
+    except for page cache that can be dropped (Linux, Documentation/admin-guide/cgroup-v2.rst).
+    """
+    bounds = [bound for bound in (_of_machine(meminfo), _of_group(cgroup)) if bound is not None]
+    return max(0, min(bounds)) if bounds else None
+
+
+def _of_machine(meminfo: Path) -> int | None:
+    kibibytes = _values(meminfo).get("MemAvailable:")
+    return None if kibibytes is None else kibibytes * 1024
+
+
+def _of_group(cgroup: Path) -> int | None:
+    try:
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+    return limit - used + _values(cgroup / "memory.stat").get("inactive_file", 0)
+
+
+def _values(path: Path) -> dict[str, int]:
+    """Lines of a name, a number and perhaps a unit; empty if the file cannot be read."""
+    try:
+        words = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {found[0]: int(found[1]) for found in words if len(found) > 1 and found[1].isdigit()}

@@ -1,6 +1,4 @@
-"""Reads one request from a JSON file: block tables, token intervals, new pages.
-
-The JSON form that `docs/wire.md` describes:
+"""Reader of a tables file: one request's block tables, token intervals and new pages, as JSON (`docs/wire.md`).
 
     {"prefill": {"full": {"pages": [3, 9], "num_tokens": 24}},
      "decode": {"full": {"pages": [5, 2], "num_tokens": 24, "new_pages": [5, 2]}},
@@ -8,9 +6,9 @@ The JSON form that `docs/wire.md` describes:
 
 1. Decoded strictly by type: unknown keys, negative numbers and words in place of numbers are refused with their path.
 2. Compared with both layouts: group names, every page id inside its pool, every new page once.
-3. What the planner checks (lengths, null pages, positions, pages used twice) stays with the planner.
+3. The planner checks the rest: lengths, null pages, positions, pages used twice.
 
-Raises TablesError naming the file, the side, the group, both values and the remedy.
+Raises TablesError with the file, the side, the group, both values and the remedy.
 """
 
 from __future__ import annotations
@@ -29,15 +27,13 @@ from kvreshard.model.ownership import MAX_SIZE
 from kvreshard.model.tables import PageTable, Request
 
 VERSION = 1
-# A million tokens in pages of one token, in some hundred groups, takes less.
+# A million tokens in pages of one token, in a hundred groups, take less.
 MAX_TABLES_BYTES = 1 << 30
-
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 
 
 class TablesError(KvReshardError):
-    """A tables file is not one, or does not fit the two layouts."""
+    """A file is no tables file, or does not fit the two layouts."""
 
 
 class _SrcTable(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,10 +42,7 @@ class _SrcTable(msgspec.Struct, forbid_unknown_fields=True):
     first_page: Count = 0
 
 
-class _DstTable(msgspec.Struct, forbid_unknown_fields=True):
-    pages: list[Count]
-    num_tokens: Count
-    first_page: Count = 0
+class _DstTable(_SrcTable, forbid_unknown_fields=True):
     new_pages: list[Count] = []
 
 
@@ -61,7 +54,7 @@ class _Tables(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_tables(path: Path, prefill: EngineLayout, decode: EngineLayout) -> Request:
-    """The request that a tables file writes, for this pair of engines. Raises TablesError."""
+    """The request of a tables file, for this pair of engines. Raises TablesError."""
     content = read_bytes(path, MAX_TABLES_BYTES, "tables file")
     try:
         return parse_tables(content, prefill, decode)
@@ -77,7 +70,7 @@ def parse_tables(content: bytes, prefill: EngineLayout, decode: EngineLayout) ->
         raise TablesError(f"not a tables file: {error}{did_you_mean(error, _Tables)}") from None
     if tables.version != VERSION:
         raise TablesError(
-            f"is of version {tables.version}; this command reads version {VERSION}: write it anew, as docs/wire.md says"
+            f"is of version {tables.version}; this command reads version {VERSION}: rewrite it as docs/wire.md says"
         )
     _check_side("prefill", tables.prefill, prefill)
     _check_side("decode", tables.decode, decode)
@@ -108,7 +101,7 @@ def _check_names(where: str, names: Iterable[str], layout: EngineLayout) -> None
             )
 
 
-def _check_side(side: str, tables: Mapping[str, _SrcTable] | Mapping[str, _DstTable], layout: EngineLayout) -> None:
+def _check_side(side: str, tables: Mapping[str, _SrcTable], layout: EngineLayout) -> None:
     _check_names(side, tables, layout)
     for name, table in tables.items():
         group = layout.group_by_name[name]

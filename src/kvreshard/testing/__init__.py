@@ -1,1 +1,1 @@
-"""What ships for users to test with: the slow oracle, the contract that each transport must pass, the ranks behind `kvreshard verify`."""
+"""Shipped for tests: the slow oracle, the contract that each transport must pass, the ranks behind `kvreshard verify`."""

@@ -1,13 +1,13 @@
-"""Measures the constants of the cost model on this machine: seconds per copy, per byte read, per run moved, per byte moved.
+"""The constants of the cost model, measured on this machine: seconds per copy, per byte read, per run moved, per byte moved.
 
-Between two rank processes of this host, over the transport that is used (`ranks`), and in memory of this process, of the same device:
+Reads go between two rank processes of this host, over the transport that is used (`ranks`); moves within this process, on the same device.
 
-1. Reads: many small pieces and many larger ones, which NIXL's threads share, in turn. Two unknowns (seconds per piece, seconds per byte),
-   two medians. Then a few large ones, as a staging batch reads them.
+1. Reads: many small pieces and many larger ones, in turn. Two unknowns (seconds per piece, seconds per byte), two medians. Then a few large
+   ones, as a staging batch reads them.
 2. Moves: short and long runs from one buffer to another, by the code that permutes staged pages.
-3. Both: a few large reads there while as many bytes are moved here, as a staging batch is moved on while the next is read. What is
-   less than the two by themselves was hidden; of that, `COUNTED` counts.
-4. On a device, a read and a move of next to nothing: what each batch takes beside its bytes.
+3. Both at once: a few large reads while as many bytes are moved, as a staging batch is moved on while the next is read. The time saved over
+   one after the other was hidden; `COUNTED` of it counts.
+4. On a device, a tiny read and a tiny move: what each batch takes beside its bytes.
 
 Between hosts the reads differ and the moves do not: calibrate with ranks on both.
 """
@@ -28,16 +28,16 @@ from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import Direction
 
-# Bytes of a piece, and how many.
+# Bytes of a piece, and number of pieces.
 SMALL, MEDIUM, LARGE = (1024, 16_384), (32 << 10, 4096), (4 << 20, 32)
-# Bytes of a moved run and of the page that it is of.
+# Bytes of a moved run, and of its page.
 SHORT, LONG = (256, 8192), (8192, 16_384)
 MEMORY_BYTES, MOVED_BYTES = 256 << 20, 64 << 20
 ROUNDS = 7
-# Here two processes read and move without a word to each other. A rank's two threads hand batch after batch over, in one buffer: of what
-# is hidden here they hid a third to a half in the median (docs/design/0032).
+# Here two processes read and move independently. A rank's two threads pass each batch on in one buffer, and hide a third to a half of what
+# is hidden here, in the median (docs/design/0032).
 COUNTED = 0.5
-# Neither kind of piece measures to nothing: a model with a constant of zero would choose absurdly.
+# A cost model with a constant of zero would choose absurdly.
 LEAST_S = 1e-9
 
 
@@ -100,7 +100,7 @@ def _hidden(ranks: Ranks) -> float:
 
 
 def _batch_s(ranks: Ranks) -> float:
-    """A read and a move of next to nothing, one after the other. On the processor the next batch hides them (docs/design/0032)."""
+    """Seconds of a tiny read and a tiny move, one after the other; zero on the processor, where the next batch hides them (docs/design/0032)."""
     if ranks.device(0) == "cpu":
         return 0.0
     copies = CopyList.of([ranks.address(1)], [ranks.address(0)], SHORT[0])
@@ -113,16 +113,16 @@ def _batch_s(ranks: Ranks) -> float:
 
 
 class _Buffers:
-    """Two of this process, side by side on one device, and moves of `MOVED_BYTES` from the first to the second."""
+    """Two buffers of this process, side by side on one device, and moves from the first to the second."""
 
     def __init__(self, device: str) -> None:
-        self._seen, self._block = make_block(3 * MOVED_BYTES, device)
-        self._seen[:] = 1
+        self._array, self._block = make_block(3 * MOVED_BYTES, device)
+        self._array[:] = 1
         self._block.upload()
         self._rng = np.random.default_rng(0)
 
     def move(self, run: int, page: int, num_pages: int | None = None) -> Callable[[], float]:
-        """Seconds of moving pages, all if not told how many, scattered, in runs of so many bytes, each time that it is called."""
+        """Measures the seconds of moving `num_pages` scattered pages (all by default) of `page` bytes in runs of `run` bytes."""
         pages = self._rng.permutation(MOVED_BYTES // page)[:num_pages].astype(np.int64) * 2 * page
         source = self._block.region.address
         at = np.arange(len(pages), dtype=np.int64) * page
@@ -138,7 +138,7 @@ class _Buffers:
 
 
 def _in_turn(*works: Callable[[], float]) -> list[float]:
-    """Medians of all, measured alternately after a run each."""
+    """The median of each, measured in turn after one round that does not count."""
     found = [[work() for work in works] for _ in range(1 + ROUNDS)]
     return [statistics.median(column) for column in zip(*found[1:], strict=True)]
 

@@ -15,8 +15,8 @@ as long as the module:
             return my_ranks
 
 Each test leaves all ranks open and connected. Every test of bytes compares the **whole** memory of all ranks with
-what a byte-by-byte oracle leaves, so that guard bytes need no separate test: what no piece names must not change.
-Random cases are drawn from fixed seeds; where there are several, the test's name says which.
+what a byte-by-byte oracle leaves, so bytes outside the pieces need no separate test.
+Random cases have fixed seeds, which stand in the test's name.
 
 Not required: an order of pieces or transfers, and any result of destination pieces that overlap.
 """
@@ -27,7 +27,8 @@ import numpy as np
 import pytest
 
 from kvreshard.plan.copies import CopyList, Page, PagedCopies
-from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, copies_of, posted, random_pieces
+from kvreshard.testing.pieces import MEMORY_BYTES, Expectation, Pieces, copies_of, posted, random_pieces
+from kvreshard.testing.rank_worker import Report
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import MAX_NOTIFICATION_BYTES, Direction, TransportError
 
@@ -47,8 +48,17 @@ def _check_paged(ranks: Ranks, direction: Direction, copies: PagedCopies) -> Non
     expected.check()
 
 
+def _check_pieces(ranks: Ranks, rank: int, peer: int, direction: Direction, pieces: Pieces) -> Report:
+    """`rank` moves pieces with `peer`, and exactly those arrive."""
+    expected = Expectation(ranks)
+    expected.copied(rank, peer, direction, pieces)
+    report = ranks.run(rank, peer, direction, copies_of(ranks, rank, peer, direction, pieces))
+    expected.check()
+    return report
+
+
 class TransportContract:
-    """The suite. Subclasses bring the `ranks` fixture: `NUM_RANKS` ranks of `MEMORY_BYTES`, all connected."""
+    """The suite. Subclasses have a `ranks` fixture: `NUM_RANKS` ranks of `MEMORY_BYTES`, all connected."""
 
     @pytest.fixture(autouse=True)
     def _fresh(self, ranks: Ranks) -> None:
@@ -56,7 +66,7 @@ class TransportContract:
         block = random.integers(0, 256, size=1 << 20, dtype=np.uint8)
         ranks.reset(fill_byte=None)
         for rank in range(ranks.num_ranks):
-            # Each rank and each MiB differs, at the price of one random MiB.
+            # Each rank and each MiB differs, from one random MiB.
             tiled = ranks.memory(rank).reshape(-1, block.size)
             tiled[:] = block + np.arange(len(tiled), dtype=np.uint8)[:, None] * np.uint8(3) + np.uint8(rank * 85)
             ranks.give(rank)
@@ -67,14 +77,11 @@ class TransportContract:
     @pytest.mark.parametrize("seed", range(4), ids=lambda seed: f"seed={seed}")
     def test_random_pieces_arrive_exactly(self, ranks: Ranks, direction: Direction, seed: int) -> None:
         pieces = random_pieces(np.random.default_rng(seed), 400)
-        expected = Expectation(ranks)
-        expected.copied(0, 1, direction, pieces)
-        report = ranks.run(0, 1, direction, copies_of(ranks, 0, 1, direction, pieces))
+        report = _check_pieces(ranks, 0, 1, direction, pieces)
         assert report.num_bytes == int(pieces[2].sum())
         assert report.num_descriptors == len(pieces[2])
         assert report.seconds is not None
         assert report.seconds >= 0.0
-        expected.check()
 
     @_READ_WRITE
     @pytest.mark.parametrize(
@@ -90,12 +97,7 @@ class TransportContract:
             (src_stride, dst_stride), (count, count),
         )  # fmt: skip
         orders = (random.permutation(count)[:60], np.arange(40), np.arange(60)[::-1])
-        for src, dst in (
-            orders[:1] + orders[:1],
-            (orders[0], random.permutation(count)[:60]),
-            orders[1:2] * 2,
-            orders[2:] * 2,
-        ):
+        for src, dst in (orders[:1] * 2, (orders[0], random.permutation(count)[:60]), orders[1:2] * 2, orders[2:] * 2):
             _check_paged(ranks, direction, PagedCopies(0, 0, page, src, dst))
 
     @_READ_WRITE
@@ -107,7 +109,7 @@ class TransportContract:
         _check_paged(ranks, direction, PagedCopies(0, 0, page, np.array([0, 1]), np.array([1, 0])))
 
     def test_pages_outside_the_regions_are_refused(self, ranks: Ranks) -> None:
-        """Also where only pages that are not asked for lie outside: a page is checked once, with all that it may copy."""
+        """Also where only pages outside the transfer lie outside: a page is checked once, with all that it may copy."""
         first = np.array([0])
         ends = (MEMORY_BYTES // 4096, MEMORY_BYTES // 4096 + 1)
         for counts in (ends, ends[::-1]):
@@ -131,29 +133,20 @@ class TransportContract:
         index = np.arange(5000, dtype=np.uint64)
         lengths = np.full(5000, length, dtype=np.uint64)
         pieces = (index * np.uint64(local_stride) + np.uint64(1), index * np.uint64(remote_stride), lengths)
-        expected = Expectation(ranks)
-        expected.copied(2, 0, direction, pieces)
-        ranks.run(2, 0, direction, copies_of(ranks, 2, 0, direction, pieces))
-        expected.check()
+        _check_pieces(ranks, 2, 0, direction, pieces)
 
     @_READ_WRITE
     def test_one_piece_of_all_memory_arrives_exactly(self, ranks: Ranks, direction: Direction) -> None:
         zero = np.zeros(1, dtype=np.uint64)
         pieces = (zero, zero, np.array([MEMORY_BYTES], dtype=np.uint64))
-        expected = Expectation(ranks)
-        expected.copied(1, 2, direction, pieces)
-        ranks.run(1, 2, direction, copies_of(ranks, 1, 2, direction, pieces))
-        expected.check()
+        _check_pieces(ranks, 1, 2, direction, pieces)
 
     @_READ_WRITE
     def test_a_hundred_thousand_pieces_arrive_exactly(self, ranks: Ranks, direction: Direction) -> None:
         random = np.random.default_rng(5)
         index = np.arange(100_000, dtype=np.uint64) * np.uint64(400)
         pieces = (random.permutation(index), random.permutation(index), np.full(100_000, 333, dtype=np.uint64))
-        expected = Expectation(ranks)
-        expected.copied(0, 1, direction, pieces)
-        ranks.run(0, 1, direction, copies_of(ranks, 0, 1, direction, pieces))
-        expected.check()
+        _check_pieces(ranks, 0, 1, direction, pieces)
 
     @_READ_WRITE
     def test_an_empty_list_is_done_and_notifies(self, ranks: Ranks, direction: Direction) -> None:
@@ -204,7 +197,7 @@ class TransportContract:
         expected = Expectation(ranks)
         expected.copied(0, 1, Direction.WRITE, pieces)
         job = ranks.post(0, 1, Direction.WRITE, copies_of(ranks, 0, 1, Direction.WRITE, pieces), b"written")
-        # The receiver knows nothing else of the transfer: all bytes must be there when the word is.
+        # The notification is all that the receiver gets of the transfer: every byte must be there by then.
         assert ranks.notifications(1, 1) == [("rank0", b"written")]
         expected.check()
         assert ranks.wait(0, job).state == "done"

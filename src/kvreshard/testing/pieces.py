@@ -1,4 +1,4 @@
-"""The pieces that a transport's tests copy, and what all memory must be afterwards."""
+"""Pieces that a transport's tests copy, and the memory that they must leave."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import Ranks
 from kvreshard.transport.base import Direction
 
-# Room for pieces above the 16 MiB at which NIXL's pieces are cut.
+# Enough for pieces above 16 MiB, which the NIXL transport cuts.
 MEMORY_BYTES = 40 * 1024 * 1024
 
-# 1, odd, powers of two and their neighbours, and 1 MiB: lengths at which copy loops change their ways.
+# 1, odd, powers of two and their neighbours, and 1 MiB: lengths at which copy loops change.
 LENGTHS_BYTES = (1, 2, 3, 7, 8, 31, 64, 255, 256, 1000, 4095, 4096, 65537, 1024 * 1024)
+Pieces = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Local offsets, remote offsets and lengths, shapes (n,)."""
 
 
 def random_pieces(
     random: np.random.Generator, num_pieces: int, first_byte: int = 0, end_byte: int = MEMORY_BYTES
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Local offsets, remote offsets and lengths of pieces that overlap on neither side.
+) -> Pieces:
+    """Pieces that overlap on neither side.
 
     Gaps of 0 to 40 bytes between pieces make addresses unaligned; each side has its own order and gaps. Offsets lie
     in [first_byte, end_byte); fewer pieces come out when that is too small.
@@ -29,15 +31,16 @@ def random_pieces(
     lengths = random.choice(LENGTHS_BYTES, size=num_pieces).astype(np.uint64)
     room = np.cumsum(lengths + np.uint64(40)) <= end_byte - first_byte
     lengths = lengths[room]
-    offsets = []
-    for _side in range(2):
+
+    def place() -> NDArray[np.uint64]:
         order = random.permutation(len(lengths))
         gaps = random.integers(0, 41, size=len(lengths)).astype(np.uint64)
         ends = np.cumsum(lengths[order] + gaps)
-        side = np.empty(len(lengths), dtype=np.uint64)
-        side[order] = np.uint64(first_byte) + ends - lengths[order]
-        offsets.append(side)
-    return offsets[0], offsets[1], lengths
+        offsets = np.empty(len(lengths), dtype=np.uint64)
+        offsets[order] = np.uint64(first_byte) + ends - lengths[order]
+        return offsets
+
+    return place(), place(), lengths
 
 
 def posted(direction: Direction, local: ArrayLike, remote: ArrayLike, length: ArrayLike) -> CopyList:
@@ -54,7 +57,7 @@ def copies_of(
 
 
 class Expectation:
-    """What all memory must be after some transfers: the oracle. Made before they are posted."""
+    """The oracle: all memory as it must be after some transfers. Made before they are posted."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

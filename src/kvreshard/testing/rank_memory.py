@@ -1,10 +1,9 @@
-"""The memory of one rank of a test: on the processor or on a device, with a copy that the controller sees.
+"""The memory of one rank of a test, on the processor or on a device, and the controller's view of it.
 
-1. `Block` is memory of this process. The controller sees the same bytes, at once.
-2. `DeviceBlock` is a tensor of a device. The controller sees a copy in host memory: `download` makes it equal to the device, `upload` the
-   device equal to it.
+1. `Block` is memory of this process. The controller has the same bytes.
+2. `DeviceBlock` is a tensor of a device. The controller has a copy in host memory: `download` updates the copy, `upload` the device.
 
-Refused, with TransportError: a device that is not there, or has no room.
+Raises TransportError: a device that does not exist, or has too little memory.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.device import TensorMemory, allocate, enter_device
 from kvreshard.transport.local import HostMemory, LocalMemory
 
-# More than any cache holds.
+# More than fits any processor's cache.
 PLAIN_COPY_BYTES = 512 << 20
 
 
 class Block:
-    """`size_bytes` of this process's memory from `address`: one region, and what zeroes and permutes it."""
+    """`size_bytes` of this process's memory from `address`, as one region. `memory`: zeroes and permutes it."""
 
     def __init__(self, address: int, size_bytes: int, device: str = "cpu", memory: LocalMemory | None = None) -> None:
         self.region = MemoryRegion(address, size_bytes, device)
@@ -34,13 +33,13 @@ class Block:
         """Make the calling thread one of its device's threads."""
 
     def upload(self) -> None:
-        """Give it the bytes that the controller has written."""
+        """Copy the controller's bytes to it."""
 
     def download(self) -> None:
-        """Give the controller its bytes."""
+        """Copy its bytes to the controller."""
 
     def make_resident(self, address: int, num_bytes: int) -> None:
-        """Touch every page of a part, as an engine that has started has: a transfer would pay for it otherwise."""
+        """Touch every page of a part, as a running engine has, so that no transfer pays for page faults."""
         pages = np.ndarray(
             -(-num_bytes // 4096), np.uint8, memoryview((ctypes.c_uint8 * num_bytes).from_address(address)), 0, 4096
         )
@@ -48,7 +47,7 @@ class Block:
 
 
 class DeviceBlock(Block):
-    """As much memory of a device as `mirror` has bytes, which the controller sees. It is resident from the start."""
+    """Memory of a device. `mirror`: the controller's copy, of the same size. It is resident from the start."""
 
     def __init__(self, mirror: NDArray[np.uint8], device: str) -> None:
         self._device, self._mirror = device, mirror
@@ -69,10 +68,15 @@ class DeviceBlock(Block):
         return
 
 
+def block_of(array: NDArray[np.uint8], device: str) -> Block:
+    """The block behind a controller's array, shape (num_bytes,): the same memory, or a device's. Raises TransportError."""
+    return Block(int(array.ctypes.data), array.nbytes) if device == "cpu" else DeviceBlock(array, device)
+
+
 def make_block(num_bytes: int, device: str) -> tuple[NDArray[np.uint8], Block]:
-    """Memory of this process on a device, and the array in which its bytes are seen, shape (num_bytes,). Raises TransportError."""
-    seen = np.zeros(num_bytes, dtype=np.uint8)
-    return seen, Block(int(seen.ctypes.data), num_bytes) if device == "cpu" else DeviceBlock(seen, device)
+    """A new array of zeros and its block. Raises TransportError."""
+    array = np.zeros(num_bytes, dtype=np.uint8)
+    return array, block_of(array, device)
 
 
 def time_plain_copy(num_bytes: int, device: str = "cpu") -> float:

@@ -1,5 +1,5 @@
-"""The engine part of one rank: both layouts as they would travel at handshake, the routes that it compiles from them, and requests that it
-carries out with the production `Mover`, several at once, each in a thread of its own.
+"""The engine part of one rank: both layouts as they would travel at handshake, the routes compiled from them, and requests that it carries out
+with the production `Mover`, several at once, each in a thread of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import traceback
 import msgspec
 
 from kvreshard.model import EngineLayout, KvReshardError, wire
-from kvreshard.model.request_form import RequestForm, from_form
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
@@ -27,7 +26,7 @@ NOTHING = Moved(0, 0, 0, 0, 0.0, 0.0)
 
 
 class Load(msgspec.Struct):
-    """What a rank needs to take part in a pair of engines, as rank `rank` of the destination or of the source.
+    """A rank's place in a pair of engines: rank `rank` of the destination or of the source.
 
     Peers are called "rank<n>"; `first_peer` is the number of the other engine's first rank. The staging buffer is
     `staging_bytes` from `staging_address`; zero bytes: none. `cost` chooses where `way` does not.
@@ -45,14 +44,14 @@ class Load(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a request ended on one rank: what moved, or why it did not arrive."""
+    """The end of a request on one rank: what moved, or why it did not arrive."""
 
     error: str | None
     moved: Moved = NOTHING
 
 
 class RankMover:
-    """The engine part of one rank. Not safe for use from several threads, apart from the jobs that it starts itself."""
+    """See the module. Not safe for use from several threads, apart from its own jobs."""
 
     def __init__(self, transport: Transport, block: Block, load: Load) -> None:
         started_s = time.monotonic()
@@ -77,16 +76,16 @@ class RankMover:
         self._threads: dict[int, threading.Thread] = {}
         self._outcomes: dict[int, Outcome] = {}
 
-    def start(self, request: RequestForm, report: bytes, push: bool) -> int:
+    def start(self, request: Request, report: bytes, push: bool) -> int:
         """Start a request; returns its job at once. `report`: the notification that sources get. `push`: the sources write."""
         job = len(self._threads) + 1
-        arguments = (job, from_form(request), report, push)
+        arguments = (job, request, report, push)
         self._threads[job] = threading.Thread(target=self._run, args=arguments, daemon=True)
         self._threads[job].start()
         return job
 
     def wait(self, job: int, timeout_s: float) -> Outcome:
-        """How a job ended, or that it has not within the time."""
+        """The end of a job, or that it is still running after `timeout_s`."""
         self._threads[job].join(timeout_s)
         return self._outcomes.get(job, Outcome(f"still running after {timeout_s} s"))
 

@@ -1,9 +1,8 @@
 """One rank of a test or of `kvreshard verify`: a block of memory, a transport, and the engine part that moves requests.
 
-A controller (`ranks`) calls the public methods of `RankWorker`, and nothing else. In the controller's process it calls them directly; a
-rank in a process of its own runs this file as a program and serves calls over an inherited socket: frames of a 4-byte length and msgpack,
-arguments decoded by the method's type hints. A refusal is an answer, not the end of the worker. The worker ends when the socket closes,
-so none outlives its controller.
+A controller (`ranks`) calls the public methods of `RankWorker`: directly in its own process, or over a socket. A rank in a process of its own
+runs this file as a program and serves calls over an inherited socket: frames of a 4-byte length and msgpack, arguments decoded by the
+method's type hints. A refusal is an answer. The worker ends when the socket closes, so none outlives its controller.
 
 Peers are called "rank0", "rank1", ... Jobs are numbers. Arrays travel as the bytes of int64.
 """
@@ -25,21 +24,17 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreshard.model import KvReshardError, LayoutMismatch
-from kvreshard.model.request_form import RequestForm
-from kvreshard.plan.copies import Copies, CopyList, Page, PagedCopies
-from kvreshard.testing.rank_memory import Block, DeviceBlock
+from kvreshard.model.tables import Request
+from kvreshard.plan.copies import CopyList, Page, PagedCopies
+from kvreshard.testing.rank_memory import Block, block_of
 from kvreshard.testing.rank_mover import Load, Outcome, RankMover
 from kvreshard.transport.base import Direction, Transfer, TransferState, Transport, TransportError
 
-Columns = tuple[bytes, bytes, bytes]
-"""Addresses of sources and destinations, and lengths."""
-
 
 class Report(msgspec.Struct, frozen=True):
-    """How a job stands: `state` is a `TransferState` value, `seconds` from post to settlement."""
+    """State of a job: `state` is a `TransferState` value, `seconds` from post to settlement."""
 
     state: str
     error: str | None
@@ -56,7 +51,7 @@ class Call(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What the method returned, encoded; or what it raised, and which kind of error that is."""
+    """The result of a method, encoded; or the kind and text of the error that it raised."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     raised: Literal["", "TransportError", "LayoutMismatch", "crash"] = ""
@@ -65,7 +60,7 @@ class Answer(msgspec.Struct):
 
 @cache
 def signature(method: str) -> tuple[dict[str, Any], Any]:
-    """Types of a method's arguments in order, and of its result. Raises KeyError for what is no public method."""
+    """Types of a method's arguments in order, and of its result. Raises KeyError unless the method is public."""
     public = {
         name: found for name, found in inspect.getmembers(RankWorker, inspect.isfunction) if not name.startswith("_")
     }
@@ -82,7 +77,7 @@ class RankWorker:
         self._made: Transport | None = None
         self._mover: RankMover | None = None
         self._jobs: dict[int, Transfer] = {}
-        self._pages: dict[object, Page] = {}
+        self._pages: dict[bytes, Page] = {}
         self._num_jobs = 0
         self._unread: list[tuple[str, bytes]] = []
 
@@ -99,11 +94,11 @@ class RankWorker:
             self._made.close()
 
     def upload(self) -> None:
-        """Give the memory the bytes that the controller has written."""
+        """Copy the controller's bytes to the memory."""
         self._block.upload()
 
     def download(self) -> None:
-        """Give the controller the bytes of the memory."""
+        """Copy the memory's bytes to the controller."""
         self._block.download()
 
     def metadata(self) -> bytes:
@@ -118,29 +113,21 @@ class RankWorker:
         """Remove a peer."""
         self._transport().remove_peer(peer)
 
-    def attend(self, attentive: bool) -> None:
-        """Set the transport attentive or not."""
-        self._transport().set_attentive(attentive)
-
-    def post(self, peer: str, direction: Direction, columns: Columns, notify: bytes | None) -> int:
+    def post(self, peer: str, direction: Direction, copies: CopyList, notify: bytes | None) -> int:
         """Start a copy list; returns its job at once."""
-        src, dst, length = map(_numbers, columns)
-        return self._post(peer, direction, CopyList(0, 0, src, dst, length), notify)
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = self._transport().post(peer, direction, copies, notify)
+        return self._num_jobs
 
-    def post_pages(
-        self,
-        peer: str,
-        direction: Direction,
-        entries: Columns,
-        strides: tuple[int, int],
-        counts: tuple[int, int],
-        pages: tuple[bytes, bytes],
-    ) -> int:
-        """Start paged copies: entries of page 0, strides in bytes and page counts of the source and of the destination, and page ids."""
-        # Equal pages are one object, as in an engine: what a transport prepares for it is used again.
-        src, dst, length = map(_numbers, entries)
-        page = self._pages.setdefault((entries, strides, counts), Page.of(src, dst, length, strides, counts))
-        return self._post(peer, direction, PagedCopies(0, 0, page, *map(_numbers, pages)), None)
+    def post_pages(self, peer: str, direction: Direction, copies: PagedCopies, notify: bytes | None) -> int:
+        """Start paged copies; returns their job at once."""
+        # Equal pages are one object, as in an engine, so that a transport prepares them once.
+        page = self._pages.setdefault(encode(copies.page), copies.page)
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = self._transport().post(
+            peer, direction, msgspec.structs.replace(copies, page=page), notify
+        )
+        return self._num_jobs
 
     def cancel(self, job: int) -> None:
         """Post no more of a job."""
@@ -149,7 +136,7 @@ class RankWorker:
     def wait(self, job: int, timeout_s: float) -> Report:
         """How a job ended, or that it has not within the time."""
         transfer = self._jobs[job]
-        with contextlib.suppress(TransportError, TimeoutError):  # the report tells
+        with contextlib.suppress(TransportError, TimeoutError):  # the report has it
             transfer.wait(timeout_s)
         error = None if transfer.error is None else str(transfer.error)
         return Report(transfer.state.value, error, transfer.seconds, transfer.num_bytes, transfer.num_descriptors)
@@ -166,10 +153,10 @@ class RankWorker:
             if len(self._unread) >= count or time.monotonic() >= deadline_s:
                 messages, self._unread = self._unread, []
                 return messages
-            time.sleep(0.0002)  # a poll with a deadline: transports have no blocking receive
+            time.sleep(0.0002)  # transports have no blocking receive
 
     def reset(self) -> None:
-        """Forget settled jobs and unread messages."""
+        """Drop settled jobs and unread messages."""
         self._jobs = {number: job for number, job in self._jobs.items() if job.state is TransferState.PENDING}
         self._transport().notifications()
         self._unread = []
@@ -179,7 +166,7 @@ class RankWorker:
         self._mover = RankMover(self._transport(), self._block, load)
         return self._mover.compile_s
 
-    def start_request(self, request: RequestForm, report: bytes, push: bool) -> int:
+    def start_request(self, request: Request, report: bytes, push: bool) -> int:
         """See `RankMover.start`."""
         return self._engine().start(request, report, push)
 
@@ -197,15 +184,26 @@ class RankWorker:
             raise TransportError("this rank has no layouts yet; call `load` first")
         return self._mover
 
-    def _post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None) -> int:
-        transfer = self._transport().post(peer, direction, copies, notify)
-        self._num_jobs += 1
-        self._jobs[self._num_jobs] = transfer
-        return self._num_jobs
+
+def encode(value: Any) -> bytes:
+    """A value of a call as msgpack."""
+    return _encoder.encode(value)
 
 
-def _numbers(data: bytes) -> NDArray[np.int64]:
-    return np.frombuffer(data, dtype=np.int64)
+def decode(message: bytes | bytearray | msgspec.Raw, hint: Any) -> Any:
+    """A value of a call, of the type `hint`."""
+    return msgspec.msgpack.decode(
+        message, type=hint, dec_hook=lambda _, content: np.frombuffer(content, dtype=np.int64)
+    )
+
+
+def _encode_array(array: Any) -> bytes:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"a call takes no {type(array).__name__}")
+    return array.astype(np.int64).tobytes()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
@@ -214,8 +212,8 @@ def serve(worker: RankWorker, message: bytes | bytearray) -> Answer:
         call = msgspec.msgpack.decode(message, type=Call)
         hints, _ = signature(call.method)
         types = zip(call.arguments, hints.values(), strict=True)
-        result = getattr(worker, call.method)(*(msgspec.msgpack.decode(raw, type=hint) for raw, hint in types))
-        return Answer(msgspec.Raw(msgspec.msgpack.encode(result)))
+        result = getattr(worker, call.method)(*(decode(raw, hint) for raw, hint in types))
+        return Answer(msgspec.Raw(encode(result)))
     except (TransportError, KvReshardError) as error:
         return Answer(
             raised="LayoutMismatch" if isinstance(error, LayoutMismatch) else "TransportError", text=str(error)
@@ -258,10 +256,10 @@ def make_process_transport(kind: str, name: str, enter: Callable[[], None] = lam
 
 
 def leave_cpu_torch_out() -> None:
-    """Make a CPU build of torch one that is not installed, for this process, which has no use for it.
+    """Hide a CPU build of torch from this process, which does not use it.
 
-    NIXL 1.5.1 asks torch for its CUDA version, and imports all of a CPU build to hear that it has none: 1.2 s of each rank's start
-    (`nixl_meta_utils.detect_cuda_major`). Others it reads from the disk.
+    NIXL 1.5.1 imports all of a CPU build to read that it has no CUDA version (`nixl_meta_utils.detect_cuda_major`): 1.2 s of each rank's
+    start. For other builds it reads a file.
     """
     with contextlib.suppress(PackageNotFoundError):
         if "torch" not in sys.modules and version("torch").endswith("+cpu"):
@@ -274,11 +272,11 @@ def main(arguments: list[str]) -> None:
     if device == "cpu":
         leave_cpu_torch_out()
     channel = socket.socket(fileno=int(arguments[0]))
-    seen = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
+    array = np.frombuffer(mmap.mmap(int(arguments[1]), int(arguments[2])), dtype=np.uint8)
     try:
-        block = Block(int(seen.ctypes.data), seen.nbytes) if device == "cpu" else DeviceBlock(seen, device)
+        block = block_of(array, device)
     except TransportError as error:
-        with contextlib.suppress(EOFError, ConnectionError):  # the first call is answered, and the rank ends
+        with contextlib.suppress(EOFError, ConnectionError):  # answers the first call, and ends
             receive_frame(channel)
             send_frame(channel, Answer(raised="TransportError", text=str(error)))
         return

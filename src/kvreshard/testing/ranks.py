@@ -1,15 +1,14 @@
 """Several ranks that copy bytes among each other, driven by one controller that sees all their memory.
 
-1. `LocalRanks` keeps all ranks in this process (any transport); `ProcessRanks` starts one worker process per rank (NIXL), without fork.
-   Both are used alike, over many cases: `reset` between them.
-2. Each rank has one block of memory, registered as one region. The controller sees it as an array (`memory`) and uses the rank's own
-   address of it (`address`) in copy lists. Between processes the array is an anonymous memory file, so nothing is left behind in a file
-   system, whatever dies. Where the block is a device's (`devices`), the array is a copy: `memory` reads it anew, and `give` carries what
-   was written to it.
+1. `LocalRanks` has all ranks in this process (any transport). `ProcessRanks` starts one worker process per rank (NIXL), without fork.
+   Both have one interface and serve many test cases: `reset` between them.
+2. Each rank has one block of memory, registered as one region. `memory` is the controller's array of it, `address` the rank's own address
+   of it, for copy lists. Between processes the array is an anonymous memory file, so nothing stays behind in a file system. Where the block
+   is a device's (`devices`), the array is a copy: `memory` reads it anew, and `give` writes it back.
 3. `connect_all`, then `post` and `wait`, `notify` and `notifications`.
 
-A refusal by a rank is raised here as the same `TransportError` or `LayoutMismatch`. A worker that dies or does not answer is reported as
-`RankDiedError` with its exit code and last words, never waited for.
+A rank's refusal is raised here as the same `TransportError` or `LayoutMismatch`. A worker that dies or does not answer in time raises
+`RankDiedError` with its exit code and the end of its output.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -37,7 +36,7 @@ import kvreshard
 from kvreshard.model import LayoutMismatch
 from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.testing import rank_worker
-from kvreshard.testing.rank_memory import Block
+from kvreshard.testing.rank_memory import block_of
 from kvreshard.testing.rank_worker import Answer, Call, RankWorker, Report
 from kvreshard.transport.base import Direction, Transport, TransportError
 
@@ -52,11 +51,12 @@ class RankDiedError(Exception):
 class Ranks(abc.ABC):
     """Several ranks with memory and transports. Jobs are numbers that belong to their rank."""
 
-    def __init__(self, num_ranks: int, memory_bytes: int) -> None:
+    def __init__(self, num_ranks: int, memory_bytes: int, devices: Sequence[str] | None = None) -> None:
         self.num_ranks = num_ranks
         self.memory_bytes = memory_bytes
-        # How long `notifications` waits unless told: long for a busy machine, since only a failing test waits for it.
+        # How long `notifications` waits by default: long for a busy machine, since only a failing test waits for it.
         self.patience_s = 10.0
+        self._devices = tuple(devices or ("cpu",) * num_ranks)
         self._address = [0] * num_ranks
 
     @abc.abstractmethod
@@ -64,16 +64,22 @@ class Ranks(abc.ABC):
         """Call a method of a rank's `RankWorker`. Raises what it refuses; RuntimeError for anything unforeseen."""
 
     @abc.abstractmethod
+    def _array(self, rank: int) -> NDArray[np.uint8]: ...
+
     def memory(self, rank: int) -> NDArray[np.uint8]:
         """The rank's memory as it is now, shape (memory_bytes,), always the same writable array. `give` after writing to it."""
+        if self.device(rank) != "cpu":
+            self.call(rank, "download")
+        return self._array(rank)
 
-    @abc.abstractmethod
     def give(self, rank: int) -> None:
-        """Let the rank have what was written to its `memory`. On the processor it has it already."""
+        """Copy what was written to the rank's `memory` to its device. On the processor it is there already."""
+        if self.device(rank) != "cpu":
+            self.call(rank, "upload")
 
     def device(self, rank: int) -> str:
         """Where the rank's memory is: "cpu", "cuda:0", ..."""
-        return "cpu"
+        return self._devices[rank]
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -99,7 +105,7 @@ class Ranks(abc.ABC):
         self.call(rank, "close")
 
     def metadata(self, rank: int) -> bytes:
-        """What a rank's transport tells its peers."""
+        """Metadata of a rank's transport, for its peers."""
         return bytes(self.call(rank, "metadata"))
 
     def connect(self, rank: int, peer: int) -> None:
@@ -116,14 +122,9 @@ class Ranks(abc.ABC):
         self.call(rank, "disconnect", f"rank{peer}")
 
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
-        """Start a transfer on `rank`; returns its job number without waiting. Only a list has a message."""
-        if isinstance(copies, CopyList):
-            columns = _bytes(copies.src_address, copies.dst_address, copies.length)
-            return int(self.call(rank, "post", f"rank{peer}", direction, columns, notify))
-        page = copies.page
-        entries, pages = _bytes(page.src_start, page.dst_start, page.length), _bytes(copies.src_page, copies.dst_page)
-        sizes = (page.src_stride, page.dst_stride), (page.src_count, page.dst_count)
-        return int(self.call(rank, "post_pages", f"rank{peer}", direction, entries, *sizes, pages))
+        """Start a transfer on `rank`; returns its job number without waiting."""
+        method = "post" if isinstance(copies, CopyList) else "post_pages"
+        return int(self.call(rank, method, f"rank{peer}", direction, copies, notify))
 
     def cancel(self, rank: int, job: int) -> None:
         """Post no more of a job of `rank`."""
@@ -136,10 +137,7 @@ class Ranks(abc.ABC):
 
     def run(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> Report:
         """`post` and `wait`; raises `TransportError` unless the transfer was done."""
-        return self._done(rank, peer, self.post(rank, peer, direction, copies, notify))
-
-    def _done(self, rank: int, peer: int, job: int) -> Report:
-        report = self.wait(rank, job)
+        report = self.wait(rank, self.post(rank, peer, direction, copies, notify))
         if report.state != "done":
             raise TransportError(f"transfer of rank {rank} with rank {peer} is {report.state}: {report.error}")
         return report
@@ -149,13 +147,9 @@ class Ranks(abc.ABC):
         self.call(rank, "notify", f"rank{peer}", payload)
 
     def notifications(self, rank: int, count: int, timeout_s: float | None = None) -> list[tuple[str, bytes]]:
-        """What arrived at `rank`: (peer name, payload). Returns once there are `count`, or the time is over."""
+        """Messages to `rank`: (peer name, payload). Returns once there are `count`, or the time is over."""
         wait_s = self.patience_s if timeout_s is None else timeout_s
         return list(self.call(rank, "notifications", count, wait_s, timeout_s=wait_s + ANSWER_TIMEOUT_S))
-
-    def attend(self, rank: int, attentive: bool) -> None:
-        """`Transport.set_attentive` on a rank."""
-        self.call(rank, "attend", attentive)
 
     def reset(self, fill_byte: int | None = 0) -> None:
         """Ready for the next case: forget jobs and messages, fill all memory unless `fill_byte` is None."""
@@ -166,35 +160,25 @@ class Ranks(abc.ABC):
                 self.give(rank)
 
 
-def _bytes(*columns: NDArray[np.int64]) -> tuple[bytes, ...]:
-    return tuple(column.tobytes() for column in columns)
-
-
 class LocalRanks(Ranks):
     """All ranks in this process. `make_transport(rank)` makes the transport of a rank, again after `shut`."""
 
     def __init__(self, num_ranks: int, memory_bytes: int, make_transport: Callable[[int], Transport]) -> None:
         super().__init__(num_ranks, memory_bytes)
         self._memory = [np.zeros(memory_bytes, dtype=np.uint8) for _ in range(num_ranks)]
-        self._workers: list[RankWorker] = []
-        for rank, memory in enumerate(self._memory):
-
-            def make(rank: int = rank) -> Transport:
-                return make_transport(rank)
-
-            self._workers.append(RankWorker(Block(memory.ctypes.data, memory_bytes), make))
+        self._workers = [
+            RankWorker(block_of(memory, "cpu"), partial(make_transport, rank))
+            for rank, memory in enumerate(self._memory)
+        ]
+        for rank in range(num_ranks):
             self.open(rank)
 
     def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """See `Ranks.call`; the time does not matter here, and what a rank did not foresee is raised as it is."""
+        """See `Ranks.call`. `timeout_s` is ignored, and an unforeseen error is raised as it is."""
         return getattr(self._workers[rank], method)(*arguments)
 
-    def memory(self, rank: int) -> NDArray[np.uint8]:
-        """See `Ranks.memory`."""
+    def _array(self, rank: int) -> NDArray[np.uint8]:
         return self._memory[rank]
-
-    def give(self, rank: int) -> None:
-        """See `Ranks.give`."""
 
     def close(self) -> None:
         """See `Ranks.close`."""
@@ -203,34 +187,25 @@ class LocalRanks(Ranks):
 
 
 class _Worker:
-    """A worker process, its channel and its memory file, as the controller holds them."""
+    """The controller's side of a worker process: its channel and its memory file."""
 
     def __init__(
         self, rank: int, memory_bytes: int, transport: str, environment: Mapping[str, str], device: str
     ) -> None:
         self._rank = rank
         memory_fd = os.memfd_create(f"kvreshard-rank{rank}")
-        numbers = [str(memory_fd), str(memory_bytes)]
         try:
             os.ftruncate(memory_fd, memory_bytes)
             self._map = mmap.mmap(memory_fd, memory_bytes)
             self.channel, theirs = socket.socketpair()
-            self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
+            self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the worker
+            numbers = map(str, (theirs.fileno(), memory_fd, memory_bytes))
             with theirs:
                 self.process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        rank_worker.__name__,
-                        str(theirs.fileno()),
-                        *numbers,
-                        transport,
-                        f"rank{rank}",
-                        device,
-                    ],
+                    [sys.executable, "-m", rank_worker.__name__, *numbers, transport, f"rank{rank}", device],
                     pass_fds=(theirs.fileno(), memory_fd),
                     stdin=subprocess.DEVNULL,
-                    stdout=self._words,
+                    stdout=self._output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment, "PYTHONPATH": _python_path()},
                 )
@@ -239,12 +214,11 @@ class _Worker:
         self.memory = np.frombuffer(self._map, dtype=np.uint8)
 
     def call(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Any:
-        """One exchange; raises `RankDiedError` when the worker cannot or does not answer, and what it refuses."""
+        """One call and its answer. Raises what the worker refuses, and `RankDiedError` when there is no answer."""
         self.channel.settimeout(timeout_s)
         try:
-            rank_worker.send_frame(
-                self.channel, Call(method, [msgspec.Raw(msgspec.msgpack.encode(a)) for a in arguments])
-            )
+            call = Call(method, [msgspec.Raw(rank_worker.encode(argument)) for argument in arguments])
+            rank_worker.send_frame(self.channel, call)
             answer = msgspec.msgpack.decode(rank_worker.receive_frame(self.channel), type=Answer)
         except TimeoutError as error:
             self.end(0.0)
@@ -256,7 +230,7 @@ class _Worker:
             raise RuntimeError(f"rank {self._rank} could not serve {method}:\n{answer.text}")
         if answer.raised:
             raise (LayoutMismatch if answer.raised == "LayoutMismatch" else TransportError)(answer.text)
-        return msgspec.msgpack.decode(answer.value, type=rank_worker.signature(method)[1])
+        return rank_worker.decode(answer.value, rank_worker.signature(method)[1])
 
     def end(self, grace_s: float) -> None:
         """Close the channel, which ends the worker; end it by force after `grace_s` seconds."""
@@ -268,21 +242,21 @@ class _Worker:
             self.process.wait()
 
     def free(self) -> None:
-        """Let the memory go, once nobody looks at the array any more."""
-        self._words.close()
+        """Release the memory, once no view of the array is left."""
+        self._output.close()
         self.memory = np.zeros(0, dtype=np.uint8)
-        with contextlib.suppress(BufferError):  # a test still holds a view: freed with it
+        with contextlib.suppress(BufferError):  # a test still has a view: released with it
             self._map.close()
 
     def words(self) -> str:
-        """What the process has written so far."""
-        self._words.seek(0)
-        return self._words.read().decode(errors="replace")
+        """Output of the process so far."""
+        self._output.seek(0)
+        return self._output.read().decode(errors="replace")
 
     def _died(self, method: str, fact: str) -> RankDiedError:
         words = self.words()[-2000:]
         return RankDiedError(
-            f"rank {self._rank} (pid {self.process.pid}) {fact} when asked for {method}; its last words: {words}"
+            f"rank {self._rank} (pid {self.process.pid}) {fact} during {method}; the end of its output: {words}"
         )
 
 
@@ -291,7 +265,7 @@ class ProcessRanks(Ranks):
 
     Args:
         num_ranks: how many.
-        memory_bytes: of each rank; pages are only used once touched.
+        memory_bytes: of each rank; a page takes memory once it is touched.
         transport: "nixl".
         environment: added to the workers' environment, for example {"UCX_NET_DEVICES": "lo"}.
         devices: where each rank's memory is, "cpu" or "cuda:N"; all on the processor if not given.
@@ -309,11 +283,9 @@ class ProcessRanks(Ranks):
         environment: Mapping[str, str] | None = None,
         devices: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(num_ranks, memory_bytes)
-        started_s = time.monotonic()
+        super().__init__(num_ranks, memory_bytes, devices)
         self._transport = transport
         self._environment = dict(environment or {})
-        self._devices = tuple(devices or ("cpu",) * num_ranks)
         self._workers: list[_Worker] = []
         try:
             for rank in range(num_ranks):
@@ -323,29 +295,16 @@ class ProcessRanks(Ranks):
         except BaseException:
             self.close()
             raise
-        self.start_s = time.monotonic() - started_s
 
     def call(self, rank: int, method: str, *arguments: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """See `Ranks.call`. Raises `RankDiedError`."""
         return self._workers[rank].call(method, arguments, timeout_s)
 
-    def memory(self, rank: int) -> NDArray[np.uint8]:
-        """See `Ranks.memory`."""
-        if self._devices[rank] != "cpu":
-            self.call(rank, "download")
+    def _array(self, rank: int) -> NDArray[np.uint8]:
         return self._workers[rank].memory
 
-    def give(self, rank: int) -> None:
-        """See `Ranks.give`."""
-        if self._devices[rank] != "cpu":
-            self.call(rank, "upload")
-
-    def device(self, rank: int) -> str:
-        """See `Ranks.device`."""
-        return self._devices[rank]
-
     def words(self, rank: int) -> str:
-        """What a rank's process has written so far: logs of NIXL and UCX."""
+        """Output of a rank's process so far: logs of NIXL and UCX."""
         return self._workers[rank].words()
 
     def process_id(self, rank: int) -> int:
@@ -353,7 +312,7 @@ class ProcessRanks(Ranks):
         return self._workers[rank].process.pid
 
     def restart(self, rank: int) -> None:
-        """Replace a rank's process and memory by new ones; its peers still know the old one."""
+        """Replace a rank's process and memory by new ones; its peers keep the old one's metadata."""
         self._workers[rank].end(5.0)
         self._workers[rank].free()
         self._workers[rank] = self._start(rank)
@@ -363,7 +322,7 @@ class ProcessRanks(Ranks):
         return _Worker(rank, self.memory_bytes, self._transport, self._environment, self._devices[rank])
 
     def close(self) -> None:
-        """See `Ranks.close`. Never hangs: a worker that does not end is ended."""
+        """See `Ranks.close`. A worker that does not end by itself is killed."""
         for worker in self._workers:
             worker.channel.close()
         for worker in self._workers:
@@ -372,6 +331,6 @@ class ProcessRanks(Ranks):
 
 
 def _python_path() -> str:
-    """The worker imports this very package, installed or not."""
+    """A path with this package first, so that workers import it, installed or not."""
     here = str(Path(kvreshard.__path__[0]).parent)
     return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])

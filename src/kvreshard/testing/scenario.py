@@ -1,4 +1,4 @@
-"""Requests that a trial moves or a plan is priced for, and where their pages lie.
+"""Requests for trials and plans, and their block tables.
 
 1. `pages_needed`: how many pages a pool must have for so many requests of so many tokens.
 2. `make_requests`: like a busy engine's, deterministic from a seed. Pages are in random order, shared among groups and requests, with
@@ -27,9 +27,9 @@ MAX_LOOKAHEAD_PAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a group's block table looks like: pages of a ring, or None; tokens that stay of a long request.
+    """The form of a group's block table. `ring_pages`: pages of a ring, or None; `kept_tokens`: tokens that stay of a long request, or None for all.
 
-    `paging`: per distinct way of paging the sequence its map and tokens per index.
+    `paging`: address map and tokens per index of each distinct way of paging the sequence.
     """
 
     group: Group
@@ -96,18 +96,14 @@ def make_requests(
 def plain_request(src: EngineLayout, dst: EngineLayout, num_tokens: int, num_present: int = 0) -> Request:
     """A request of `num_tokens` tokens, of which the destination has the first `num_present` already."""
     shapes = _shapes(dst)
-    src_tables, dst_tables = _plain_tables(src, _shapes(src), num_tokens), _plain_tables(dst, shapes, num_tokens)
+    src_tables = _tables(src, _shapes(src), num_tokens, _free_pages(src))
+    dst_tables = _tables(dst, shapes, num_tokens, _free_pages(dst))
     return Request(
         src_tables,
         dst_tables,
         {name: _interval(shape, num_tokens, num_present) for name, shape in shapes.items()},
         {name: _new_pages(shape, dst_tables[name], num_present) for name, shape in shapes.items()},
     )
-
-
-def _plain_tables(layout: EngineLayout, shapes: Mapping[str, _Shape], num_tokens: int) -> dict[str, PageTable]:
-    free = {pool: sorted(pages, reverse=True) for pool, pages in _free_pages(layout, np.random.default_rng(0)).items()}
-    return {group.name: _table(layout, shapes[group.name], num_tokens, 0, free[group.pool]) for group in layout.groups}
 
 
 def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
@@ -136,12 +132,14 @@ def _shapes(layout: EngineLayout) -> dict[str, _Shape]:
     }
 
 
-def _free_pages(layout: EngineLayout, rng: np.random.Generator) -> dict[str, list[int]]:
+def _free_pages(layout: EngineLayout, rng: np.random.Generator | None = None) -> dict[str, list[int]]:
+    """All pages of each pool but the null page, in random order, or with the lowest last."""
     nulls = {group.pool: group.null_page for group in layout.groups if group.null_page is not None}
-    return {
-        group.pool: [page for page in rng.permutation(group.num_pages).tolist() if page != nulls.get(group.pool)]
-        for group in layout.groups
-    }
+    free = {}
+    for group in layout.groups:
+        pages = range(group.num_pages)[::-1] if rng is None else rng.permutation(group.num_pages).tolist()
+        free[group.pool] = [page for page in pages if page != nulls.get(group.pool)]
+    return free
 
 
 def _tables(
@@ -149,14 +147,14 @@ def _tables(
     shapes: Mapping[str, _Shape],
     num_tokens: int,
     free: dict[str, list[int]],
-    rng: np.random.Generator,
+    rng: np.random.Generator | None = None,
 ) -> dict[str, PageTable]:
-    return {
-        group.name: _table(
-            layout, shapes[group.name], num_tokens, int(rng.integers(0, MAX_LOOKAHEAD_PAGES + 1)), free[group.pool]
-        )
-        for group in layout.groups
-    }
+    """Block tables of all groups, with a random number of lookahead pages, or none."""
+    found = {}
+    for group in layout.groups:
+        lookahead = 0 if rng is None else int(rng.integers(0, MAX_LOOKAHEAD_PAGES + 1))
+        found[group.name] = _table(layout, shapes[group.name], num_tokens, lookahead, free[group.pool])
+    return found
 
 
 def _table(layout: EngineLayout, shape: _Shape, num_tokens: int, lookahead: int, free: list[int]) -> PageTable:

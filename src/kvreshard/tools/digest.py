@@ -1,41 +1,123 @@
-"""The digest of cached values in logical coordinates, which agrees across layouts exactly when the bytes do.
+"""The digest of cached values in logical coordinates: two layouts that hold the same bytes have the same digest.
 
     digest = sum over rows, units of a row: R[field, row] * U[unit] * (value + C)        modulo 2^64
 
 A row is a token, or a coordinate of a state's first axis. A unit is two bytes of an element, or one where elements have an odd
-size, read as a signed number; its number counts the units of a row in logical order, whatever the rank holds of them. R, U and C are
-pseudo-random numbers of 64 bits under a key. Nothing in it depends on where a cell lies, so layouts agree; it is a sum, so parts add up.
-A difference is missed once in 2^44: docs/design/0006-digest.md.
+size, read as a signed number; its number counts the units of a row in logical order, whichever of them the rank holds. R, U and C are
+pseudo-random numbers of 64 bits under a key. No term depends on where a cell lies, so layouts agree; it is a sum, so digests of disjoint cells
+add up. A difference is missed once in 2^44: docs/design/0006-digest.md.
 
 - `digest_transfers`: per transfer and field, from one side's own memory and address maps. Each destination rank's cells are in exactly one
   of its transfers, so replicas count once per rank that has them.
-- `digest_cells`: some cells of one rank as one sum, for whoever asks about a part of a transfer.
+- `compare`: the two sides' digests, and the parts that differ.
+- `digest_cells`: some cells of one rank as one sum.
 
-Refused with BindError: tables and intervals that do not fit (`rows`), a key of a wrong size.
+Raises BindError: tables and intervals that do not fit (`cells`), a key of a wrong size.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import Request, Tokens
 from kvreshard.plan.transfer import RankTransfer
-from kvreshard.tools.cells import Cells, Side, of_transfer
-from kvreshard.tools.memory import Memory
-from kvreshard.tools.rows import Intervals, Rows, Tables, inner_axes, locate, page_rows
-from kvreshard.tools.verdict import Digest, Part
-
-Int64s = NDArray[np.int64]
+from kvreshard.tools.cells import Cells, Int64s, Intervals, Side, Tables, find_rows, of_transfer
 
 MAX_KEY_BYTES = 64
 # Units that are read at once: 256 KiB stay in a core's second-level cache.
 UNITS_AT_ONCE = 1 << 17
+MAX_LINES_IN_MESSAGE = 8
+
+
+class Memory(Protocol):
+    """Readable memory of a rank: `HostMemory` of `transport.local`, `TensorMemory` of `transport.device`."""
+
+    def reaches(self, device: str) -> bool:
+        """Whether memory on `device` ('cpu', 'cuda:0', ...) can be read here."""
+
+    def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
+        """Per row the sum of its units times their weights, modulo 2^64: shape (n,).
+
+        Row i has runs at `rows[i] + runs[j]`, shapes (n,) and (m,). A run has `k` units of 1 or 2 bytes, read as signed little-endian
+        numbers; unit u of run j weighs `weights[j, u]`, shape (m, k). All of it lies in one region.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A sum modulo 2^64 over some cells, and how many bytes they have."""
+
+    value: int
+    num_bytes: int
+
+    def __add__(self, other: Digest) -> Digest:
+        return Digest((self.value + other.value) % 2**64, self.num_bytes + other.num_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.value:016x} of {self.num_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Some cells: a box of one field that one rank reads from another, and the tokens of it."""
+
+    field: str
+    src_rank: int
+    dst_rank: int
+    box: str
+    tokens: tuple[Tokens, ...]
+
+    def __str__(self) -> str:
+        tokens = ", ".join(f"[{start}, {stop})" for start, stop in self.tokens)
+        box = f" ({self.box})" if self.box else ""
+        return f"field '{self.field}'{box}, source rank {self.src_rank} -> destination rank {self.dst_rank}, tokens {tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A part whose digests differ; None where a side has no digest of it."""
+
+    part: Part
+    src: Digest | None
+    dst: Digest | None
+
+    def __str__(self) -> str:
+        return f"{self.part}: the source has {self.src or 'no digest'}, the destination {self.dst or 'no digest'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many parts and bytes were compared, and which differ, sorted."""
+
+    num_parts: int
+    num_bytes: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every part was there on both sides, with one digest."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"{self.num_parts} parts of {self.num_bytes} bytes are equal on both sides"
+        lines = [str(difference) for difference in self.differences[:MAX_LINES_IN_MESSAGE]]
+        if len(self.differences) > MAX_LINES_IN_MESSAGE:
+            lines.append(f"and {len(self.differences) - MAX_LINES_IN_MESSAGE} more")
+        return f"{len(self.differences)} of {self.num_parts} parts differ:\n  " + "\n  ".join(lines)
+
+
+def compare(src: Mapping[Part, Digest], dst: Mapping[Part, Digest]) -> Verdict:
+    """The verdict over all parts that either side has."""
+    parts = sorted({*src, *dst})
+    found = tuple(Difference(part, src.get(part), dst.get(part)) for part in parts if src.get(part) != dst.get(part))
+    return Verdict(len(parts), sum(digest.num_bytes for digest in src.values()), found)
 
 
 def digest_transfers(
@@ -82,56 +164,42 @@ def cut_tokens(intervals: tuple[Tokens, ...], size: int) -> Iterator[tuple[Token
     yield from (tuple(pieces) for pieces in together.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Row:
-    """What a row holds: `runs` of adjacent units, byte offsets of shape (m,), and the `weights` of their units, shape (m, k)."""
-
-    runs: Int64s
-    weights: Int64s
-    unit_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weights.size * self.unit_bytes
-
-
 def _digest_fields(cells: Cells, tables: Tables, intervals: Intervals, memory: Memory, key: bytes) -> list[Digest]:
     """The digest of each of some congruent fields."""
-    row, presence = _describe_row(cells, key), weights(key, "presence", np.zeros(1, np.int64))
-    at_once = max(1, UNITS_AT_ONCE // max(1, row.weights.size))
-    values, num_rows = [0] * len(cells.fields), 0
-    for rows in page_rows(cells, tables, intervals):
-        num_rows += len(rows.offsets)
-        for number, (field, base) in enumerate(zip(cells.fields, cells.bases, strict=True)):
-            row_weights = _weigh_rows(rows, field, key)
-            for first in range(0, len(rows.offsets) if row.weights.size else 0, at_once):
-                part = slice(first, first + at_once)
-                sums = memory.weighted_sums(base + rows.offsets[part], row.runs, row.weights, row.unit_bytes)
-                values[number] += int((row_weights[part] * (sums + presence * row.weights.sum())).sum())
-    return [Digest(value % 2**64, num_rows * row.num_bytes) for value in values]
-
-
-def _describe_row(cells: Cells, key: bytes) -> _Row:
     unit_bytes = 2 if cells.element_bytes % 2 == 0 else 1
+    runs, units = _describe_row(cells, unit_bytes, key)
+    presence = weights(key, "presence", np.zeros(1, np.int64))
+    at_once = max(1, UNITS_AT_ONCE // max(1, units.size))
+    values, num_rows = [0] * len(cells.fields), 0
+    for coordinates, offsets in find_rows(cells, tables, intervals):
+        num_rows += len(offsets)
+        # The number of tokens that a state has absorbed is in its digest: the right bytes of another moment have another digest.
+        is_state = cells.sequence is None
+        role = f"state\0{tables[cells.group.name].num_tokens}" if is_state else "row"
+        for number, (field, base) in enumerate(zip(cells.fields, cells.bases, strict=True)):
+            row_weights = weights(key, f"{role}\0{field}", coordinates)
+            for first in range(0, len(offsets) if units.size else 0, at_once):
+                part = slice(first, first + at_once)
+                sums = memory.weighted_sums(base + offsets[part], runs, units, unit_bytes)
+                values[number] += int((row_weights[part] * (sums + presence * units.sum())).sum())
+    return [Digest(value % 2**64, num_rows * units.size * unit_bytes) for value in values]
+
+
+def _describe_row(cells: Cells, unit_bytes: int, key: bytes) -> tuple[Int64s, Int64s]:
+    """The runs of adjacent units of a row, as byte offsets of shape (m,), and the weights of their units, shape (m, k)."""
     offsets = numbers = np.zeros(1, dtype=np.int64)
-    for axis in inner_axes(cells):
+    for axis in cells.inner:
         coordinates = np.arange(*axis.bounds(), dtype=np.int64)
-        offsets = (offsets[:, None] + locate(axis, coordinates)).reshape(-1)
+        offsets = (offsets[:, None] + axis.locate(coordinates)).reshape(-1)
         numbers = (numbers[:, None] * (axis.extent or 1) + coordinates).reshape(-1)
     inside = np.arange(cells.element_bytes // unit_bytes, dtype=np.int64)
     offsets = (offsets[:, None] + inside * unit_bytes).reshape(-1)
     numbers = (numbers[:, None] * len(inside) + inside).reshape(-1)
     order = np.argsort(offsets, kind="stable")
-    offsets, unit_weights = offsets[order], weights(key, "unit", numbers[order])
+    offsets, units = offsets[order], weights(key, "unit", numbers[order])
     ends = np.flatnonzero(np.diff(offsets) != unit_bytes) + 1
     length = int(np.gcd.reduce([len(offsets), *ends.tolist()])) or 1
-    return _Row(offsets[::length], unit_weights.reshape(-1, length), unit_bytes)
-
-
-def _weigh_rows(rows: Rows, field: str, key: bytes) -> Int64s:
-    if rows.position is None:
-        return weights(key, f"row\0{field}", rows.coordinates)
-    return weights(key, f"state\0{rows.position}\0{field}", rows.coordinates)
+    return offsets[::length], units.reshape(-1, length)
 
 
 def weights(key: bytes, role: str, numbers: Int64s) -> Int64s:

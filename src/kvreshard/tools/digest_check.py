@@ -1,13 +1,13 @@
-"""Compares what one load has brought with its source, by digests, before the load is reported.
+"""The comparison of one load with its source, by digests, before the load is reported.
 
-`DigestCheck.steps` is a generator like `pull_steps`, and follows it while the source's lease still holds:
+`DigestCheck.steps` is a generator like `pull_steps`. It runs after the last byte, while the source's lease still holds:
 
-1. Cut the load into digest requests and send a few at a time, by notification.
-2. While the source computes, compute the same digests here, one at a resumption.
-3. Read the source's mailbox until every answer is there, and compare. What is not answered is asked again now and then.
+1. Cut the load into digest requests and send a few at a time, as notifications.
+2. While the source computes, compute the same digests here, one per resumption.
+3. Read the source's mailbox until every answer is there, and compare. An unanswered request is sent again after `RESEND_S`.
 
-A difference, a refusal, or no answer in time raises DigestError, and the load fails. What cannot be compared at all is skipped: a rank that
-cannot read its own memory, here (`find_obstacle`) or at the source.
+A difference, a refusal, or no answer in time raises DigestError, and the load fails. A rank whose memory cannot be read, here
+(`find_obstacle`) or at the source, is not compared.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from kvreshard.session.commands import CheckResult, Load
 from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES, RankMetadata
 from kvreshard.session.observer import Landing, RejectedLoad
 from kvreshard.session.pull import settled
-from kvreshard.tools import Digest, Memory
-from kvreshard.tools.digest_request import DigestRequest, Part, is_readable, make_requests, write_request
+from kvreshard.tools.cells import Cells
+from kvreshard.tools.digest import Digest, Memory, digest_cells
+from kvreshard.tools.digest_request import DigestRequest, is_readable, make_requests, write_request
 from kvreshard.tools.mailbox import NUM_ENTRIES, DigestAnswer, Status, entry_offset, read_answer
 from kvreshard.transport.base import Direction, Transfer
 
@@ -35,9 +36,8 @@ Clock = Callable[[], float]
 WINDOW = 16
 CHECK_BYTES = WINDOW * MAILBOX_ENTRY_BYTES
 """Registered memory that a check needs."""
-# A request or its answer may be lost: two readers' answers may fall on one place of the mailbox. The source does not compute twice what
-# waits there already.
-ASK_AGAIN_S = 1.0
+# An answer may be lost: two readers' answers may have the same place in the mailbox. The source computes no digest twice that is still there.
+RESEND_S = 1.0
 
 REFUSALS: Mapping[Status, str] = {
     Status.NO_LEASE: "the source no longer keeps the request's pages",
@@ -48,9 +48,7 @@ REFUSALS: Mapping[Status, str] = {
 
 
 class DigestError(RejectedLoad):
-    """A load that was to be compared with its source differs, or could not be compared. `result` says which; 'skipped' where it cannot
-    be, whatever is tried.
-    """
+    """A load differs from its source, or could not be compared. `result` says which; 'skipped' where no comparison is possible."""
 
     def __init__(self, text: str, result: CheckResult) -> None:
         super().__init__(text)
@@ -58,7 +56,7 @@ class DigestError(RejectedLoad):
 
 
 def is_chosen(request: str, share: float) -> bool:
-    """Whether a request is among the share that is compared. Every rank chooses alike.
+    """Whether a request is in the share that is compared. Every rank chooses the same.
 
     >>> [is_chosen(name, 0.5) for name in ("a", "b", "c", "d")]
     [True, False, True, False]
@@ -72,7 +70,7 @@ def is_chosen(request: str, share: float) -> bool:
 def find_obstacle(
     route: Route, src: EngineLayout, metadata_by_rank: Mapping[int, RankMetadata], mine: Rank, memory: Memory
 ) -> str:
-    """Why a load of this route cannot be compared at all; empty if it can."""
+    """Why loads of this route cannot be compared; empty if they can."""
     if not is_readable(memory, mine):
         devices = ", ".join(sorted(set(mine.devices)))
         return f"digest not available: rank {mine.rank} here cannot read its own memory on {devices}"
@@ -84,16 +82,25 @@ def find_obstacle(
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    part: Part
+    """One request under way: what it is about, its place in the scratch memory, when it was sent, and both digests once known."""
+
+    src_rank: int
+    cells: Cells
     request: DigestRequest
     place: int
     sent_s: float
     mine: Digest | None = None
     theirs: Digest | None = None
 
+    def __str__(self) -> str:
+        fields = self.request.fields
+        more = f" and {len(fields) - 1} more fields" if len(fields) > 1 else ""
+        tokens = ", ".join(f"[{start}, {stop})" for start, stop in self.request.intervals)
+        return f"field '{fields[0]}'{more}, tokens {tokens}, from source rank {self.src_rank}"
+
 
 class DigestCheck:
-    """The comparison of one load. `scratch_address`: `CHECK_BYTES` of registered local memory. `memory`: this rank's."""
+    """See the module. `scratch_address`: `CHECK_BYTES` of registered local memory. `memory`: this rank's."""
 
     def __init__(
         self, load: Load, landing: Landing, memory: Memory, scratch_address: int, timeout_s: float, clock: Clock
@@ -118,16 +125,16 @@ class DigestCheck:
                 return num_bytes
             behind = next((one for one in self._pending.values() if one.mine is None), None)
             if behind is not None:
-                behind.mine = behind.part.digest(self._transfer, self._memory, behind.request.key)
+                self._digest(behind)
             yield from self._read_mailboxes()
             num_bytes += self._compare()
             if not self._pending:
                 continue
             if self._clock() - started_s >= self._timeout_s:
-                part = next(iter(self._pending.values())).part
+                unanswered = next(iter(self._pending.values()))
                 raise DigestError(
-                    f"the source has not answered within {self._timeout_s:g} s what the digest of {part} is; is it alive, and does "
-                    "it have time? The load is not served unchecked",
+                    f"the source has not sent the digest of {unanswered} within {self._timeout_s:g} s; is it alive, and is it busy? The load "
+                    "is not served unchecked",
                     "unanswered",
                 )
             self._send_again()
@@ -135,8 +142,13 @@ class DigestCheck:
                 self._landing.wake()
             yield None
 
+    def _digest(self, one: _Pending) -> None:
+        """Compute this rank's own digest of a request."""
+        intervals = {one.cells.group.name: one.request.intervals}
+        one.mine = digest_cells(one.cells, self._transfer.dst_tables, intervals, self._memory, one.request.key)
+
     def _new_token(self) -> int:
-        """A random number whose place in a mailbox no other open request has."""
+        """A random number; its place in a mailbox is no other open request's."""
         while True:
             token = secrets.randbits(64)
             if all((token - other) % NUM_ENTRIES for other in self._pending):
@@ -148,33 +160,29 @@ class DigestCheck:
             found = next(self._todo, None)
             if found is None:
                 return
-            part, request = found
-            self._pending[request.token] = _Pending(part, request, place, self._clock())
+            src_rank, cells, request = found
+            self._pending[request.token] = _Pending(src_rank, cells, request, place, self._clock())
             self._send(self._pending[request.token])
 
     def _send_again(self) -> None:
-        """Ask again for what was not answered for a while."""
+        """Repeat requests that were not answered for `RESEND_S`."""
         for one in self._pending.values():
-            if one.theirs is None and self._clock() >= one.sent_s + ASK_AGAIN_S:
+            if one.theirs is None and self._clock() >= one.sent_s + RESEND_S:
                 one.sent_s = self._clock()
                 self._send(one)
 
     def _send(self, one: _Pending) -> None:
-        self._mover.transport.notify(self._mover.peers[one.part.src_rank], write_request(one.request))
+        self._mover.transport.notify(self._mover.peers[one.src_rank], write_request(one.request))
 
     def _read_mailboxes(self) -> Generator[Transfer | None, None, None]:
         """Read the entries of all open requests, one transfer per source rank."""
         unanswered = [one for one in self._pending.values() if one.theirs is None]
         transfers = []
-        for rank in sorted({one.part.src_rank for one in unanswered}):
-            here, engine_metadata = (
-                [one for one in unanswered if one.part.src_rank == rank],
-                self._metadata_by_rank[rank],
-            )
+        for rank in sorted({one.src_rank for one in unanswered}):
+            here, metadata = [one for one in unanswered if one.src_rank == rank], self._metadata_by_rank[rank]
             local = [self._place_of(one) for one in here]
             remote = [
-                engine_metadata.mailbox_address + entry_offset(one.request.token, engine_metadata.mailbox_entries)
-                for one in here
+                metadata.mailbox_address + entry_offset(one.request.token, metadata.mailbox_entries) for one in here
             ]
             copies = CopyList.of(remote, local, MAILBOX_ENTRY_BYTES)
             transfers.append(self._mover.transport.post(self._mover.peers[rank], Direction.READ, copies))
@@ -187,20 +195,20 @@ class DigestCheck:
         for one in unanswered:
             answer = read_answer(self._place_of(one), one.request.token)
             if answer is not None:
-                one.theirs = _digest_of(answer, one.part)
+                one.theirs = _digest_of(answer, one)
 
     def _place_of(self, one: _Pending) -> int:
         return self._scratch_address + one.place * MAILBOX_ENTRY_BYTES
 
     def _compare(self) -> int:
-        """Take out the requests of which both digests are known; returns their bytes."""
+        """Compare and remove the requests of which both digests are known; returns their bytes. Raises DigestError."""
         num_bytes = 0
         for token, one in list(self._pending.items()):
             if one.mine is None or one.theirs is None:
                 continue
             if one.mine != one.theirs:
                 raise DigestError(
-                    f"wrong bytes: {one.part}: the source has {one.theirs}, this rank has {one.mine}. Every length was right and "
+                    f"wrong bytes: {one}: the source has {one.theirs}, this rank has {one.mine}. Every length was right and "
                     "the lease held; report both layouts, or replay the flight record",
                     "different",
                 )
@@ -209,9 +217,9 @@ class DigestCheck:
         return num_bytes
 
 
-def _digest_of(answer: DigestAnswer, part: Part) -> Digest:
+def _digest_of(answer: DigestAnswer, one: _Pending) -> Digest:
     if answer.status is Status.NOT_READABLE:
-        raise DigestError(f"digest not available: source rank {part.src_rank} cannot read its own memory", "skipped")
+        raise DigestError(f"digest not available: source rank {one.src_rank} cannot read its own memory", "skipped")
     if answer.status is not Status.DIGEST:
-        raise DigestError(f"no digest of {part}: {REFUSALS[answer.status]}", "refused")
+        raise DigestError(f"no digest of {one}: {REFUSALS[answer.status]}", "refused")
     return Digest(answer.value, answer.num_bytes)

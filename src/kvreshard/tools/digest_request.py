@@ -1,22 +1,21 @@
-"""The request for a digest of a part of a load: how the reader cuts a load into requests, and how the source answers one.
+"""The request for a digest of some cells of a load: how the reader cuts a load into requests, and how the source answers one.
 
-The reader, `make_requests`: what its route's transfers bring, cut so that one request covers at most `REQUEST_BYTES`. Digests of
-disjoint cells add up, so the parts may be compared one by one. Each request comes with the reader's own cells.
+Reader, `make_requests`: what its route's transfers bring, cut so that one request covers at most `REQUEST_BYTES`. Digests of disjoint cells
+add up, so requests can be compared one by one. Each comes with the reader's own cells.
 
-The source, `answer_request`:
+Source, `answer_request`:
 
-1. The named fields must be its own and congruent. Their cells are cut to the ownerships that the request names.
+1. The request's fields must be the source's own and congruent. Their cells are cut to the ownerships in the request.
 2. The cost is bounded before anything is read.
-3. The digest is of the pages that the source published under the lease, read at its own addresses: a reader that has read other pages gets
-   another digest. Neither addresses nor pages come from a request.
+3. The digest is of the pages that the source published under the lease, at the source's own addresses. Neither addresses nor pages come from
+   a request: a reader that read other pages gets another digest.
 
-Refused: RequestError for unknown fields, a wrong number of axes, too many tokens or bytes; BindError for what `digest` refuses.
+Raises RequestError: unknown fields, a wrong number of axes, too many tokens or bytes. Raises BindError: what `digest` refuses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Annotated
@@ -28,19 +27,18 @@ from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Cyclic, Interval, Ownership
 from kvreshard.model.rank import Rank
-from kvreshard.model.tables import PageTable, Request, Tokens
+from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cover import count_common
 from kvreshard.plan.transfer import RankTransfer
 from kvreshard.session.commands import RemoteLease
 from kvreshard.session.notes import VERSION
-from kvreshard.tools import Digest, Memory, digest_cells
 from kvreshard.tools.cells import Cells, Cut, of_transfer
-from kvreshard.tools.digest import cut_tokens
+from kvreshard.tools.digest import Digest, Memory, cut_tokens, digest_cells
 
-# 16 MiB take some 8 ms to digest: what a session's thread may do at a stretch.
+# 16 MiB take some 8 ms to digest: as long as a session's thread may work at a stretch.
 REQUEST_BYTES = 16 << 20
 REQUEST_FIELDS = 128
-# One page, or one state, may be larger than a request should be; a peer cannot ask for more than this.
+# A source answers more than `REQUEST_BYTES`, since one page or one state may be larger.
 MAX_BYTES = 8 * REQUEST_BYTES
 MAX_TOKENS = 1 << 22
 MAX_INTERVALS = 1 << 10
@@ -53,14 +51,14 @@ Owned = tuple[Count, Count | None, Count | None]
 
 
 class RequestError(KvReshardError):
-    """A request that this rank does not answer: for fields that it does not have, or too large."""
+    """A request that this rank does not answer: for fields that it does not have, or for too many bytes."""
 
 
 class DigestRequest(msgspec.Struct, frozen=True, array_like=True, tag="digest"):
-    """A notification: what is the digest, under `key`, of these cells of `request`? The answer goes to the mailbox, under `token`.
+    """A notification that requests the digest, under `key`, of some cells of `request`. The answer goes to the mailbox, under `token`.
 
-    `word`: the lease's, which only those know who were told. `fields`: congruent fields of the source rank. `within`: per axis,
-    ownerships that a coordinate must satisfy beside the rank's own. `intervals`: tokens.
+    `word`: the lease's, a secret of its readers. `fields`: congruent fields of the source rank. `within`: per axis, ownerships that a
+    coordinate must be in besides the rank's own. `intervals`: tokens.
     """
 
     version: int
@@ -82,7 +80,7 @@ def write_request(request: DigestRequest) -> bytes:
 
 
 def read_request(payload: bytes) -> DigestRequest | None:
-    """The request, or None for anything else: a later version, another program, noise."""
+    """The request, or None for anything else."""
     try:
         request = _decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
@@ -90,34 +88,18 @@ def read_request(payload: bytes) -> DigestRequest | None:
     return request if request.version == VERSION else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """The subject of one request, seen by the reader: its own cells of a transfer, and the tokens of them."""
-
-    src_rank: int
-    mine: Cells
-    intervals: tuple[Tokens, ...]
-
-    def __str__(self) -> str:
-        fields = self.mine.fields
-        more = f" and {len(fields) - 1} more fields" if len(fields) > 1 else ""
-        tokens = ", ".join(f"[{start}, {stop})" for start, stop in self.intervals)
-        return f"field '{fields[0]}'{more}, tokens {tokens}, from source rank {self.src_rank}"
-
-    def digest(self, request: Request, memory: Memory, key: bytes) -> Digest:
-        """The reader's own digest of it."""
-        return digest_cells(self.mine, request.dst_tables, {self.mine.group.name: self.intervals}, memory, key)
-
-
 def is_readable(memory: Memory, rank: Rank) -> bool:
-    """Whether a rank's memory can be read for digests, all of it."""
+    """Whether all of a rank's memory can be read for digests."""
     return all(memory.reaches(device) for device in set(rank.devices))
 
 
 def make_requests(
     transfers: Sequence[RankTransfer], request: Request, lease: RemoteLease, key: bytes, new_token: Callable[[], int]
-) -> Iterator[tuple[Part, DigestRequest]]:
-    """Every cell that the transfers move for the request, in exactly one digest request. `new_token()` gives a random word."""
+) -> Iterator[tuple[int, Cells, DigestRequest]]:
+    """Source rank, the reader's own cells, and the digest request about them; every cell that the transfers move is in exactly one.
+
+    `new_token()` returns a random word.
+    """
     for transfer in transfers:
         intervals = tuple((int(start), int(stop)) for start, stop in request.intervals[transfer.dst_group.name])
         if not intervals:
@@ -130,14 +112,14 @@ def make_requests(
             fields = transfer.fields[first : first + num_fields]
             mine = cells.only(fields)
             for part in parts:
-                asked = DigestRequest(VERSION, lease.request, lease.word, new_token(), key, fields, within, part)
-                yield Part(transfer.src_rank, mine, part), asked
+                message = DigestRequest(VERSION, lease.request, lease.word, new_token(), key, fields, within, part)
+                yield transfer.src_rank, mine, message
 
 
 def answer_request(
     request: DigestRequest, tables: Mapping[str, PageTable], layout: EngineLayout, rank: int, memory: Memory
 ) -> Digest:
-    """The digest that was asked for, from this rank's own memory. `tables`: the pages that were published under the lease.
+    """The requested digest, from this rank's own memory. `tables`: the pages that were published under the lease.
 
     Raises RequestError or another KvReshardError.
     """
@@ -176,7 +158,7 @@ def _find_cells(request: DigestRequest, layout: EngineLayout, rank: Rank) -> Cel
         if (other.axes, other.element_bytes, shard.geometry) != (field.axes, field.element_bytes, geometry):
             raise RequestError(f"fields '{field.name}' and '{other.name}' differ in shape; ask for them one by one")
     if len(request.within) != len(field.axes) or any(len(owned) > MAX_OWNERSHIPS for owned in request.within):
-        raise RequestError(f"{len(request.within)} axes are named; field '{field.name}' has {len(field.axes)}")
+        raise RequestError(f"{len(request.within)} axes are given; field '{field.name}' has {len(field.axes)}")
     sequence = field.sequence
     return Cells(
         request.fields,
@@ -201,7 +183,7 @@ def _check_cost(request: DigestRequest, cells: Cells) -> None:
     num_tokens = sum(stop - start for start, stop in intervals)
     widths = [high - low for low, high in (axis.bounds() for axis in cells.bounded)]
     if min(widths, default=1) <= 0:
-        raise RequestError(f"no cell of field '{cells.fields[0]}' lies on this rank and in the box that is asked for")
+        raise RequestError(f"no cell of field '{cells.fields[0]}' lies on this rank and in the requested box")
     indices = 1 if cells.sequence is None else num_tokens // cells.tokens_per_index + len(intervals)
     num_bytes = cells.element_bytes * prod(widths) * indices * len(cells.fields)
     if num_tokens > MAX_TOKENS or num_bytes > MAX_BYTES:

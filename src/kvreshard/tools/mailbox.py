@@ -1,10 +1,9 @@
-"""Registered memory of a source rank in which readers find the digests that they asked for.
+"""Registered memory of a source rank that holds the answers to digest requests.
 
-A reader knows its sources, not the other way round: a source has no connection to answer on, and opens none for whoever asks. So answers
-go the way of lease words: into memory of the source, which the reader reads.
+A source opens no connections to its readers. So a reader reads its answers, as it reads lease words.
 
-The place of an answer follows from the request's token, a random number. An entry is token, status, digest and size, and a checksum of all
-of it. A reader that sees half an answer, an older one, or another's at the same place finds no checksum for its token, and reads again.
+An answer's place follows from the request's token, a random number. An entry is token, status, digest, size and a checksum of these. A reader
+that finds half an answer, an older one or another reader's has no checksum for its token, and reads again.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from enum import IntEnum
 from kvreshard.session.engine_metadata import MAILBOX_ENTRY_BYTES
 from kvreshard.transport.base import MemoryRegion
 
-# 512 KiB. A reader has 16 requests under way, at different places; where two readers meet at one, one asks again.
+# 512 KiB. A reader has 16 requests under way, at different places. Where two readers share a place, one repeats its request.
 NUM_ENTRIES = 1 << 13
 _BODY = struct.Struct("<QQQQ")
 _ENTRY = struct.Struct("<QQQQ8s")
 
 
 class Status(IntEnum):
-    """What an answer says. Everything but `DIGEST` is a refusal."""
+    """Status of an answer. All but `DIGEST` are refusals."""
 
     DIGEST = 1
     NO_LEASE = 2
@@ -62,18 +61,18 @@ class DigestMailbox:
         return MemoryRegion(self._address, self._num_entries * MAILBOX_ENTRY_BYTES)
 
     def put(self, answer: DigestAnswer) -> None:
-        """Write an answer over whatever was at its place."""
+        """Write an answer at its place."""
         body = _BODY.pack(answer.token, answer.status, answer.value, answer.num_bytes)
         at = entry_offset(answer.token, self._num_entries)
         self._memory[at : at + _ENTRY.size] = body + _checksum(body)
 
     def has(self, token: int) -> bool:
-        """Whether the request with this token has been answered, and the answer still stands."""
+        """Whether the mailbox still holds the answer to this token's request."""
         return read_answer(self._address + entry_offset(token, self._num_entries), token) is not None
 
 
 def entry_offset(token: int, num_entries: int) -> int:
-    """Where the answer to a request stands, in bytes from the mailbox's start."""
+    """Place of an answer, in bytes from the mailbox's start."""
     return token % num_entries * MAILBOX_ENTRY_BYTES
 
 

@@ -1,7 +1,7 @@
-"""The observer of a rank: compares a share of its loads with their source, answers the digest requests of others, records what failed.
+"""The observer of a rank: compares a share of its loads with their source, answers digest requests of other ranks, records failed loads.
 
-What is not configured costs nothing: without a share no load is compared, without a recorder no event is kept. Digest requests are always
-answered, since the reader decides which loads are compared.
+Without a share no load is compared, and without a recorder no event is stored. Digest requests are always answered, since the reader decides
+which loads are compared.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from kvreshard import __version__
 from kvreshard.model import EngineLayout
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import CheckResult, Failure, Load
@@ -17,12 +18,13 @@ from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
 from kvreshard.session.scratch import Scratch
+from kvreshard.tools.digest import Memory
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
 from kvreshard.tools.digest_request import read_request
 from kvreshard.tools.digest_server import DigestServer
+from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.tools.mailbox import DigestMailbox
-from kvreshard.tools.memory import Memory
-from kvreshard.tools.recorder import Events, FailedLoad, Recorder, is_recorded
+from kvreshard.tools.recorder import Events, Recorder, is_recorded
 from kvreshard.transport.base import MemoryRegion, Transfer
 
 logger = get_logger(__name__)
@@ -32,10 +34,10 @@ MAX_OBSTACLES_LOGGED = 64
 
 @dataclass(frozen=True, slots=True)
 class ObserverOptions:
-    """What is watched.
+    """Options of a rank's observer.
 
-    `digest_share`: of how many requests, 0 to 1, source and destination are compared after the load. `digest_timeout_s`: how long that may
-    take; without an answer by then the load has failed. `staging_bytes`, `allow_mismatch`: how loads are carried out, for records.
+    `digest_share`: share of requests, 0 to 1, whose source and destination are compared after the load. `digest_timeout_s`: how long a
+    comparison may take; then the load fails. `staging_bytes`, `allow_mismatch`: options of the loads, for flight records.
     """
 
     digest_share: float = 0.0
@@ -45,7 +47,7 @@ class ObserverOptions:
 
 
 class RankObserver(Observer):
-    """See the module. `memory`: of this rank, for digests of it. Used from the session's thread."""
+    """See the module. `memory`: this rank's, for digests. Used from the session's thread."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class RankObserver(Observer):
         if self.recorder is not None:
             self.recorder.close()
 
-    def tell_obstacle(self, obstacle: str) -> None:
+    def log_obstacle(self, obstacle: str) -> None:
         """Log once why loads are not compared."""
         if obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
             self._obstacles.add(obstacle)
@@ -111,7 +113,7 @@ class WatchedLoad(LoadObserver):
             self._events.add(event, text)
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
-        """Compare the load with its source, if it is among the share."""
+        """Compare the load with its source, if its request is in the share."""
         moves = any(len(intervals) for intervals in self._load.transfer.intervals.values())
         if not moves or not is_chosen(self._load.request, self._rank.options.digest_share):
             return
@@ -135,15 +137,32 @@ class WatchedLoad(LoadObserver):
             scratch.give(address)
 
     def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
-        """Leave a record."""
-        recorder, options = self._rank.recorder, self._rank.options
-        if recorder is None or self._events is None or not is_recorded(failure):
+        """Write a flight record."""
+        recorder, events = self._rank.recorder, self._events
+        if recorder is None or events is None or not is_recorded(failure):
             return
-        recorder.record(
-            FailedLoad(
-                self._load, self._rank.rank, failure, dst, src, is_routed, self._events, options.staging_bytes, options.allow_mismatch
+        load, rank, options = self._load, self._rank.rank, self._rank.options
+
+        def make(written_at_s: float) -> Flight:
+            return Flight(
+                kvreshard=__version__,
+                written_at_s=written_at_s,
+                rank=rank,
+                request=load.request,
+                source_request=load.lease.request,
+                source_address=str(load.remote.address),
+                failure=failure,
+                dst=FlightSide.of(dst),
+                src=None if src is None else FlightSide.of(src),
+                transfer=load.transfer,
+                is_routed=is_routed,
+                staging_bytes=options.staging_bytes,
+                allow_mismatch=list(options.allow_mismatch),
+                events=events.list(),
+                num_events_forgotten=events.num_forgotten,
             )
-        )  # fmt: skip
+
+        recorder.record(load.request, make)
 
     def _compare(self, landing: Landing, address: int) -> Generator[Transfer | None, None, None]:
         timeout_s, clock = self._rank.options.digest_timeout_s, self._rank.clock
@@ -155,4 +174,4 @@ class WatchedLoad(LoadObserver):
     def _skip(self, obstacle: str) -> None:
         self._check = "skipped"
         self.noted("not checked", obstacle)
-        self._rank.tell_obstacle(obstacle)
+        self._rank.log_obstacle(obstacle)

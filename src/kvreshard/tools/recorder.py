@@ -1,13 +1,11 @@
-"""Writes a flight record of each failed load, on a thread of its own, and keeps a bounded number of them.
+"""Writer of flight records: one file per failed load, on a thread of its own, in a directory of bounded size.
 
-1. `record` hands what is known of the load to a thread of the recorder's own, and returns.
-2. There the file is written beside its place and moved there, whole or not at all, readable by its owner only. Layouts are bytes already, and
-   no copy is listed: a record costs what its block tables cost.
-3. Of all flight records in the directory the newest `max_files` stay. What a process that died has left half written goes after
-   `PART_AGE_S`.
+1. The file is written under a temporary name and then renamed: whole or not at all, readable by its owner only.
+2. The newest `max_files` records of the directory stay. Files that a dead process left half written are removed after `PART_AGE_S`.
+3. One record is written at a time, and at most one per `MIN_INTERVAL_S`. Of a burst of failures the first is recorded; the next record's
+   log line counts the others.
 
-At most one record is on its way, and at most one is made in `MIN_INTERVAL_S`: a storm of failures leaves its first record, and a count of the
-rest in the next one's log line. Nothing raises: what cannot be written is a line in the log.
+Recording raises nothing: a record that cannot be written is a warning in the log.
 """
 
 from __future__ import annotations
@@ -20,23 +18,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvreshard import __version__
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.commands import Failure, Load
-from kvreshard.session.engine_metadata import EngineMetadata
+from kvreshard.session.commands import Failure
 from kvreshard.session.workers import Workers
-from kvreshard.tools.flight import (
-    Flight,
-    FlightEvent,
-    FlightFailure,
-    FlightRequest,
-    FlightSide,
-    encode_flight,
-)
+from kvreshard.tools.flight import Flight, FlightEvent, encode_flight
 
 logger = get_logger(__name__)
 
@@ -47,11 +35,11 @@ PART_AGE_S = 600.0
 CLOSE_S = 0.1
 MAX_EVENTS = 256
 MAX_EVENT_TEXT = 400
-MAX_NAME = 40
+MAX_NAME = 120
 
 
 class Events:
-    """The last events of one load, by the session's clock; older ones are counted and forgotten. Any thread may add."""
+    """The last `MAX_EVENTS` events of one load, and a count of those before. Any thread may add."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._started_s = clock, clock()
@@ -60,43 +48,38 @@ class Events:
         self.num_forgotten = 0
 
     def add(self, name: str, text: str = "") -> None:
-        """Something has happened, now."""
+        """Note an event, at the clock's present time."""
         with self._lock:
             self.num_forgotten += len(self._ring) == MAX_EVENTS
             self._ring.append(FlightEvent(self._clock() - self._started_s, name, text[:MAX_EVENT_TEXT]))
 
     def list(self) -> list[FlightEvent]:
-        """The events that are kept, oldest first."""
+        """The last events, oldest first."""
         with self._lock:
             return [*self._ring]
 
 
-@dataclass(frozen=True, slots=True)
-class FailedLoad:
-    """A failed load, as its observer knows it. `src` is None when the source was not met; `is_routed`: there was a route from it."""
-
-    load: Load
-    rank: int
-    failure: Failure
-    dst: EngineMetadata
-    src: EngineMetadata | None
-    is_routed: bool
-    events: Events
-    staging_bytes: int
-    allow_mismatch: tuple[str, ...]
-
-
 def is_recorded(failure: Failure) -> bool:
-    """Whether a failure leaves a record. An aborted request does not, unless its pages were lost. Nor does one without its source's seal:
-    nothing was planned, and whoever may send requests could fill the directory.
+    """Whether a failure leaves a record.
+
+    An aborted request leaves none, unless its pages are quarantined. A load without its source's seal leaves none: nothing was planned, and
+    anyone who may send requests could fill the directory.
     """
     return failure.is_quarantined or failure.kind not in ("cancelled", "seal")
 
 
 class Recorder:
-    """Writes records to `directory`, which it makes. Used from one thread. `clock`: seconds; `now`: of the day, for names.
+    """Writes records to `directory`. Used from one thread.
 
-    `submit`: does a piece of work some time; None: on a thread of the recorder's own. Raises KvReshardError if the directory cannot be made.
+    Args:
+        directory: made if it does not exist.
+        max_files: records that stay.
+        clock: seconds, for the interval between records.
+        now: seconds since 1970, for names.
+        submit: runs a function later and returns whether it will; the recorder's own thread if None.
+
+    Raises:
+        KvReshardError: the directory cannot be made.
     """
 
     def __init__(
@@ -121,8 +104,11 @@ class Recorder:
                 f"flight_recorder_dir '{directory}' cannot be made: {error.strerror}; give a directory that can be written"
             ) from None
 
-    def record(self, failed: FailedLoad) -> None:
-        """Have a record written, unless one was a moment ago or still is."""
+    def record(self, request: str, make: Callable[[float], Flight]) -> None:
+        """Have the record of `request` written, unless one was written a moment ago or is being written.
+
+        `make`: called on the recorder's thread, with the time in seconds since 1970.
+        """
         now_s = self._clock()
         if not self._is_idle.is_set() or (self._last_s is not None and now_s < self._last_s + MIN_INTERVAL_S):
             self._num_skipped += 1
@@ -130,35 +116,32 @@ class Recorder:
         self._last_s = now_s
         num_skipped, self._num_skipped = self._num_skipped, 0
         self._is_idle.clear()
-        if not self._submit(lambda: self._record(failed, num_skipped)):
+        if not self._submit(lambda: self._record(request, make, num_skipped)):
             self._is_idle.set()
 
     def close(self) -> None:
-        """Wait a moment for a record that is on its way."""
+        """Wait up to `CLOSE_S` for a record that is being written."""
         self._is_idle.wait(CLOSE_S)
         self._workers.close()
 
     # Below: on the recorder's thread.
 
-    def _record(self, failed: FailedLoad, num_skipped: int) -> None:
+    def _record(self, request: str, make: Callable[[float], Flight], num_skipped: int) -> None:
         more = f" ({num_skipped} failures since the last record left none)" if num_skipped else ""
         try:
-            path = self._write(failed)
-            logger.warning("request %s: flight record %s%s; see `kvreshard replay`", failed.load.request, path, more)
-        except Exception as error:  # noqa: BLE001  a record is a help, never a second failure
-            logger.warning("request %s: no flight record was written: %s%s", failed.load.request, error, more)
+            path = self._write(make(self._now()))
+            logger.warning("request %s: flight record %s%s; see `kvreshard replay`", request, path, more)
+        except Exception as error:  # noqa: BLE001  a failed record must not fail anything else
+            logger.warning("request %s: no flight record was written: %s%s", request, error, more)
         finally:
             self._is_idle.set()
 
-    def _write(self, failed: FailedLoad) -> Path:
-        written_at_s = self._now()
-        message = encode_flight(make_flight(failed, written_at_s))
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(written_at_s))
+    def _write(self, flight: Flight) -> Path:
+        message = encode_flight(flight)
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(flight.written_at_s))
         self._num_written += 1
-        words = (
-            f"{stamp}-{os.getpid()}-{self._num_written:04d}-r{failed.rank}-{failed.failure.kind}-{failed.load.request}"
-        )
-        path = self._directory / (re.sub(r"[^A-Za-z0-9_-]", "_", words)[: MAX_NAME * 3] + SUFFIX)
+        words = f"{stamp}-{os.getpid()}-{self._num_written:04d}-r{flight.rank}-{flight.failure.kind}-{flight.request}"
+        path = self._directory / (re.sub(r"[^A-Za-z0-9_-]", "_", words)[:MAX_NAME] + SUFFIX)
         handle, temporary = tempfile.mkstemp(prefix=".", suffix=PART, dir=self._directory)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -172,7 +155,7 @@ class Recorder:
         return path
 
     def _prune(self) -> None:
-        """Names begin with the time, so that the oldest come first; another rank may remove one at the same moment."""
+        """Remove the oldest, whose names come first. Another rank may remove the same file at the same time."""
         for path in sorted(self._directory.glob(f"*{SUFFIX}"))[: -self._max_files]:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -180,31 +163,3 @@ class Recorder:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < self._now() - PART_AGE_S:
                     path.unlink()
-
-
-def make_flight(failed: FailedLoad, written_at_s: float) -> Flight:
-    """The record of a failed load."""
-    load, failure = failed.load, failed.failure
-    return Flight(
-        kvreshard=__version__,
-        written_at_s=written_at_s,
-        rank=failed.rank,
-        request=load.request,
-        source_request=load.lease.request,
-        source_address=str(load.remote.address),
-        failure=FlightFailure(failure.kind, failure.text, failure.is_quarantined),
-        dst=_side(failed.dst),
-        src=None if failed.src is None else _side(failed.src),
-        transfer=FlightRequest.of(load.transfer),
-        is_routed=failed.is_routed,
-        staging_bytes=failed.staging_bytes,
-        allow_mismatch=list(failed.allow_mismatch),
-        events=failed.events.list(),
-        num_events_forgotten=failed.events.num_forgotten,
-    )
-
-
-def _side(engine_metadata: EngineMetadata) -> FlightSide:
-    return FlightSide(
-        engine_metadata.engine, engine_metadata.instance_id, dict(engine_metadata.compatibility), engine_metadata.layout
-    )

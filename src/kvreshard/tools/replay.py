@@ -1,13 +1,11 @@
-"""The replay of a recorded load, without the engines that it failed on.
+"""The replay of a recorded load, without the engines on which it failed.
 
-1. Check the recorded facts, route both recorded layouts, bind the recorded request. A refusal is compared with the recorded one.
-2. List the copies, at the recorded addresses. The version of kvreshard that wrote the record made the same ones; another may not have.
+1. Check the recorded compatibility facts, route both recorded layouts, bind the recorded request. Compare a refusal with the recorded one.
+2. List the copies, at the recorded addresses. The version of kvreshard that wrote the record made the same ones; another may plan others.
 3. Give the ranks that take part memory at new addresses, as large as their regions but touched only where the request has pages.
    Source pages get random bytes, new destination pages 0xFF.
-4. Move the request over the memory transport, through staging as then, and compare both sides by digests; what no copy writes in new
-   pages must be zero.
-
-Refused with ReplayError: more memory than is available. Bad layouts in a record raise what `model.wire` raises.
+4. Move the request over the memory transport, staged as it was, and compare both sides by digests. Bytes of new pages that no copy writes
+   must be zero.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from kvreshard.model.rank import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList
-from kvreshard.session import engine_metadata
+from kvreshard.session.engine_metadata import FORM, VERSION, EngineMetadata, check_compatibility
 from kvreshard.session.mover import Mover
 from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull
-from kvreshard.tools import compare, digest_transfers
+from kvreshard.tools.digest import compare, digest_transfers
 from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.transport.base import MemoryRegion, TransportError
 from kvreshard.transport.local import HostMemory
@@ -41,7 +39,7 @@ from kvreshard.transport.memory import Fabric, MemoryTransport
 
 Outcome = Literal["reproduced", "not in the plan", "never met", "different"]
 POISON = 0xFF
-# Python names it from 3.13 on. Without it a pool of hundreds of gigabytes would be promised memory that nobody touches.
+# Python has the name from 3.13 on. Without it the kernel would reserve memory for a pool of hundreds of gigabytes that is never touched.
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 KEY = b"replay"
 
@@ -52,10 +50,10 @@ class ReplayError(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class CopySummary:
-    """A copy list in short. `by_rank`: source rank -> (copies, bytes). `digest`: of the list, which is the same for the same copies.
+    """A summary of copies. `by_rank`: source rank -> (copies, bytes). `digest`: the same for the same copies.
 
-    It is over rows of source rank, destination rank, source address, destination address and length, in ascending order, each number as
-    eight little-endian bytes.
+    The digest is over rows of source rank, destination rank, source address, destination address and length, in ascending order, each number
+    as eight little-endian bytes.
     """
 
     num_copies: int
@@ -66,7 +64,7 @@ class CopySummary:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came out. `copies`: the copy list of today; `refusal`: what is refused today, empty if nothing; `num_bytes`: moved again."""
+    """The outcome. `copies`: the present copy list; `refusal`: the present refusal, empty if none; `num_bytes`: moved again."""
 
     outcome: Outcome
     reason: str
@@ -79,20 +77,18 @@ class Replayed:
 
 
 def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) -> Replayed:
-    """Do a recorded load again. `available_bytes`: of memory on this machine, None where nobody knows.
+    """Repeat a recorded load. `available_bytes`: memory of this machine, None if unknown.
 
-    Raises KvReshardError for a record whose layouts or request are none, or ReplayError.
+    Raises ReplayError if there is too little memory, KvReshardError for a record whose layouts cannot be decoded.
     """
-    dst, request = wire.decode(flight.dst.layout), flight.transfer.request()
+    dst, request = wire.decode(flight.dst.layout), flight.transfer
     if flight.src is None:
         reason = "the source was never met, so there is nothing to plan: see the failure and the events"
         return Replayed("never met", reason, dst, None, request)
     src = wire.decode(flight.src.layout)
     found = Replayed("different", "", dst, src, request)
     try:
-        engine_metadata.check_compatibility(
-            _engine_metadata(flight.dst), _engine_metadata(flight.src), flight.allow_mismatch
-        )
+        check_compatibility(_engine_metadata(flight.dst), _engine_metadata(flight.src), flight.allow_mismatch)
         route = compile_route(src, dst, flight.rank)
         found = replace(found, copies=summarize(bind(route, request)))
     except (LayoutMismatch, BindError) as error:
@@ -109,7 +105,7 @@ def replay(flight: Flight, seed: int = 0, available_bytes: int | None = None) ->
 
 
 def summarize(lists: Iterable[CopyList]) -> CopySummary:
-    """A copy list in short."""
+    """The summary of a request's copies."""
     rows = np.concatenate([np.zeros((0, 5), dtype=np.int64), *map(_rows, lists)])
     rows = rows[np.lexsort(rows.T[::-1])]
     digest = hashlib.blake2b(rows.astype("<i8").tobytes(), digest_size=16).hexdigest()
@@ -150,22 +146,13 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
     return replace(found, outcome="not in the plan", reason=reason)
 
 
-def _engine_metadata(side: FlightSide) -> engine_metadata.EngineMetadata:
-    return engine_metadata.EngineMetadata(
-        engine_metadata.FORM,
-        engine_metadata.VERSION,
-        side.engine,
-        side.instance_id,
-        dict(side.compatibility),
-        b"",
-        (),
-        b"",
-        0.0,
-    )
+def _engine_metadata(side: FlightSide) -> EngineMetadata:
+    """As much of an engine's metadata as a record holds."""
+    return EngineMetadata(FORM, VERSION, side.engine, side.instance_id, side.compatibility, side.layout, (), b"", 0.0)
 
 
 class _Memory:
-    """The ranks of one load at new addresses, and a transport for each. Memory is the kernel's until it is touched."""
+    """The ranks of one load at new addresses, and a transport for each."""
 
     def __init__(self, src: EngineLayout, dst: EngineLayout, route: Route, staging_bytes: int) -> None:
         self._maps: list[mmap.mmap] = []
@@ -174,7 +161,7 @@ class _Memory:
         self.dst = self._place(dst, (route.dst_rank,))
 
     def fill(self, request: Request, seed: int, available_bytes: int | None) -> None:
-        """Random bytes in the source's pages, poison in the destination's new ones. Raises ReplayError if there is no room."""
+        """Random bytes in the source's pages, poison in the destination's new ones. Raises ReplayError if memory does not suffice."""
         target = self.dst.rank_by_number[self._route.dst_rank]
         sources = [
             content
@@ -196,7 +183,7 @@ class _Memory:
             content[:] = POISON
 
     def mover(self) -> Mover:
-        """The destination rank's mover, which knows the source ranks as peers."""
+        """The destination rank's mover, with the source ranks as peers."""
         fabric, peers = Fabric(), dict[int, str]()
         mine = MemoryTransport(fabric, "dst")
         mine.register(_regions(self.dst.rank_by_number[self._route.dst_rank]))

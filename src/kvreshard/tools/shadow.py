@@ -1,7 +1,7 @@
-"""Shadow mode on one rank: what this package would have copied, beside what NixlConnector posted, judged on a thread of its own.
+"""Shadow mode on one rank: compares what this package would have copied with what NixlConnector posted, on a thread of its own.
 
-The engine's thread hands over what has ended. Meeting the source, compiling and comparing are done one request at a time; what comes
-faster than that is dropped, since a sample says as much.
+The engine's thread submits loads that have ended. The thread takes one load at a time: it meets the source, compiles a route and compares.
+Loads that arrive faster than that are dropped, since a sample is enough.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ CLOSE_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class ShadowLoad:
-    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many either would load.
+    """A load that NixlConnector carries out. `num_tokens`, `their_tokens`: how many this connector and NixlConnector would load.
 
-    `why_not`: why this connector would not load it, if it would not; `lost`: what the last token looks at and has no page for.
+    `why_not`: why this connector would not load it, else empty. `lost`: what the last token needs and has no page for, else empty.
     """
 
     load: Load | None
@@ -52,7 +52,7 @@ class ShadowLoad:
 
 @dataclass(frozen=True, slots=True)
 class EndedLoad:
-    """A load that NixlConnector is done with. `agents`: name of each of the source's agents -> its (pipeline, tensor) rank.
+    """A load that NixlConnector has ended. `agents`: name of each of the source's agents -> its (pipeline, tensor) rank.
 
     `rearranges`: NixlConnector permutes what has arrived.
     """
@@ -66,7 +66,7 @@ class EndedLoad:
 
 @dataclass(frozen=True, slots=True)
 class ShadowOptions:
-    """How sources are met, and where reports go: `report_file` gets one JSON line per request; None: the log only."""
+    """How sources are met. `report_file`: gets one JSON line per request; None: reports go to the log only."""
 
     handshake_timeout_s: float
     keys: Keys | None
@@ -75,7 +75,7 @@ class ShadowOptions:
 
 
 class ShadowJudge:
-    """Compares the loads of rank `rank` of `engine`. `engine_metadata`: the engine's, once it is known; set by the engine's thread."""
+    """Compares the loads of rank `rank` of `engine`."""
 
     def __init__(self, engine: str, options: ShadowOptions) -> None:
         self._engine, self._options = engine, options
@@ -83,22 +83,22 @@ class ShadowJudge:
         self._engine_metadata: EngineMetadata | None = None
         self._dst: EngineLayout | None = None
         self._met: dict[RemoteEngine, tuple[EngineLayout, Route] | str] = {}
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._waiting: queue.Queue[EndedLoad | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="kvreshard-shadow", daemon=True)
         self._thread.start()
 
     def introduce(self, engine_metadata: EngineMetadata) -> None:
-        """Say which engine this is; until then loads cannot be compared. Raises what a bad layout raises."""
+        """Set this engine's metadata; until then loads cannot be compared. Raises what a bad layout raises."""
         self._engine_metadata, self._dst = engine_metadata, engine_metadata.decode_layout()
 
     def submit(self, ended: EndedLoad) -> None:
-        """Have a load compared, unless too many wait."""
+        """Queue a load for comparison, unless `MAX_WAITING` wait."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(ended)
 
     def close(self) -> None:
-        """End the thread, which may be asking an engine that does not answer: it is not waited for longer than `CLOSE_S`."""
+        """End the thread. It may be waiting for an engine that does not answer, so this returns after `CLOSE_S`."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(CLOSE_S)
@@ -107,11 +107,11 @@ class ShadowJudge:
         while (ended := self._waiting.get()) is not None:
             try:
                 self._note(self._judge(ended))
-            except Exception:  # a comparison that fails must not end the others
+            except Exception:  # the other comparisons go on
                 logger.exception("kvreshard shadow: request %s could not be compared", ended.load.request)
 
     def _judge(self, ended: EndedLoad) -> ShadowReport:
-        """What is found, unless the load itself cannot suffice."""
+        """The report; `missing` where the load cannot hold all that the request needs, whatever was copied."""
         found = self._compare(ended)
         if ended.load.lost and not ended.is_failed and found.verdict in ("same", "more", "refused here"):
             return msgspec.structs.replace(found, verdict="missing", reason=ended.load.lost)
@@ -127,7 +127,7 @@ class ShadowJudge:
             "their_tokens": load.their_tokens,
             "rearranges": ended.rearranges,
         }
-        if load.load is None and not load.why_not:  # all that there was to load is the last token
+        if load.load is None and not load.why_not:  # only the last token was left to load
             return ShadowReport(verdict="more" if ended.posted and not ended.is_failed else "refused there", **facts)
         if load.load is None or dst is None:
             return ShadowReport(verdict="refused here", reason=load.why_not, **facts)
@@ -146,10 +146,10 @@ class ShadowJudge:
         return compare_load(load.load, route, src, dst, theirs, facts)
 
     def _meet(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route] | str:
-        """The source's layout and the route from it, or why there is none; asked once per life of the engine."""
+        """The source's layout and the route from it, or why there is none; found once per instance of the engine."""
         if remote not in self._met:
             try:
-                self._met[remote] = met = self._ask(remote, dst)
+                self._met[remote] = met = self._fetch(remote, dst)
                 sentence = describe_route(met[1])
                 logger.info("kvreshard shadow: engine %s at %s: %s", remote.engine, remote.address, sentence)
             except KvReshardError as error:
@@ -157,7 +157,7 @@ class ShadowJudge:
                 logger.warning("kvreshard shadow: engine %s at %s: %s", remote.engine, remote.address, error)
         return self._met[remote]
 
-    def _ask(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route]:
+    def _fetch(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route]:
         options = self._options
         engine_metadata = fetch_engine_metadata(
             remote.address, self._engine, self.rank, options.handshake_timeout_s, options.keys
@@ -166,17 +166,17 @@ class ShadowJudge:
             check_compatibility(self._engine_metadata, engine_metadata, options.allow_mismatch)
         src = engine_metadata.decode_layout()
         route = compile_route(src, dst, self.rank)
-        told = f"shadow: {describe_route(route)}"
-        tell_outcome(remote.address, self._engine, self.rank, told, True, options.handshake_timeout_s, options.keys)
+        outcome = f"shadow: {describe_route(route)}"
+        tell_outcome(remote.address, self._engine, self.rank, outcome, True, options.handshake_timeout_s, options.keys)
         return src, route
 
     def _note(self, report: ShadowReport) -> None:
-        """To the file, if one is named, and to the log: the first of each verdict per peer, then each tenfold."""
+        """Write a report to the file, if there is one. Per verdict and peer, log the first report, then the 10th, 100th, ..."""
         if self._options.report_file:
             with open(self._options.report_file, "ab") as file:
                 file.write(msgspec.json.encode(report) + b"\n")
-        self._told[report.verdict, report.peer] += 1
-        count = self._told[report.verdict, report.peer]
+        self._counts[report.verdict, report.peer] += 1
+        count = self._counts[report.verdict, report.peer]
         if str(count).strip("0") == "1":
             is_fine = report.verdict in ("same", "more")
             times = f", {count} requests like it by now" if count > 1 else ""

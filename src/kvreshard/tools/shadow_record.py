@@ -1,7 +1,7 @@
-"""What does NixlConnector post? Its agent, with a notebook.
+"""A wrapper of NixlConnector's NIXL agent that records the transfers it posts.
 
-Every call goes to the agent as it is. Descriptor lists are remembered when they are prepared, and a transfer made from them
-while a request is `current` is noted as two index arrays; addresses are looked up later, by whoever compares.
+Every call goes on to the agent unchanged. Descriptor lists are recorded when they are prepared. A transfer made from them while a request is
+`current` is recorded as two index arrays; addresses are looked up when the load is compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DescriptorList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Posted:
-    """One transfer: which descriptors of which lists. `agent` is the source's name."""
+    """One transfer: indices into two descriptor lists, shapes (n,)."""
 
     local: DescriptorList
     local_index: Int64s
@@ -35,7 +35,7 @@ class Posted:
     remote_index: Int64s
 
     def copies(self, src_rank: int, dst_rank: int) -> CopyList:
-        """As copies. Raises ValueError if a pair of descriptors differs in length."""
+        """The transfer as copies. Raises ValueError if a pair of descriptors differs in length."""
         dst, src = self.local.rows[self.local_index], self.remote.rows[self.remote_index]
         if (dst[:, 1] != src[:, 1]).any():
             at = int(np.argmax(dst[:, 1] != src[:, 1]))
@@ -44,7 +44,7 @@ class Posted:
 
 
 class RecordingAgent:
-    """Stands where NixlConnector has its agent. `current`: the request that is being posted."""
+    """See the module. `current`: the request that is being posted, or None."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -57,13 +57,13 @@ class RecordingAgent:
         return getattr(self._agent, name)
 
     def get_xfer_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember what the agent's own object stands for."""
+        """Record the rows behind the agent's own object."""
         made = self._agent.get_xfer_descs(descs, *args, **kwargs)
         self._described[id(made)] = made, np.asarray(descs, dtype=np.int64)
         return made
 
     def prep_xfer_dlist(self, agent_name: str, descs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Remember the list under its handle."""
+        """Record the list under its handle."""
         handle = self._agent.prep_xfer_dlist(agent_name, descs, *args, **kwargs)
         _, rows = self._described.pop(id(descs), (None, None))
         if rows is not None:
@@ -73,7 +73,7 @@ class RecordingAgent:
     def make_prepped_xfer(
         self, operation: str, local: Any, local_index: Any, remote: Any, remote_index: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Note the transfer."""
+        """Record the transfer."""
         if self.current is not None and local in self._lists and remote in self._lists:
             posted = Posted(
                 self._lists[local],
@@ -85,10 +85,10 @@ class RecordingAgent:
         return self._agent.make_prepped_xfer(operation, local, local_index, remote, remote_index, *args, **kwargs)
 
     def release_dlist_handle(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forget the list."""
+        """Drop the list."""
         self._lists.pop(handle, None)
         return self._agent.release_dlist_handle(handle, *args, **kwargs)
 
     def take(self, request: str) -> list[Posted]:
-        """What was posted for a request; it is forgotten here."""
+        """Remove and return what was posted for a request."""
         return self._posted.pop(request, [])

@@ -41,7 +41,7 @@ class HostMemory:
         return device == "cpu"
 
     def weighted_sums(self, rows: Int64s, runs: Int64s, weights: Int64s, unit_bytes: int) -> Int64s:
-        """See `tools.memory.Memory.weighted_sums`."""
+        """See `tools.digest.Memory.weighted_sums`."""
         low, run_bytes = int(rows.min() + runs.min()), weights.shape[1] * unit_bytes
         rows, runs = rows - rows.min(), runs - runs.min()
         content = self.read(low, low + int(rows.max() + runs.max()) + run_bytes)

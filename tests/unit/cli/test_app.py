@@ -19,7 +19,7 @@ LLAMA = ("--model", "llama-3.1-8b")
 BAD = [
     (["plan", "--modle", "x"], "No such option: --modle"),
     (["pln"], "No such command 'pln'"),
-    (["plan", *LLAMA, "--prefill", "tp=4"], "nothing is known of the decode engine"),
+    (["plan", *LLAMA, "--prefill", "tp=4"], "the decode engine is missing"),
     (["plan", "--prefill", "tp=4", "--decode", "tp=2"], "needs a model"),
     (["plan", *LLAMA, "--prefill", "tq=4", "--decode", "tp=2"], "did you mean 'tp'?"),
     (["plan", *LLAMA, "--prefill", "tp=0", "--decode", "tp=2"], "engine option 'tp': 0"),

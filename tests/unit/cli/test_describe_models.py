@@ -1,7 +1,6 @@
 """`kvreshard describe` and `kvreshard models`: is what they write whole, right, or not there at all?"""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -53,10 +52,11 @@ def test_an_output_that_cannot_be_written_leaves_nothing(run, tmp_path: Path) ->
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "layout.json").write_text("old")
 
-    def full_disk(*_: object) -> None:
+    def full_disk(path: Path, content: bytes) -> None:
+        path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fdopen", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
     with pytest.raises(inputs.InputError, match="No space left on device; nothing was written"):
         inputs.write_whole(tmp_path / "layout.json", b"new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("layout.json", "old")]

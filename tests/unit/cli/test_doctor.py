@@ -109,8 +109,8 @@ def test_a_check_that_hangs_or_breaks_is_a_line() -> None:
         ((0, 'noise\n["POSIX", "UCX"]\n', ""), "ok", "POSIX, UCX"),
         ((0, '["POSIX"]\n', ""), "error", "no UCX among POSIX"),
         ((-11, "", "a\nSegmentation fault\n"), "error", "Segmentation fault"),
-        ((0, "nothing", ""), "error", "ended without a word"),
-        ((0, "", ""), "error", "ended without a word"),
+        ((0, "nothing", ""), "error", "ended without output"),
+        ((0, "", ""), "error", "ended without output"),
     ],
 )
 def test_plugins(monkeypatch: pytest.MonkeyPatch, found: object, status: str, told: str) -> None:
@@ -201,7 +201,7 @@ def test_a_peer_that_fits_is_routed(run: Run, serve: Serve, tmp_path: Path) -> N
     assert f"engine 'prefill', instance id {life}: 2 ranks, 2 fields in 1 group," in result.stdout
     assert f"route prefill -> this side ({path})" in result.stdout
     assert "proved; 2 transfers" in result.stdout
-    assert "the handshake does not tell it" in result.stdout
+    assert "not part of the handshake" in result.stdout
 
 
 def test_a_file_of_this_side_that_lacks_a_rank_is_told(run: Run, serve: Serve, tmp_path: Path) -> None:
@@ -265,9 +265,9 @@ def test_what_a_peer_lacks_is_told(run: Run, serve: Serve, monkeypatch: pytest.M
     monkeypatch.setattr(command, "find_version", lambda *names: "0.32.0")
     early = run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), board=0, vllm_version="0.31.0+cpu"))
     assert early.exit_code == 0
-    assert "1 rank cannot be asked about digests" in early.stdout
+    assert "1 rank cannot answer digest requests" in early.stdout
     assert "vLLM 0.31.0+cpu there, 0.32.0 here" in early.stdout
-    assert "nothing is known of this side" in early.stdout
+    assert "this side has no layout" in early.stdout
     assert run("doctor", "--no-loopback", "--peer", serve(engine("prefill"), metadata=b"noise")).exit_code == 1
 
 
@@ -278,7 +278,7 @@ def test_nobody_there_somebody_else_there_and_nothing_to_ask_with(run: Run, monk
         where = f"127.0.0.1:{silent.getsockname()[1]}"
         result = run("doctor", "--no-loopback", "--peer", where, "--peer", where)
         assert (result.exit_code, "cannot be reached" in result.stdout) == (1, True)
-        assert "not both engines were met" in result.stdout
+        assert "not both peers could be read" in result.stdout
         silent.listen()
         result = run("doctor", "--no-loopback", "--peer", where, "--model", "llama-3.1-8b", "--decode", "tp=1")
         assert (result.exit_code, "does not speak ZeroMQ: it is no kvreshard engine" in result.stdout) == (1, True)

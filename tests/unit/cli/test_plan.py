@@ -130,9 +130,9 @@ def test_copies_of_states_and_several_pages_are_named_too(run) -> None:
     [
         (("--tokens", "64", "--hit", "64"), "--hit 64 with --tokens 64: of N tokens"),
         (("--hit", "3"), "--hit 3 with no --tokens"),
-        (("--explain",), "--explain says what copies are, and none are printed"),
+        (("--explain",), "--explain describes copies, and none are printed"),
         (("--tokens", "3", "--tables", "x.json"), "are two requests"),
-        (("--copies",), "give --tables FILE, or --tokens N to invent one"),
+        (("--copies",), "give --tables FILE, or --tokens N to make one up"),
         (
             ("--tokens", "5000", "--pages", "9"),
             "pool 'pages' of engine 'prefill' has 8 free pages, group 'full' needs 313",
@@ -167,7 +167,7 @@ def test_only_some_ranks_and_a_forced_way(run) -> None:
 
 def test_unread_sources_and_one_sided_drafts_are_told(run) -> None:
     out = run("plan", "--model", "deepseek-v3", "--prefill", "tp=4,spec=1", "--decode", "tp=1").stdout
-    assert "prefill ranks 1-3 are read by nobody; decode rank 0 tells them when their pages are free\n" in out
+    assert "prefill ranks 1-3 are read by no decode rank; decode rank 0 reports when pages are free\n" in out
     assert "warning: field 'mtp.0.attn.latent': in engine 'prefill' but not in engine 'decode', so not moved" in out
 
 
@@ -209,7 +209,7 @@ BAD_TABLES = [
     ),
     (lambda t: t["decode"]["full"].update(new_pages=t["decode"]["state"]["new_pages"]), "a page is new once"),
     (lambda t: t["decode"]["full"].update(new_pages=[9]), "new_pages names page 9"),
-    (lambda t: t.update(version=2), "is of version 2; this command reads version 1: write it anew"),
+    (lambda t: t.update(version=2), "is of version 2; this command reads version 1: rewrite it"),
     (lambda t: t.pop("decode"), "missing required field `decode`"),
 ]
 
@@ -354,7 +354,7 @@ def test_an_option_that_two_layout_files_leave_nothing_to_say_to_is_refused(run,
     for files in (PAIR, ["--prefill-layout", PAIR[0], "--decode-layout", PAIR[1]]):
         result = run("plan", *files, *option)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert f"{' '.join(option)}: both engines are layout files, which say all there is" in result.stderr
+        assert f"{' '.join(option)}: both engines are layout files, which need nothing else" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["<(cat config.json)", "/dev/stdin < config.json"], ids=["substitution", "stdin"])

@@ -17,13 +17,12 @@ from kvreshard import __version__
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.model import KvReshardError, wire
 from kvreshard.plan import bind, compile_route
+from kvreshard.session.commands import Failure
 from kvreshard.testing.scenario import make_requests
 from kvreshard.tools import replay as replaying
 from kvreshard.tools.flight import (
     Flight,
     FlightEvent,
-    FlightFailure,
-    FlightRequest,
     FlightSide,
     encode_flight,
 )
@@ -46,10 +45,10 @@ def flight(kind: str = "transfer", text: str = "it broke", **changes: object) ->
         request="cmpl-1",
         source_request="cmpl-0",
         source_address="tcp://10.0.0.1:5600",
-        failure=FlightFailure(kind, text),
+        failure=Failure(kind, text),
         dst=side(DST),
         src=side(SRC),
-        transfer=FlightRequest.of(WANTED),
+        transfer=WANTED,
         is_routed=True,
         staging_bytes=1 << 16,
         events=[FlightEvent(0.0, "ordered", "request cmpl-1"), FlightEvent(0.25, "failed", "transfer: it broke")],
@@ -99,7 +98,7 @@ def test_a_refused_request_is_refused_again(run: Run, save: Save) -> None:
     wanted = request(SRC, DST, 13, src_pages=[1, 2, 3, 99])
     with pytest.raises(KvReshardError) as told:
         list(bind(compile_route(SRC, DST, 0), wanted))
-    record = flight("request", str(told.value), transfer=FlightRequest.of(wanted))
+    record = flight("request", str(told.value), transfer=wanted)
     result = run("replay", save(record))
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "reproduced: the same refusal")
 
@@ -128,7 +127,7 @@ def test_a_source_that_was_never_met_leaves_nothing_to_replay(run: Run, save: Sa
         ({"kind": "mismatch", "text": "no field", "is_routed": False}, "it was refused then and is not now: no field"),
         ({"kind": "request", "text": "no page"}, "it was refused then and is not now: no page"),
         (
-            {"transfer": FlightRequest.of(request(SRC, DST, 13, src_pages=[99] * 4))},
+            {"transfer": request(SRC, DST, 13, src_pages=[99] * 4)},
             "this is refused now, and failed as 'transfer'",
         ),
     ],
@@ -163,7 +162,7 @@ def test_pools_of_any_size_take_memory_for_the_request_only(run: Run, save: Save
     )
     assert sum(region.size_bytes for region in dst.ranks[0].regions) > 50 << 30
     (wanted,) = make_requests(src, dst, 1, 64, 0)
-    record = flight(src=side(src), dst=side(dst), transfer=FlightRequest.of(wanted))
+    record = flight(src=side(src), dst=side(dst), transfer=wanted)
     result = run("replay", save(record))
     assert result.exit_code == 0, result.output
     assert "not in the plan" in result.stdout

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Column
 
 from kvreshard.catalog import MODELS
-from kvreshard.cli.inputs import Asked, read_pair
-from kvreshard.cli.models import read_row, show_model, show_models
+from kvreshard.cli.inputs import SideOptions, read_pair
+from kvreshard.cli.models import read_model, show_model, show_models
 from kvreshard.cli.output import fit_columns, number_column, show_line, show_table
 from kvreshard.cli.plan_view import show_plan
 from kvreshard.plan import compile_routes
@@ -68,18 +68,20 @@ def test_text_wraps_at_words() -> None:
 
 def test_the_catalog_fits_a_screen() -> None:
     console, file = terminal(80)
-    show_models(console, [read_row(name) for name in MODELS])
+    show_models(console, [read_model(name) for name in MODELS])
     lines = file.getvalue().splitlines()
     assert len(lines) <= len(MODELS) + 6
     assert max(map(len, lines)) <= 80
     console, file = terminal(80)
-    show_model(console, read_row("deepseek-v4-flash"))
+    show_model(console, read_model("deepseek-v4-flash"))
     assert max(map(len, file.getvalue().splitlines())) <= 80
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_plans_fit_80_columns(model: str) -> None:
-    pair = read_pair(model, Asked("prefill", "tp=1", None), Asked("decode", "tp=2,page=512", None), None, None)
+    pair = read_pair(
+        model, SideOptions("prefill", "tp=1", None), SideOptions("decode", "tp=2,page=512", None), None, None
+    )
     console, file = terminal(80)
     show_plan(console, explain(compile_routes(pair.prefill, pair.decode)), pair, None, details=False)
     assert max(map(len, file.getvalue().splitlines())) <= 80

@@ -21,7 +21,7 @@ def make_faulty(fault: Fault, rank: int) -> object:
     def plan(index: int, _transfer: object) -> Fault:
         return fault if index == 0 else Fault()
 
-    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
+    def make_ranks(transport: verify.TransportName, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
         fabric = Fabric()
         plans: dict[int, FaultPlan] = {rank: plan}
         ranks = LocalRanks(
@@ -142,16 +142,16 @@ def test_over_nixl_between_processes(run) -> None:
 def test_many_more_processes_than_cores_are_asked_for(monkeypatch, num_ranks: int, *, is_asked: bool) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
     if not is_asked:
-        verify.ask_for_processes(num_ranks, 2)
+        verify.confirm_processes(num_ranks, 2)
         return
     with pytest.raises(KvReshardError, match=r"17 ranks are 17 processes on 2 cores, .*give --yes"):
-        verify.ask_for_processes(num_ranks, 2)
+        verify.confirm_processes(num_ranks, 2)
 
 
 def test_nothing_is_started_before_a_yes(run, monkeypatch) -> None:
     started: list[int] = []
 
-    def make_ranks(transport: verify.TransportOption, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
+    def make_ranks(transport: verify.TransportName, num_ranks: int, memory_bytes: int, device: str) -> Ranks:
         started.append(num_ranks)
         fabric = Fabric()
         return LocalRanks(num_ranks, memory_bytes, lambda rank: MemoryTransport(fabric, f"rank{rank}"))

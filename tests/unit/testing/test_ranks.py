@@ -126,7 +126,7 @@ class TestProcessRanks:
         if when == "while pending":
             job = ranks.post(0, 1, Direction.READ, one_piece(ranks, 0, 1))
         os.kill(ranks.process_id(1), signal.SIGKILL)
-        with pytest.raises(RankDiedError, match=r"rank 1 .* exit code -9 when asked for metadata"):
+        with pytest.raises(RankDiedError, match=r"rank 1 .* exit code -9 during metadata"):
             ranks.connect(0, 1)
         if when == "before":
             job = ranks.post(0, 1, Direction.READ, one_piece(ranks, 0, 1))

@@ -19,8 +19,8 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan import RankTransfer
 from kvreshard.testing.oracle import oracle_transfer, write_values
-from kvreshard.tools import Digest, Memory, Part, Side, digest_cells, digest_transfers
-from kvreshard.tools.cells import of_transfer
+from kvreshard.tools.cells import Side, of_transfer
+from kvreshard.tools.digest import Digest, Memory, Part, digest_cells, digest_transfers
 from kvreshard.transport.local import HostMemory
 
 NUM_TOKENS = 45

@@ -15,9 +15,8 @@ from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
-from kvreshard.tools import Digest, Memory, compare, digest_transfers
-from kvreshard.tools.digest import UNITS_AT_ONCE, weights
-from kvreshard.tools.rows import INDICES_PER_WINDOW
+from kvreshard.tools.cells import INDICES_PER_WINDOW
+from kvreshard.tools.digest import UNITS_AT_ONCE, Digest, Memory, compare, digest_transfers, weights
 from kvreshard.transport.local import HostMemory
 
 KEY = b"key"

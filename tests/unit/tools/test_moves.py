@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.plan.copies import CopyList
-from kvreshard.tools.moves import MovesCompared, compare_moves
+from kvreshard.tools.shadow_report import MovesCompared, compare_moves
 
 
 def copies(*rows: tuple[int, int, int, int]) -> list[CopyList]:
@@ -52,4 +52,4 @@ def test_against_a_comparison_byte_by_byte(
             expected[0 if a == b else 2 if b is None else 3 if a is None else 1] += 1
     ways = [copies(*((cell[0], cell[1], at, 1) for at, cell in enumerate(side) if cell)) for side in (left, right)]
     found = compare_moves(*ways)
-    assert [found.same_bytes, found.elsewhere_bytes, found.only_left_bytes, found.only_right_bytes] == expected
+    assert [found.same_bytes, found.elsewhere_bytes, found.missing_bytes, found.surplus_bytes] == expected

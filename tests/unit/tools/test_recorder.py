@@ -40,9 +40,8 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.session.commands import Cancel, Failure, Load, RemoteEngine
 from kvreshard.session.handshake_server import Address, HandshakeServer
 from kvreshard.session.peer import LocalRank
-from kvreshard.session.seal import Seal
 from kvreshard.tools import flight as form
-from kvreshard.tools.flight import FlightRequest, decode_flight, encode_flight
+from kvreshard.tools.flight import Flight, FlightSide, decode_flight, encode_flight
 from kvreshard.tools.recorder import (
     MAX_EVENT_TEXT,
     MAX_EVENTS,
@@ -51,7 +50,6 @@ from kvreshard.tools.recorder import (
     PART_AGE_S,
     SUFFIX,
     Events,
-    FailedLoad,
     Recorder,
 )
 from kvreshard.tools.replay import replay, summarize
@@ -103,7 +101,7 @@ def test_a_failed_load_leaves_a_record_from_which_its_copies_follow(world: World
     assert endpoint._me is not None
     then = compile_route(world.src.layout, world.dst.layout, 0)
     wanted = request(world.src.layout, world.dst.layout, 21, new_pages=[2, 3, 4, 5])
-    assert summarize(bind(route, flight.transfer.request())) == summarize(bind(then, wanted))
+    assert summarize(bind(route, flight.transfer)) == summarize(bind(then, wanted))
     assert flight.is_routed
 
 
@@ -114,7 +112,7 @@ def test_a_record_holds_no_word_and_no_cached_byte(world: World, tmp_path: Path)
     message = records(tmp_path)[0].read_bytes()
     assert b"\xa7" * 8 not in message
     assert msgspec.msgpack.encode(WORD) not in message
-    assert b"lease" not in msgspec.json.encode(msgspec.structs.replace(decode_flight(message), events=[]))
+    assert b"lease" not in encode_flight(msgspec.structs.replace(decode_flight(message), events=[]))
 
 
 def test_the_card_of_a_pair_that_is_refused_is_kept_for_the_record(world: World) -> None:
@@ -251,9 +249,9 @@ def test_truncations_and_other_versions_are_refused(good: bytes) -> None:
         with pytest.raises(WireError):
             decode_flight(good[:length])
     with pytest.raises(WireError, match="version 2; this command reads version 1: use the release"):
-        decode_flight(msgspec.msgpack.encode(msgspec.structs.replace(flight, version=2)))
+        decode_flight(encode_flight(msgspec.structs.replace(flight, version=2)))
     with pytest.raises(WireError, match=r"'other', not a 'kvreshard\.flight'"):
-        decode_flight(msgspec.msgpack.encode(msgspec.structs.replace(flight, form="other")))
+        decode_flight(encode_flight(msgspec.structs.replace(flight, form="other")))
 
 
 @given(noise=st.binary(max_size=200))
@@ -271,14 +269,28 @@ def test_a_record_that_is_too_long_is_not_written(good: bytes, monkeypatch: pyte
 
 
 def test_page_ids_that_are_none_are_refused(good: bytes) -> None:
-    flight = decode_flight(good)
-    table = next(iter(flight.transfer.src_tables.values()))
-    cut = msgspec.structs.replace(table, pages=table.pages[:-1])
-    with pytest.raises(WireError, match="bytes of page ids; each has 4"):
-        msgspec.structs.replace(flight.transfer, src_tables={"g": cut}).request()
+    document = msgspec.msgpack.decode(good)
+    table = next(iter(document["transfer"]["src_tables"].values()))
+    for pages in (table["pages"][:-1], [1, 2]):
+        table["pages"] = pages
+        with pytest.raises(WireError, match="bytes of page ids; each has 4"):
+            decode_flight(msgspec.msgpack.encode(document))
     for page in (-1, 2**32):
+        wanted = Request({"g": PageTable([1, page], 2)}, {}, {}, {})
         with pytest.raises(WireError, match="a record holds 0 to 4294967295"):
-            FlightRequest.of(Request({"g": PageTable([1, page], 2)}, {}, {}, {}))
+            encode_flight(msgspec.structs.replace(decode_flight(good), transfer=wanted))
+
+
+@pytest.mark.parametrize("number", [-1, 2**63, 2**64 - 1])
+def test_numbers_that_are_none_are_refused(good: bytes, number: int) -> None:
+    for key in ("num_tokens", "first_page"):
+        document = msgspec.msgpack.decode(good)
+        next(iter(document["transfer"]["dst_tables"].values()))[key] = number
+        with pytest.raises(WireError, match="not a flight record"):
+            decode_flight(msgspec.msgpack.encode(document))
+    document["transfer"]["intervals"] = {"g": [[0, number]]}
+    with pytest.raises(WireError, match="not a flight record"):
+        decode_flight(msgspec.msgpack.encode(document))
 
 
 def test_nothing_is_written_on_the_sessions_thread_and_what_comes_meanwhile_is_counted(
@@ -322,14 +334,16 @@ def test_what_was_left_half_written_goes_in_time(world: World, clock: Clock, tmp
     assert [path.exists() for path in left.values()] == [True, False]
 
 
-def failed_load(num_pages: int, clock: Clock) -> FailedLoad:
-    """Of a request of so many pages on both sides, all of them new here."""
+def failed_load(num_pages: int) -> Callable[[float], Flight]:
+    """Makes the record of a request of so many pages on both sides, all of them new here."""
     world = make_world(2, 1)
     table = PageTable(np.arange(1, num_pages + 1), 16 * num_pages)
     wanted = Request({"g": table}, {"g": table}, {"g": [(0, table.num_tokens)]}, {"g": table.pages})
-    load = Load("d", REMOTE, LEASE, wanted, Seal(b"", b""), gives_back=True)
-    failure, src = Failure("transfer", "x"), world.src.engine_metadata()
-    return FailedLoad(load, 0, failure, world.dst.engine_metadata(), src, True, Events(clock), 0, ())
+    src, dst = FlightSide.of(world.src.engine_metadata()), FlightSide.of(world.dst.engine_metadata())
+    return lambda written_at_s: Flight(
+        kvreshard="0.1", written_at_s=written_at_s, rank=0, request="d", source_request="r", source_address="h:1",
+        failure=Failure("transfer", "x"), dst=dst, src=src, transfer=wanted, is_routed=True,
+    )  # fmt: skip
 
 
 def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock) -> None:
@@ -337,12 +351,12 @@ def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock
     sizes, costs = [], []
     for num_pages in (1, 8192):
         recorder = Recorder(tmp_path / str(num_pages) / "flights", 3, clock, lambda: NOW_S, at_once)
-        failed = failed_load(num_pages, clock)
-        costs.append(count_bytecodes(lambda recorder=recorder, failed=failed: recorder.record(failed)))
+        failed = failed_load(num_pages)
+        costs.append(count_bytecodes(lambda recorder=recorder, failed=failed: recorder.record("d", failed)))
         (path,) = records(tmp_path / str(num_pages))
         sizes.append(path.stat().st_size)
-        tables = decode_flight(path.read_bytes()).transfer.request().src_tables
-        assert np.array_equal(tables["g"].pages, failed.load.transfer.src_tables["g"].pages)
+        tables = decode_flight(path.read_bytes()).transfer.src_tables
+        assert np.array_equal(tables["g"].pages, failed(0.0).transfer.src_tables["g"].pages)
     assert sizes[1] - sizes[0] < 3 * 4 * 8192 + 100
     assert costs[1] < 1.2 * costs[0] + 50
 
@@ -350,10 +364,10 @@ def test_a_record_costs_the_same_whatever_is_copied(tmp_path: Path, clock: Clock
 @pytest.mark.parametrize("num_pages", [1_300_000, 1_500_000, 10_000_000])
 def test_no_record_takes_much_memory(tmp_path: Path, clock: Clock, num_pages: int) -> None:
     """Up to the largest that is written, and those that are not."""
-    failed = failed_load(num_pages, clock)
+    failed = failed_load(num_pages)
     recorder = Recorder(tmp_path / "flights", 3, clock, lambda: NOW_S, at_once)
     tracemalloc.start()
-    recorder.record(failed)
+    recorder.record("d", failed)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 50e6

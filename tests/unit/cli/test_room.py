@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvreshard.testing.room import available_bytes
+from kvreshard.cli.scale import available_bytes
 
 GIB = 1 << 30
 
