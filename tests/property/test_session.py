@@ -235,8 +235,8 @@ class Sessions(RuleBasedStateMachine):
                 Fault(),
                 Fault(delay_steps=1),
                 Fault(delay_steps=2),
-                Fault(delay_steps=2, fail_after_pieces=1),
-                Fault(fail_after_pieces=0),
+                Fault(delay_steps=2, fail_after_copies=1),
+                Fault(fail_after_copies=0),
                 Fault(delay_steps=NEVER),
                 Fault(delay_steps=300),
             ]

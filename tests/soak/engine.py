@@ -33,7 +33,7 @@ from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.slices import SPLIT_PIECES
+from kvreshard.transport.slices import SPLIT_COPIES
 
 LEASE_SLOTS = 256
 LEASE_S = 30.0
@@ -147,7 +147,7 @@ class Engine:
         """
         names = {rank.transport.name for rank in source._ranks.values()}
         for rank in self._ranks.values():
-            here = int(rank.staging.ctypes.data) + np.arange(4 * SPLIT_PIECES, dtype=np.uint64) * np.uint64(PIECE_BYTES)
+            here = int(rank.staging.ctypes.data) + np.arange(4 * SPLIT_COPIES, dtype=np.uint64) * np.uint64(PIECE_BYTES)
             for peer, (name, table) in list(rank.transport._peers.items()):
                 if name not in names:
                     continue

@@ -15,10 +15,10 @@ as long as the module:
             return my_ranks
 
 Each test leaves all ranks open and connected. Every test of bytes compares the **whole** memory of all ranks with
-what a byte-by-byte oracle leaves, so bytes outside the pieces need no separate test.
+what a byte-by-byte oracle leaves, so bytes outside the copies need no separate test.
 Random cases have fixed seeds, which stand in the test's name.
 
-Not required: an order of pieces or transfers, and any result of destination pieces that overlap.
+Not required: an order of copies or transfers, and any result of destination copies that overlap.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _check_paged(ranks: Ranks, direction: Direction, copies: PagedCopies) -> Non
 
 
 def _check_pieces(ranks: Ranks, rank: int, peer: int, direction: Direction, pieces: Pieces) -> Report:
-    """`rank` moves pieces with `peer`, and exactly those arrive."""
+    """`rank` moves copies with `peer`, and exactly those arrive."""
     expected = Expectation(ranks)
     expected.copied(rank, peer, direction, pieces)
     report = ranks.run(rank, peer, direction, copies_of(ranks, rank, peer, direction, pieces))
@@ -236,7 +236,7 @@ class TransportContract:
         outside, rank = (local, 0) if side == "local" else (remote, 1)
         outside[1] = ranks.address(rank) + offset
         expected = Expectation(ranks)
-        with pytest.raises(TransportError, match=rf"piece 1 of 2: {side}.*registered"):
+        with pytest.raises(TransportError, match=rf"copy 1 of 2: {side}.*registered"):
             ranks.post(0, 1, direction, posted(direction, local, remote, 8), b"never")
         expected.check()
         assert ranks.notifications(1, 1, timeout_s=0.0) == []

@@ -11,10 +11,10 @@ its own regions ("local") and those of a peer ("remote"). The road of one transf
    transfer may have moved any part of its bytes.
 4. After the last byte, and only then, the peer gets the notification that was posted with the transfer.
 
-Refused, with a `TransportError`: an unknown peer, pieces outside the registered regions of either side or across
+Refused, with a `TransportError`: an unknown peer, copies outside the registered regions of either side or across
 the border of two, devices without a known kind, overlapping regions, oversized notifications, use after `close`.
-Geometry is not known here: addresses and lengths only. Overlapping destination pieces are the caller's business, and
-the order in which pieces or transfers complete is not defined.
+Geometry is not known here: addresses and lengths only. Overlapping destination copies are the caller's business, and
+the order in which copies or transfers complete is not defined.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Transfer:
         self._callbacks: list[Callable[[Transfer], None]] = []
 
     def __repr__(self) -> str:
-        what = f"{self.direction.value} of {self.num_descriptors} pieces, {self.num_bytes} bytes, peer {self.peer!r}"
+        what = f"{self.direction.value} of {self.num_descriptors} copies, {self.num_bytes} bytes, peer {self.peer!r}"
         return f"<Transfer {self._state.value}: {what}>"
 
     @property
@@ -227,7 +227,7 @@ class Transport(Protocol):
     def post(self, peer: str, direction: Direction, copies: Copies, notify: bytes | None = None) -> Transfer:
         """Start copying; an empty list is done at once. The sources of a READ are remote, those of a WRITE local; the ranks that
         the copies name do not matter here. A `Page` is checked with all pages that it may have. `notify` reaches the peer after the
-        last byte, once, and not at all if the transfer fails. Refused: unknown peer, pieces out of bounds on either side (nothing
+        last byte, once, and not at all if the transfer fails. Refused: unknown peer, copies out of bounds on either side (nothing
         moves).
         """
 

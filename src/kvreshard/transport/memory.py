@@ -1,13 +1,13 @@
 """A transport within one process, with faults on request.
 
 1. A `Fabric` is the network: transports made with the same fabric can reach each other. There is no other state.
-2. `MemoryTransport.post` checks all pieces against both sides' regions, asks the fault plan what shall happen to this
+2. `MemoryTransport.post` checks all copies against both sides' regions, asks the fault plan what shall happen to this
    post, and puts the transfer on the fabric. Without a fault it is copied and settled before `post` returns.
 3. `Fabric.step` is the clock of faults: a transfer delayed by n steps moves its bytes in the n-th step, not before, so
    that a caller who reuses memory too early is caught. Nothing here sleeps or depends on real time.
 
 Refused, beside what every transport refuses: device memory, since only host memory can be copied with memmove.
-Addresses are real: a piece inside a registered region that has been unmapped crashes the process, as it should.
+Addresses are real: a copy inside a registered region that has been unmapped crashes the process, as it should.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Fault:
     Attributes:
         delay_steps: bytes move and the transfer settles in that many calls of `Fabric.step`; 0 is within `post`.
         drop: no byte moves and the transfer stays pending until its transport closes.
-        fail_after_pieces: only so many pieces move, then the transfer fails.
-        corrupt_byte: this byte of the transfer, counted over its pieces in order, arrives inverted.
+        fail_after_copies: only so many copies move, then the transfer fails.
+        corrupt_byte: this byte of the transfer, counted over its copies in order, arrives inverted.
     """
 
     delay_steps: int = 0
     drop: bool = False
-    fail_after_pieces: int | None = None
+    fail_after_copies: int | None = None
     corrupt_byte: int | None = None
 
 
@@ -158,10 +158,10 @@ def finish(entry: _Posted) -> None:
                 _move(copies, fault)
             except TransportError as refusal:
                 error = refusal
-        if error is None and fault.fail_after_pieces is not None:
+        if error is None and fault.fail_after_copies is not None:
             error = TransportError(
                 f"injected: {transfer.direction.value} with {transfer.peer!r} failed after "
-                f"{fault.fail_after_pieces} of {transfer.num_descriptors} pieces"
+                f"{fault.fail_after_copies} of {transfer.num_descriptors} copies"
             )
         if error is None and entry.removed:
             error = TransportError(f"peer {transfer.peer!r} was removed while its transfer was pending")
@@ -171,8 +171,8 @@ def finish(entry: _Posted) -> None:
 
 
 def _move(copies: CopyList, fault: Fault) -> None:
-    """Copy pieces in order; stops and inverts as the fault says."""
-    count = copies.num_copies if fault.fail_after_pieces is None else min(fault.fail_after_pieces, copies.num_copies)
+    """Copy bytes in order; stops and inverts as the fault says."""
+    count = copies.num_copies if fault.fail_after_copies is None else min(fault.fail_after_copies, copies.num_copies)
     src, dst, length = copies.src_address[:count], copies.dst_address[:count], copies.length[:count]
     for to_address, source_address, num_bytes in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
         ctypes.memmove(to_address, source_address, num_bytes)

@@ -2,7 +2,7 @@
 
 It joins three parts:
 
-1. `NixlTransport`: the public face. Checks pieces against the regions of both sides, on the caller's thread.
+1. `NixlTransport`: the public face. Checks copies against the regions of both sides, on the caller's thread.
 2. `owner.Owner`: the one thread that talks to the agent, in slices of some 20 ms.
 3. `nixl_agent.NixlAgent`: NIXL's Python API behind the narrow protocol that the owner needs; NIXL is imported with the first one.
 
@@ -17,7 +17,7 @@ What NIXL 1.5.1 with UCX needs from its surroundings (nothing of it is set here,
   NIXL_LOG_LEVEL is set it is raised to WARNING here.
 
 NIXL's progress thread stays off: it spins a whole core per agent even when idle. The owner polls instead. The UCX backend may have
-threads of its own that share what one post has in many pieces, and rest between posts (`NixlOptions.num_threads`).
+threads of its own that share what one post has in many copies, and rest between posts (`NixlOptions.num_threads`).
 A target that does not poll stalls its peers: with CMA most reads and all writes settled only with the target's next
 poll, and removing and adding a peer that lives on leaks one socket a side and worker, one more than there are threads, until either
 transport closes.

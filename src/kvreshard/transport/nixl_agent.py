@@ -17,7 +17,7 @@ import numpy as np
 
 from kvreshard.transport.base import Direction, MemoryRegion, TransportError
 from kvreshard.transport.posting import Pace
-from kvreshard.transport.slices import SPLIT_PIECES, RowSet, Slice
+from kvreshard.transport.slices import SPLIT_COPIES, RowSet, Slice
 
 # A route has a few pages per source rank; what a peer can make us keep is bounded, not what it needs.
 MAX_PREPARED = 256
@@ -43,7 +43,7 @@ class NixlOptions:
         backend_params: the plugin's parameters. For UCX, `engine_config` takes "NET_DEVICES=lo,LOG_LEVEL=error": UCX
             settings without their prefix, for this agent only; the environment wins over it, and a value cannot hold a
             comma. `READ_BY_CUDA_IPC` stands before what is given.
-        num_threads: of the UCX backend, for slices of at least `SPLIT_PIECES` pieces, which they share; they rest between transfers. 0:
+        num_threads: of the UCX backend, for slices of at least `SPLIT_COPIES` copies, which they share; they rest between transfers. 0:
             the owner posts everything by itself. More than two are worth it only where cores idle, and take doorbells of a NIC. While a
             network reads what they posted each polls a core without rest, see `usual_threads`.
         progress_thread: NIXL's own polling thread; spins a core.
@@ -63,7 +63,7 @@ class NixlOptions:
         if self.backend != "UCX":
             return given
         config = {"engine_config": ",".join(filter(None, (READ_BY_CUDA_IPC, given.get("engine_config"))))}
-        pool = {"num_threads": str(self.num_threads), "split_batch_size": str(SPLIT_PIECES)} if self.num_threads else {}
+        pool = {"num_threads": str(self.num_threads), "split_batch_size": str(SPLIT_COPIES)} if self.num_threads else {}
         return {**pool, **given, **config}
 
 
@@ -175,19 +175,19 @@ class NixlAgent:
         with _as_errors(f"could not disconnect {name}"):
             self._agent.remove_remote_agent(name)
 
-    def start(self, peer: str, direction: Direction, piece: Slice) -> object | None:
+    def start(self, peer: str, direction: Direction, slice_: Slice) -> object | None:
         agent = self._agent
         try:
-            if piece.pages is None:
-                kinds = piece.row_set.kinds
+            if slice_.pages is None:
+                kinds = slice_.row_set.kinds
                 local, remote = (
-                    agent.get_xfer_descs(piece.side(is_local), _SEGMENTS[kinds[not is_local]])
+                    agent.get_xfer_descs(slice_.side(is_local), _SEGMENTS[kinds[not is_local]])
                     for is_local in (True, False)
                 )
                 request = agent.initialize_xfer(direction.name, local, remote, peer)
             else:
-                local, remote = self._prepared_lists(peer, piece.row_set)
-                request = agent.make_prepped_xfer(direction.name, local, piece.side(True), remote, piece.side(False))
+                local, remote = self._prepared_lists(peer, slice_.row_set)
+                request = agent.make_prepped_xfer(direction.name, local, slice_.side(True), remote, slice_.side(False))
             state = "ERR"
             try:
                 state = agent.transfer(request)
@@ -195,7 +195,7 @@ class NixlAgent:
                 if state != "PROC":
                     agent.release_xfer_handle(request)
         except Exception as error:
-            raise _as_transport_error(f"could not post {len(piece)} pieces", error) from error
+            raise _as_transport_error(f"could not post {len(slice_)} copies", error) from error
         if state == "ERR":
             raise TransportError("NIXL answered 'ERR' to a post")
         return request if state == "PROC" else None

@@ -10,7 +10,7 @@ Each turn of its loop:
 4. rest: not at all while there is work, briefly while slices are in flight or the transport is attentive, else long.
 
 Step 3 serves peers too: without a progress thread, a peer's read of our memory completes only when we poll.
-A slice that failed may have pieces that still move: NIXL shares them over several connections, and gives the slice up when one of them
+A slice that failed may have copies that still move: NIXL shares them over several connections, and gives the slice up when one of them
 fails. So its peer is disconnected, when the other slices with it have settled, and only then have its transfers settled: a failed transfer moves
 no more bytes. Whoever wants the peer again removes it and adds it. A slice that never settles (a stopped peer) keeps its transfer and its peer's window; only `stop` gives it up.
 
@@ -254,17 +254,17 @@ class Owner:
             return False
         windows = self._windows
         try:
-            piece = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
+            slice_ = sliced.cursor.take(min(self._budget.budget_bytes, windows.share_bytes))
             started_s = self._clock()
-            handle = self._agent.start(sliced.peer, sliced.transfer.direction, piece)
+            handle = self._agent.start(sliced.peer, sliced.transfer.direction, slice_)
         except Exception as error:  # noqa: BLE001  whatever it is, the others go on
             self._tear(sliced, error)
         else:
-            self._budget.learn(piece.cost_bytes, self._clock() - started_s)
+            self._budget.learn(slice_.cost_bytes, self._clock() - started_s)
             if handle is not None:
-                sliced.handles.append((handle, piece.cost_bytes))
+                sliced.handles.append((handle, slice_.cost_bytes))
                 self._in_flight[sliced] = None
-                windows.enter(sliced.peer, piece.cost_bytes)
+                windows.enter(sliced.peer, slice_.cost_bytes)
         self._settle_quiet(sliced)
         return True
 

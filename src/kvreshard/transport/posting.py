@@ -18,7 +18,7 @@ from kvreshard.plan.copies import MAX_COPY_BYTES
 from kvreshard.transport.base import Transfer, TransportError
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, Cursor
 
-# No slice of pieces costs more than its share, or than the largest piece if that is more.
+# No slice of copies costs more than its share, or than the largest copy if that is more.
 _LARGEST_PIECE = MAX_COPY_BYTES + DESCRIPTOR_COST_BYTES
 
 
@@ -39,7 +39,7 @@ class Windows:
         return self._bytes.get(peer, 0)
 
     def is_open(self, peer: str) -> bool:
-        """Whether a slice of at most `share_bytes`, or of one piece, may be posted to a peer."""
+        """Whether a slice of at most `share_bytes`, or of one copy, may be posted to a peer."""
         num_slices = self._slices.get(peer, 0)
         if not num_slices:
             return True
@@ -65,7 +65,7 @@ class Windows:
 class SlicedTransfer:
     """A transfer on its way through the owner, slice by slice. `peer` is the agent's own name, `handles` the slices in flight and their cost.
 
-    `is_torn`: a slice of it failed, of which some pieces may still move.
+    `is_torn`: a slice of it failed, of which some copies may still move.
     """
 
     transfer: Transfer

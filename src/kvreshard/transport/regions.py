@@ -1,10 +1,10 @@
-"""The registered regions of one rank, and the region in which each piece of a copy lies.
+"""The registered regions of one rank, and the region in which each copy lies.
 
 1. `RegionTable` sorts the regions by address once; overlaps are refused, so a binary search has one answer.
-2. `locate` finds the region of every piece at once (NumPy, no loop over pieces) and checks its end.
+2. `locate` finds the region of every copy at once (NumPy, no loop over copies) and checks its end.
 3. `Metadata` carries a table to a peer, versioned and bounded.
 
-Refused: overlapping regions, pieces outside, pieces that cross from one region to the next (a NIXL descriptor must
+Refused: overlapping regions, copies outside, copies that cross from one region to the next (a NIXL descriptor must
 lie in one registration), metadata that is malformed, too large or of a later version.
 """
 
@@ -101,10 +101,10 @@ class RegionTable:
             self.locate(side, address, length_bytes)
 
     def locate(self, side: str, address: Int64s, length_bytes: Int64s) -> NDArray[np.intp]:
-        """The index into `regions` for each piece, shape (n,). Addresses are not negative, lengths positive.
+        """The index into `regions` for each copy, shape (n,). Addresses are not negative, lengths positive.
 
         Raises:
-            TransportError: a piece is not inside one region; `side` ("local", "remote of 'x'") names whose.
+            TransportError: a copy is not inside one region; `side` ("local", "remote of 'x'") names whose.
         """
         index = self._start.searchsorted(address, side="right") - 1
         if not address.size:
@@ -122,9 +122,9 @@ class RegionTable:
         row = int(outside[0])
         start = int(address[row])
         return TransportError(
-            f"piece {row} of {address.size}: {side} [{start:#x}, {start + int(length_bytes[row]):#x}) is not "
-            f"inside one registered region ({outside.size} such pieces); registered: {self.describe()}; "
-            "register the memory before metadata() is taken, and cut pieces where a region ends"
+            f"copy {row} of {address.size}: {side} [{start:#x}, {start + int(length_bytes[row]):#x}) is not "
+            f"inside one registered region ({outside.size} such copies); registered: {self.describe()}; "
+            "register the memory before metadata() is taken, and cut copies where a region ends"
         )
 
     def describe(self) -> str:

@@ -4,7 +4,7 @@ Posting to NIXL blocks for the whole copy when the peer is on the same host (mea
 threads share it, and a thread that posts answers nobody. So:
 
 1. `make_rows` looks up where copies lie in the regions of both sides: one `RowSet` per pair of memory kinds, since a NIXL list has one kind.
-2. A `Cursor` hands out the next pieces up to a cost as a `Slice`, without a loop over pieces. Pieces of a list are its rows; those of
+2. A `Cursor` hands out the next copies up to a cost as a `Slice`, without a loop over copies. Copies of a list are its rows; those of
    pages go entry by entry.
 3. `Slice.side` is NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
 4. `SliceBudget` corrects the cost from the time that each post took.
@@ -27,9 +27,9 @@ from kvreshard.transport.regions import RegionTable
 # A descriptor costs 2 to 3 us beside its bytes (NIXL 1.5.1, CMA), the time of 16 KiB at 6.5 GB/s.
 DESCRIPTOR_COST_BYTES = 16 * 1024
 
-# So many pieces of one post are shared by NIXL's threads, whose own bound is 1024. A staged batch has fewer, and is read faster by the thread
+# So many copies of one post are shared by NIXL's threads, whose own bound is 1024. A staged batch has fewer, and is read faster by the thread
 # that posts it (docs/design/0020).
-SPLIT_PIECES = 64
+SPLIT_COPIES = 64
 # Two, four and eight threads divide what they share without a rest.
 SHARES = 8
 
@@ -100,7 +100,7 @@ class Cursor:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all pieces were handed out or dropped."""
+        """Whether all copies were handed out or dropped."""
         return not self._left
 
     def drop(self) -> None:
@@ -108,7 +108,7 @@ class Cursor:
         self._left = []
 
     def take(self, budget_bytes: int) -> Slice:
-        """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
+        """The next copies whose cost together stays within the budget, at least one. Not when exhausted."""
         row_set, first = self._left[0], self._next
         costs, num_pages = row_set.costs, 1 if self._pages is None else len(self._pages[0])
         end, before = (len(costs) - 1) * num_pages, _cost_before(costs, num_pages, first)
@@ -123,18 +123,18 @@ class Cursor:
 
 
 def _cost_before(costs: Int64s, num_pages: int, piece: int) -> int:
-    """What all pieces before this one cost."""
+    """What all copies before this one cost."""
     row, page = divmod(piece, num_pages)
     return int(costs[row]) * num_pages + (page * int(costs[row + 1] - costs[row]) if page else 0)
 
 
 def _in_shares(first: int, stop: int, end: int) -> int:
-    """Where a slice ends that may end at `stop` of `end` pieces: where NIXL's threads share it and others follow, in `SHARES` equal parts.
+    """Where a slice ends that may end at `stop` of `end` copies: where NIXL's threads share it and others follow, in `SHARES` equal parts.
 
-    NIXL makes what is left over a share of its own. It is a piece or two, but the thread that posts waits for it: with 5,461 pieces instead of
+    NIXL makes what is left over a share of its own. It is a copy or two, but the thread that posts waits for it: with 5,461 copies instead of
     5,460 the 99th percentile of its answers to peers was 28 to 42 ms instead of 21 to 25.
     """
-    is_shared = stop - first >= SPLIT_PIECES and stop < end
+    is_shared = stop - first >= SPLIT_COPIES and stop < end
     return stop - (stop - first) % SHARES if is_shared else stop
 
 
@@ -152,7 +152,7 @@ def make_rows(
     if not len(length):
         return []
     if strided is None and int(length.max()) > MAX_COPY_BYTES:
-        # Regions are looked up before a piece is cut, since a refusal names the piece.
+        # Regions are looked up before a copy is cut, since a refusal names the copy.
         _check_regions(sides, length, direction, local, remote, side)
         *cut, length, _ = cut_long(*sides, length, max_bytes=MAX_COPY_BYTES)
         sides = cut[0], cut[1]
@@ -168,7 +168,7 @@ def make_rows(
 
 
 def is_indexed(copies: Copies) -> bool:
-    """Whether a post can pick these copies from a prepared page, by indices of 32 bits and without a piece that must be cut."""
+    """Whether a post can pick these copies from a prepared page, by indices of 32 bits and without a copy that must be cut."""
     if not isinstance(copies, PagedCopies):
         return False
     page = copies.page
@@ -191,7 +191,7 @@ def check_pages(copies: PagedCopies) -> None:
 
 
 def _check_copies(src: Int64s, dst: Int64s, length: Int64s, strided: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    """Raises TransportError unless these are copies: one number a side and piece, all in the address space."""
+    """Raises TransportError unless these are copies: one number a side and copy, all in the address space."""
     columns = (("source", src), ("destination", dst), ("length", length))
     if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
         shapes = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
@@ -204,7 +204,7 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, strided: tuple[tuple
         wrong = (length <= 0) | (length >= most) | (src < 0) | (dst < 0)
         row = int(np.flatnonzero(wrong)[0])
         raise TransportError(
-            f"piece {row} of {len(length)}: {int(length[row])} bytes from {int(src[row])} to {int(dst[row])}; a length is above 0 and "
+            f"copy {row} of {len(length)}: {int(length[row])} bytes from {int(src[row])} to {int(dst[row])}; a length is above 0 and "
             f"below {most}, and an address is not negative"
         )
 

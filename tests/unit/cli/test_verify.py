@@ -75,7 +75,7 @@ def test_a_flipped_byte_is_found_and_named(run, monkeypatch) -> None:
 
 
 def test_a_transfer_that_fails_is_told(run, monkeypatch) -> None:
-    monkeypatch.setattr(verify, "make_ranks", make_faulty(Fault(fail_after_pieces=1), rank=1))
+    monkeypatch.setattr(verify, "make_ranks", make_faulty(Fault(fail_after_copies=1), rank=1))
     result = run(*SMALL, "--way", "direct")
     assert result.exit_code == 1
     assert "wrong: transfer: injected" in result.stdout

@@ -22,7 +22,7 @@ from kvreshard.plan.bind import (
 from kvreshard.plan.cost import DEVICE_COST, MEASURED_SPEEDUP, CostModel, Work
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.stage import fill_bytes
-from kvreshard.transport.slices import SPLIT_PIECES
+from kvreshard.transport.slices import SPLIT_COPIES
 
 NUM_TOKENS = 2000
 STAGING_BYTES = 8 << 20
@@ -118,8 +118,8 @@ def test_neighbours_are_joined_so_far_that_threads_can_share_them(num_bytes: int
 
 def test_what_is_too_little_to_be_shared_is_what_the_transport_does_not_share() -> None:
     """The planner knows no transport: that both mean the same bound is held here."""
-    assert SPLIT_BYTES == SPLIT_PIECES * MIN_JOINED_BYTES
-    assert SHARED_COPIES >= 4 * SPLIT_PIECES
+    assert SPLIT_BYTES == SPLIT_COPIES * MIN_JOINED_BYTES
+    assert SHARED_COPIES >= 4 * SPLIT_COPIES
 
 
 def test_neighbouring_pages_are_a_list_of_runs() -> None:

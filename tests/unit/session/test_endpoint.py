@@ -97,7 +97,7 @@ def test_a_cancelled_load_waits_for_its_reads_and_then_fails(world: World) -> No
     assert collect(world.src)[2] == {"r"}
 
 
-@pytest.mark.parametrize("fault", [Fault(), Fault(fail_after_pieces=0), Fault(delay_steps=5)])
+@pytest.mark.parametrize("fault", [Fault(), Fault(fail_after_copies=0), Fault(delay_steps=5)])
 def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) -> None:
     """Loaded, failed, and given up before it settled."""
     world.acquire_and_publish(ttl_s=1e6)
@@ -182,7 +182,7 @@ def test_what_was_quarantined_is_told_when_it_has_settled_after_all(world: World
 
 def test_a_failed_read_fails_the_request_and_the_source_hears_of_it(world: World) -> None:
     world.acquire_and_publish()
-    world.faults[0] = Fault(fail_after_pieces=1)
+    world.faults[0] = Fault(fail_after_copies=1)
     order_load(world)
     world.turn()
     meet(world)

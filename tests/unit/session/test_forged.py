@@ -179,7 +179,7 @@ def test_a_digest_request_whose_lease_ends_before_the_offer_gets_no_digest(end: 
 def test_the_key_stands_in_no_record_and_in_no_text(tmp_path: Path) -> None:
     world = make_world(1, 1, recorder=Recorder(tmp_path, 4, submit=at_once))
     world.acquire_and_publish()
-    world.faults[-1] = Fault(fail_after_pieces=0)
+    world.faults[-1] = Fault(fail_after_copies=0)
     order_load(world)
     world.turn()
     meet(world)

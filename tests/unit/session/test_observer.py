@@ -94,7 +94,7 @@ def test_an_observer_is_told_of_every_step_in_order() -> None:
 
 def test_a_failed_load_is_told_with_both_cards() -> None:
     world, spy = watched()
-    world.faults[-1] = Fault(fail_after_pieces=0)
+    world.faults[-1] = Fault(fail_after_copies=0)
     load(world)
     assert spy.calls[-2:] == ["failed", "failed as transfer, source prefill, True"]
     assert "landed" not in spy.calls
@@ -190,7 +190,7 @@ def test_a_session_does_without_an_observer() -> None:
     load(world)
     results = endpoint.collect()
     assert (set(results.received), results.checks) == ({"d"}, {})
-    world.faults[-1] = Fault(fail_after_pieces=0)
+    world.faults[-1] = Fault(fail_after_copies=0)
     order_load(world, "e")
     world.turn()
     assert set(endpoint.collect().failed) == {"e"}

@@ -200,7 +200,7 @@ def test_a_failed_transfer_is_raised_after_its_siblings_settled() -> None:
     fabric = Fabric()
     src = make_engine(fabric, "p", 2, "HND", 8)
     dst = make_engine(
-        fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(fail_after_pieces=0) if index == 0 else Fault()
+        fabric, "d", 1, "HND", 16, faults=lambda index, _: Fault(fail_after_copies=0) if index == 0 else Fault()
     )
     connect(src, dst)
     route = compile_route(src.layout, dst.layout, 0, way="direct")

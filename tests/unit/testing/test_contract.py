@@ -60,7 +60,7 @@ def test_a_touched_guard_byte_is_noticed(ranks: LocalRanks) -> None:
 
 
 def test_a_missing_piece_is_noticed(ranks: LocalRanks, broken: Broken) -> None:
-    broken.fault = Fault(fail_after_pieces=3)
+    broken.fault = Fault(fail_after_copies=3)
     with pytest.raises(TransportError, match="after 3 of"):
         SUITE.test_random_pieces_arrive_exactly(ranks, Direction.READ, seed=0)
 

@@ -81,7 +81,7 @@ def records(tmp_path: Path) -> list[Path]:
 
 def fail(world: World, name: str = "d") -> None:
     world.acquire_and_publish()
-    world.faults[-1] = Fault(fail_after_pieces=0)
+    world.faults[-1] = Fault(fail_after_copies=0)
     order_load(world, name)
     world.turn()
     meet(world)

@@ -11,7 +11,7 @@ class FakeAgent:
     """Slices are numbered as posted. `settle(n)` and `fail(n)` decide their end; the log tells what was called.
 
     Its clock advances with the calls: a post takes 15 ms, three quarters of what is aimed at, so that the budget keeps
-    its size of two pieces.
+    its size of two copies.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class FakeAgent:
     def remove_peer(self, name: str) -> None:
         self.log.append(("remove", name))
 
-    def start(self, peer: str, direction: Direction, piece: Slice) -> object:
+    def start(self, peer: str, direction: Direction, slice_: Slice) -> object:
         self.threads.add(threading.get_ident())
         if self.refuse_posts:
             raise TransportError("the fake refuses")
         self.now_s += 0.015
         number = self.num_posted
         self.log.append(("start", peer, number))
-        self.posted_bytes.append((peer, int(piece.side(True)[:, 1].sum())))
+        self.posted_bytes.append((peer, int(slice_.side(True)[:, 1].sum())))
         self.num_posted += 1
         return number
 

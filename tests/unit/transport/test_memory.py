@@ -90,11 +90,11 @@ def test_a_dropped_transfer_stays_pending_until_close() -> None:
 
 
 def test_a_failing_transfer_moves_some_pieces_and_does_not_notify() -> None:
-    pair = Pair(Fault(fail_after_pieces=2))
+    pair = Pair(Fault(fail_after_copies=2))
     base, there = pair.here.ctypes.data, pair.there.ctypes.data
     pieces = CopyList.of([there, there + 8, there + 16], [base, base + 8, base + 16], 4)
     transfer = pair.a.post("bob", Direction.READ, pieces, b"never")
-    with pytest.raises(TransportError, match="after 2 of 3 pieces"):
+    with pytest.raises(TransportError, match="after 2 of 3 copies"):
         transfer.wait(0.0)
     assert np.flatnonzero(pair.here).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
     assert pair.b.notifications() == []

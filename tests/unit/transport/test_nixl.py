@@ -29,7 +29,7 @@ def region(memory: NDArray[np.uint8]) -> MemoryRegion:
 
 
 def strided(local: NDArray[np.uint8], remote: NDArray[np.uint8], num_pieces: int, length: int) -> CopyList:
-    """Equal pieces, spread over both memories."""
+    """Equal copies, spread over both memories."""
     offset = np.arange(num_pieces, dtype=np.uint64) * np.uint64(local.nbytes // num_pieces)
     return CopyList.of(offset + np.uint64(remote.ctypes.data), offset + np.uint64(local.ctypes.data), length)
 
@@ -218,13 +218,13 @@ class TestAgent:
             read(page, 0).wait(30.0)
             assert len(near._page_rows) == 1
             near.deregister([region(here[4096:])])
-            with pytest.raises(TransportError, match="piece 1 of 2: local"):
+            with pytest.raises(TransportError, match="copy 1 of 2: local"):
                 read(page, 0)
             near.register([region(here[4096:])])
             read(page, 1).wait(30.0)
             near.remove_peer("far")
             near.add_peer("far", again.metadata())
-            with pytest.raises(TransportError, match="piece 1 of 2: remote"):
+            with pytest.raises(TransportError, match="copy 1 of 2: remote"):
                 read(page, 0)
             assert (int(np.count_nonzero(here[:4096])), int(np.count_nonzero(here[4096:]))) == (10, 10)
             # What is known of a page goes with it.

@@ -3,11 +3,11 @@
 import pytest
 
 from kvreshard.transport.nixl_agent import READ_BY_CUDA_IPC, USUAL_THREADS, NixlOptions, usual_threads
-from kvreshard.transport.slices import SPLIT_PIECES
+from kvreshard.transport.slices import SPLIT_COPIES
 
 
 def test_ucx_has_threads_that_share_long_slices() -> None:
-    pool = {"num_threads": "2", "split_batch_size": str(SPLIT_PIECES)}
+    pool = {"num_threads": "2", "split_batch_size": str(SPLIT_COPIES)}
     assert NixlOptions(num_threads=2).params == {**pool, "engine_config": READ_BY_CUDA_IPC}
     assert NixlOptions(num_threads=4).params["num_threads"] == "4"
 

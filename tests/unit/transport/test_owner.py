@@ -38,7 +38,7 @@ def owner(agent: FakeAgent) -> Iterator[Owner]:
 
 
 def make_sliced(num_slices: int, peer: str = "bob", notify: bytes | None = b"done") -> SlicedTransfer:
-    """A transfer of that many slices: each piece's cost is most of a budget."""
+    """A transfer of that many slices: each copy's cost is most of a budget."""
     size = FIRST_BUDGET_BYTES // 3
     local = [index * size for index in range(2 * num_slices)]
     copies = CopyList.of(local, local, size)
@@ -97,7 +97,7 @@ def test_a_failed_slice_waits_for_its_siblings_and_posts_no_more(owner: Owner, a
 
 
 def test_pieces_of_a_failed_slice_are_over_before_its_transfer_is(owner: Owner, agent: FakeAgent) -> None:
-    """NIXL shares a slice's pieces over connections, and gives them all up when one has failed: the others may still write."""
+    """NIXL shares a slice's copies over connections, and gives them all up when one has failed: the others may still write."""
     sliced, sibling, other = make_sliced(1), make_sliced(1), make_sliced(1, "carol")
     seen: list[int] = []
     sliced.transfer.add_done_callback(lambda _: seen.append(len(agent.called("remove"))))
@@ -238,7 +238,7 @@ def test_bytes_in_flight_to_a_peer_are_bounded_and_one_piece_goes_alone(agent: F
     """Pieces of a third of 32 MiB: more than the bound in the first two cases, where they go one by one."""
     pace = Pace(slow_s=0.001, close_s=0.05, max_in_flight=3, max_in_flight_bytes=max_bytes)
     owner = Owner("fake", lambda: agent, lambda _peer, _payload: None, pace, lambda: agent.now_s)
-    piece = FIRST_BUDGET_BYTES // 3
+    slice_ = FIRST_BUDGET_BYTES // 3
     transfers = [make_sliced(4, "bob"), make_sliced(4, "cat"), make_sliced(4, "bob")]
     for sliced in transfers:
         owner.post(sliced)
@@ -246,7 +246,7 @@ def test_bytes_in_flight_to_a_peer_are_bounded_and_one_piece_goes_alone(agent: F
         turns(owner)
         for peer in ("bob", "cat"):
             flying = [size for name, size in agent.posted_bytes[settled:] if name == peer]
-            assert sum(flying) <= max(max_bytes, piece)
+            assert sum(flying) <= max(max_bytes, slice_)
         until(lambda number=settled: agent.num_posted > number or all(map(is_done, transfers)))
         if all(map(is_done, transfers)):
             break

@@ -1,4 +1,4 @@
-"""Is every piece found in the one region that holds it, and is metadata read with suspicion?"""
+"""Is every copy found in the one region that holds it, and is metadata read with suspicion?"""
 
 import random
 from itertools import pairwise
@@ -30,7 +30,7 @@ def test_pieces_are_located_by_address_order() -> None:
     ("address", "length"), [(999, 1), (999, 2), (1149, 2), (1090, 20), (4999, 2), (5009, 2), (0, 1), (2**63 - 1, 1)]
 )
 def test_a_piece_outside_or_across_is_refused(address: int, length: int) -> None:
-    with pytest.raises(TransportError, match=r"piece 1 of 2: local .*registered: "):
+    with pytest.raises(TransportError, match=r"copy 1 of 2: local .*registered: "):
         locate([1000, address], [1, length])
 
 
@@ -38,7 +38,7 @@ def test_a_piece_outside_or_across_is_refused(address: int, length: int) -> None
     ("address", "length"), [(999, 1), (1149, 2), (1090, 20), (1050, 51), (4999, 2), (5009, 2), (0, 1), (2**63 - 1, 1)]
 )
 def test_a_check_refuses_what_locating_refuses(address: int, length: int) -> None:
-    with pytest.raises(TransportError, match=r"piece 1 of 2: local .*registered: "):
+    with pytest.raises(TransportError, match=r"copy 1 of 2: local .*registered: "):
         TABLE.check("local", np.array([1000, address], dtype=np.int64), np.array([1, length], dtype=np.int64))
 
 
@@ -48,7 +48,7 @@ def test_the_only_region_has_the_first_and_the_last_piece(address: int, length: 
     """One region, as most peers' transports have, is looked at by its ends only."""
     table, order = RegionTable([A]), slice(None, None, 1 if last else -1)
     pieces = np.array([1000, address], dtype=np.int64)[order], np.array([100, length], dtype=np.int64)[order]
-    with pytest.raises(TransportError, match=r"piece [01] of 2: local .*registered: "):
+    with pytest.raises(TransportError, match=r"copy [01] of 2: local .*registered: "):
         table.check("local", *pieces)
     table.check("local", np.array([1000, 1099], dtype=np.int64), np.array([100, 1], dtype=np.int64))
 
@@ -174,7 +174,7 @@ DEVICES = ("cuda:0", "cuda:11", "cuda:", "gpu")
 
 
 def said(table: RegionTable, address: Int64s, length_bytes: Int64s) -> str | None:
-    """On which device a piece lies; None where it lies nowhere."""
+    """On which device a copy lies; None where it lies nowhere."""
     try:
         table.check("local", address, length_bytes)
         return table.regions[int(table.locate("local", address, length_bytes)[0])].device

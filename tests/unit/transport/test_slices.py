@@ -12,7 +12,7 @@ from kvreshard.transport.slices import (
     FIRST_BUDGET_BYTES,
     MAX_BUDGET_BYTES,
     MIN_BUDGET_BYTES,
-    SPLIT_PIECES,
+    SPLIT_COPIES,
     Cursor,
     Slice,
     SliceBudget,
@@ -65,7 +65,7 @@ def test_slices_of_a_list_have_every_row_once_and_are_full(direction: Direction,
         stop = first + len(piece)
         assert piece.cost_bytes == int(costs[first:stop].sum())
         # No fuller slice fits, but for what would not be equal shares of NIXL's threads.
-        spare = 8 if len(piece) >= SPLIT_PIECES else 1
+        spare = 8 if len(piece) >= SPLIT_COPIES else 1
         assert stop == len(costs) or int(costs[first : stop + spare].sum()) > budget_bytes
         first = stop
     assert first == len(costs)
@@ -84,7 +84,7 @@ def test_a_large_piece_is_cut() -> None:
 
 def test_a_piece_across_regions_is_refused_also_where_it_is_cut_at_their_border() -> None:
     touching = RegionTable([MemoryRegion(0, MAX_COPY_BYTES), MemoryRegion(MAX_COPY_BYTES, MAX_COPY_BYTES)])
-    with pytest.raises(TransportError, match=r"piece 0 of 1: local .* is not inside one registered region"):
+    with pytest.raises(TransportError, match=r"copy 0 of 1: local .* is not inside one registered region"):
         make_rows(CopyList.of([2**50], [0], 2 * MAX_COPY_BYTES), Direction.READ, touching, REMOTE_HOST, "remote")
 
 
@@ -113,11 +113,11 @@ def test_dropping_ends_the_cursor_and_nothing_is_nothing() -> None:
     ("src", "dst", "length", "message"),
     [
         ([1, 2], [1], [1, 1], r"source int64 \(2,\), destination int64 \(1,\), length int64 \(2,\)"),
-        ([1, 2], [1, 2], [1, 0], "piece 1 of 2: 0 bytes from 2 to 2"),
-        ([1, 2], [1, 2], [1, -1], "piece 1 of 2: -1 bytes"),
-        ([1, 2], [1, 2], [1, 2**62], "piece 1 of 2: 4611686018427387904 bytes"),
-        ([1, -2], [1, 2], [1, 1], "piece 1 of 2: 1 bytes from -2 to 2"),
-        ([1, 2], [-1, 2], [1, 1], "piece 0 of 2: 1 bytes from 1 to -1"),
+        ([1, 2], [1, 2], [1, 0], "copy 1 of 2: 0 bytes from 2 to 2"),
+        ([1, 2], [1, 2], [1, -1], "copy 1 of 2: -1 bytes"),
+        ([1, 2], [1, 2], [1, 2**62], "copy 1 of 2: 4611686018427387904 bytes"),
+        ([1, -2], [1, 2], [1, 1], "copy 1 of 2: 1 bytes from -2 to 2"),
+        ([1, 2], [-1, 2], [1, 1], "copy 0 of 2: 1 bytes from 1 to -1"),
         ([[1]], [[1]], [[1]], r"int64 \(1, 1\)"),
     ],
 )
@@ -164,7 +164,7 @@ def test_slices_of_pages_have_every_entry_of_every_pair_once(budget_copies: int 
 
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
 def test_slices_of_pages_are_as_full_as_their_budget_allows(budget_bytes: int) -> None:
-    """Also where that ends in the middle of an entry: a post costs as much as a hundred pieces."""
+    """Also where that ends in the middle of an entry: a post costs as much as a hundred copies."""
     pages, first = np.arange(17), 0
     costs = [1000 + 8 * entry + DESCRIPTOR_COST_BYTES for entry in range(3) for _ in pages]
     for piece in take_all(paged(page(3, length=1000), pages, pages), budget_bytes):
@@ -244,7 +244,7 @@ def test_slices_that_others_follow_are_equal_shares(budget_pieces: int) -> None:
     index = np.arange(1004, dtype=np.int64)
     copies = CopyList.of(index * 50 + 2**50, index * 100, 7)
     one = Page.of(2**50 + index[:4] * 2000, index[:4] * 2000, 7, (8, 8), (251, 251))
-    each = budget_pieces if budget_pieces < SPLIT_PIECES else budget_pieces // 8 * 8
+    each = budget_pieces if budget_pieces < SPLIT_COPIES else budget_pieces // 8 * 8
     wanted = [each] * ((1004 - budget_pieces - 1) // each + 1) if budget_pieces < 1004 else []
     wanted.append(1004 - sum(wanted))
     for cursor in (

@@ -163,7 +163,7 @@ class World:
     def _fault(self, _index: int, _transfer: Transfer) -> Fault:
         delay = self.rng.randrange(self.weather.delays + 1)
         if self.rng.random() < self.weather.failures:
-            return Fault(delay_steps=delay, fail_after_pieces=0)
+            return Fault(delay_steps=delay, fail_after_copies=0)
         return Fault(delay_steps=delay)
 
     def _meanwhile(self) -> None:
