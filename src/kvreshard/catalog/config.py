@@ -158,7 +158,8 @@ class Config:
 
     def numbers(self, name: str, length: int, *, spare: int = 0, null: int | None = None) -> tuple[int, ...]:
         """A list with one whole number per decoder layer, none negative. Up to `spare` more entries are ignored. `null`: stands for null."""
-        value: list[Any] = [null if entry is None else entry for entry in self._list(name, "give one number per layer")]
+        remedy = "give one number per layer" if null is None else "give one number, or null, per layer"
+        value: list[Any] = [null if entry is None else entry for entry in self._list(name, remedy)]
         self._check_length(name, value, length, spare)
         for index, entry in enumerate(value):
             if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:

@@ -33,13 +33,14 @@ class Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not self.name:
             raise LayoutError("an axis has no name")
-        if self.extent is not None and self.extent <= 0:
+        if self.extent is None:
+            if not 0 < self.tokens_per_index <= MAX_SIZE:
+                raise LayoutError(
+                    f"axis '{plain(self.name)}': {self.tokens_per_index} tokens per index; must be positive, and not above {MAX_SIZE}"
+                )
+        elif self.extent <= 0:
             raise LayoutError(f"axis '{plain(self.name)}': extent {self.extent}; a size must be positive")
-        if not 0 < self.tokens_per_index <= MAX_SIZE:
-            raise LayoutError(
-                f"axis '{plain(self.name)}': {self.tokens_per_index} tokens per index; must be positive, and not above {MAX_SIZE}"
-            )
-        if self.extent is not None and (self.tokens_per_index != 1 or self.keep_partial):
+        elif self.tokens_per_index != 1 or self.keep_partial:
             raise LayoutError(f"axis '{plain(self.name)}': only the sequence axis counts tokens")
 
     def indices_of(self, start_token: int, stop_token: int) -> tuple[int, int]:
@@ -64,13 +65,16 @@ class Field(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
             raise LayoutError(
                 f"field '{plain(self.name)}': element of {self.element_bytes} bytes; a size must be positive, and not above {MAX_SIZE}"
             )
-        names = [axis.name for axis in self.axes]
-        if not names or len(set(names)) != len(names):
+        by_name = {axis.name: axis.extent for axis in self.axes}
+        if not by_name or len(by_name) != len(self.axes):
+            names = plain([axis.name for axis in self.axes])
             raise LayoutError(
-                f"field '{plain(self.name)}': axes {plain(names)}; needs at least one, each with a name of its own"
+                f"field '{plain(self.name)}': axes {names}; needs at least one, each with a name of its own"
             )
-        if [axis.extent for axis in self.axes].count(None) > 1:
-            raise LayoutError(f"field '{plain(self.name)}': has more than one sequence axis among {plain(names)}")
+        if list(by_name.values()).count(None) > 1:
+            raise LayoutError(
+                f"field '{plain(self.name)}': has more than one sequence axis among {plain(list(by_name))}"
+            )
 
     @property
     def sequence(self) -> Axis | None:
