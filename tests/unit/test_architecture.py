@@ -6,8 +6,9 @@ here too. Why the rooms stand in this order: `docs/structure.md` and `docs/desig
 """
 
 import ast
+import graphlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -258,6 +259,39 @@ def test_the_package_was_found() -> None:
     sources = package_sources()
     assert len(sources) >= MIN_MODULES, [source.path for source in sources]
     assert {source.room for source in sources} >= {"model", "kinds", "plan", "transport", "testing", "cli"}
+
+
+def circle_of_imports(sources: Iterable[Source]) -> list[str]:
+    """Files that import one another in a circle, the first one again at the end; empty if there is none. `__init__` files only re-export."""
+    files = {
+        source.path.removesuffix(".py").replace("/", "."): source for source in sources if "__init__" not in source.path
+    }
+    imports: dict[str, set[str]] = {}
+    for module, source in files.items():
+        names = (name.removeprefix(f"{PACKAGE}.") for _, name in imported_modules(source))
+        imports[module] = {found for name in names for found in (name, name.rpartition(".")[0]) if found in files}
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return [str(module) for module in error.args[1]]
+    return []
+
+
+def test_no_files_import_one_another_in_a_circle() -> None:
+    assert circle_of_imports(package_sources()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["from kvreshard.plan.b import B", "def f():\n    from . import b", "if TYPE_CHECKING:\n    from .b import B"],
+)
+def test_a_circle_of_imports_is_noticed(text: str) -> None:
+    back = Source("plan/b.py", "import kvreshard.plan.a")
+    assert circle_of_imports([Source("plan/a.py", text), back]) in (
+        ["plan.a", "plan.b", "plan.a"],
+        ["plan.b", "plan.a", "plan.b"],
+    )
+    assert circle_of_imports([Source("plan/a.py", "import numpy"), back]) == []
 
 
 def structure_entries(text: str) -> list[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvreshard.catalog.config import PER_LAYER, Config
-from kvreshard.catalog.family import CacheRule, Source
+from kvreshard.catalog.config import PER_LAYER, Config, Source
+from kvreshard.catalog.family import CacheRule
 from kvreshard.catalog.layer_rules import with_pattern
 from kvreshard.catalog.layers import PACKED, ModelLayer, in_cache_dtypes
 from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Ring, ShortConv, indexer

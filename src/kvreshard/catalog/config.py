@@ -20,11 +20,10 @@ row (`family.Family`), which has those of transformers' classes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family, Source
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.model import LayoutError
 
@@ -48,11 +47,20 @@ MAX_LAYERS, MAX_COUNT = 10_000, 1 << 32
 _LAYER_NUMBER = re.compile("[0-9]{1,6}")
 
 
+Source = int | str | tuple[str, ...] | Callable[["Config"], int]
+"""A number, the field that has it, several fields of which the first present one has it, or a function that computes it."""
+
+PER_QUERY_HEAD = "num_attention_heads"
+"""For `kv_heads`: as many KV heads as query heads."""
+DERIVED = "hidden_size / num_attention_heads"
+"""For `head_size`: as the configuration class computes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The fields of one language model. `path`: where they lie in the file; `outer`: the fields of the file around them.
 
-    `names`: usual name -> name in the file. `family`: the row of its type, for fields that the file leaves out.
+    `names`: usual name -> name in the file. `usual_kv_heads`, `usual_head_size`: the family's defaults, for fields that the file leaves out.
     """
 
     model: str
@@ -60,7 +68,8 @@ class Config:
     path: str = ""
     outer: Mapping[str, Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    family: Family = field(default_factory=Family)
+    usual_kv_heads: int | str | None = None
+    usual_head_size: int | str | None = None
 
     @property
     def model_type(self) -> str:
@@ -250,8 +259,8 @@ class Config:
 
     def head_size(self) -> int:
         """`head_dim`, else the default of the family."""
-        known = self._default("head_dim", self.family.head_size)
-        if known is not None or self.family.head_size != DERIVED:
+        known = self._default("head_dim", self.usual_head_size)
+        if known is not None or self.usual_head_size != DERIVED:
             return self.count("head_dim", known)
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:
@@ -263,8 +272,8 @@ class Config:
     def num_kv_heads(self) -> int:
         """`num_key_value_heads`, else the default of the family."""
         name = "num_key_value_heads"
-        known, num_heads = self._default(name, self.family.kv_heads), self.count("num_attention_heads")
-        num_kv_heads = self.count(name, num_heads if self.family.kv_heads == PER_QUERY_HEAD else known)
+        known, num_heads = self._default(name, self.usual_kv_heads), self.count("num_attention_heads")
+        num_kv_heads = self.count(name, num_heads if self.usual_kv_heads == PER_QUERY_HEAD else known)
         if num_heads % num_kv_heads:
             raise self.error(
                 name,

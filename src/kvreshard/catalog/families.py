@@ -15,8 +15,8 @@ from kvreshard.catalog import caches as cache
 from kvreshard.catalog import deepseek_v4 as v4
 from kvreshard.catalog import layer_rules as rules
 from kvreshard.catalog.caches import attention, heads, latent, state, tokens
-from kvreshard.catalog.config import Config
-from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family
+from kvreshard.catalog.config import DERIVED, PER_QUERY_HEAD, Config
+from kvreshard.catalog.family import Family
 from kvreshard.catalog.layer_rules import (
     ALL_OR_NONE,
     ALTERNATING,

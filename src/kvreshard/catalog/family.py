@@ -20,25 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvreshard.catalog.config import Config
-    from kvreshard.catalog.layers import ModelLayer
+from kvreshard.catalog.config import Config, Source
+from kvreshard.catalog.layers import ModelLayer
 
-LayerRule = Callable[["Config", int], Sequence[str]]
+LayerRule = Callable[[Config, int], Sequence[str]]
 """Config and number of decoder layers -> the words of each."""
-PredictionRule = Callable[["Config", Sequence[str]], Sequence[str]]
+PredictionRule = Callable[[Config, Sequence[str]], Sequence[str]]
 """Config and the words of the decoder layers -> the words of each layer that predicts."""
-CacheRule = Callable[["Config", str, int], "ModelLayer"]
+CacheRule = Callable[[Config, str, int], ModelLayer]
 """Config, name and number of a decoder layer -> one of its caches."""
-Source = int | str | tuple[str, ...] | Callable[["Config"], int]
-"""A number, the field that has it, several fields of which the first present one has it, or a function that computes it."""
-
-PER_QUERY_HEAD = "num_attention_heads"
-"""For `kv_heads`: as many KV heads as query heads."""
-DERIVED = "hidden_size / num_attention_heads"
-"""For `head_size`: as the configuration class computes it."""
 
 
 def _nothing(_config: Config, _layers: Sequence[str]) -> Sequence[str]:

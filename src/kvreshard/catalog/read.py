@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvreshard.catalog.caches import USUAL
@@ -56,22 +57,25 @@ def read_model(name: str, raw: Mapping[str, Any]) -> Model:
 
 def read_config(config: Config) -> Model:
     """The model of the fields of its language part."""
-    config = replace(config, family=FAMILIES.get(config.model_type, Family()))
+    family = FAMILIES.get(config.model_type, Family())
+    config = replace(config, usual_kv_heads=family.kv_heads, usual_head_size=family.head_size)
     if config.fields.get(WINDOW) == 0:  # none, as `config/model.py` has it
         config = config.with_fields(**{WINDOW: None})
-    if not config.family.reads_per_layer:
+    if not family.reads_per_layer:
         _check_per_layer(config)
-    model = read_with_dtype(_read, config)
-    return replace(model, doubts=tuple(_doubts(config)))
+    model = read_with_dtype(partial(_read, family), config)
+    return replace(model, doubts=tuple(_doubts(family, config)))
 
 
-def _read(config: Config) -> Model:
-    if config.family.layers is None:
+def _read(family: Family, config: Config) -> Model:
+    if family.layers is None:
         _check_unknown(config)
-    config = _filled(config)
-    family, num_layers = config.family, config.count("num_hidden_layers")
+    config = _filled(family, config)
+    num_layers = config.count("num_hidden_layers")
     words = (family.layers or UNKNOWN_LAYERS)(config, num_layers)
-    layers = [one for index in range(num_layers) for one in _caches(config, f"layers.{index}", index, words[index])]
+    layers = [
+        one for index in range(num_layers) for one in _caches(family, config, f"layers.{index}", index, words[index])
+    ]
     for number, predicted in enumerate(family.predicts(config, words)):
         name, index = (
             (f"layers.{num_layers + number}", num_layers + number)
@@ -79,7 +83,7 @@ def _read(config: Config) -> Model:
             else (f"mtp.{number}", num_layers)
         )
         min_drafts = number + 1 if family.one_per_draft else 1
-        for one in _caches(config, name, index, predicted):
+        for one in _caches(family, config, name, index, predicted):
             layers.append(replace(one, optional=True, predicts=True, min_drafts=min_drafts))
     has_heads = any(not layer.kind.is_state for layer in layers)
     layers = list(family.arrange(config, layers))
@@ -96,9 +100,8 @@ def _read(config: Config) -> Model:
     )
 
 
-def _filled(config: Config) -> Config:
+def _filled(family: Family, config: Config) -> Config:
     """The fields under their usual names, with those that the row knows without the file."""
-    family = config.family
     if_null = {name: value for name, value in family.if_null.items() if not config.has(name)}
     config = config.with_fields(**{**family.if_absent, **config.fields, **if_null}).renamed(family.names)
     config = family.prepare(config)
@@ -108,13 +111,13 @@ def _filled(config: Config) -> Config:
     return config.with_fields(**computed)
 
 
-def _caches(config: Config, name: str, index: int, words: str) -> Iterator[ModelLayer]:
+def _caches(family: Family, config: Config, name: str, index: int, words: str) -> Iterator[ModelLayer]:
     """The caches of one layer in the order in which vLLM registers them."""
     for word in words.split():
-        yield (config.family.caches.get(word) or USUAL[word])(config, name, index)
+        yield (family.caches.get(word) or USUAL[word])(config, name, index)
 
 
-def _doubts(config: Config) -> Iterator[str]:
+def _doubts(family: Family, config: Config) -> Iterator[str]:
     """Architectures of another type than `model_type`, unless both types have the same rules."""
     around = config.fields if config.outer is None else config.outer
     listed = around.get("architectures")
@@ -124,7 +127,7 @@ def _doubts(config: Config) -> Iterator[str]:
         other = next(
             (known for known, row in FAMILIES.items() if row.layers is not None and _bare(known) == base), None
         )
-        if other is not None and base not in own and not _are_kin(config.family, FAMILIES[other]):
+        if other is not None and base not in own and not _are_kin(family, FAMILIES[other]):
             yield (
                 f"the file's architectures say {escaped(name, 60)}, which is of model type '{other}', and its model_type says "
                 f"'{escaped(config.model_type, 60)}', by which it was read; vLLM goes by architectures"
@@ -155,7 +158,7 @@ def _check_per_layer(config: Config) -> None:
 
 def _check_unknown(config: Config) -> None:
     """Raises LayoutError unless the file names its heads and nothing in it can shape the cache otherwise."""
-    has_width = config.has("head_dim") or config.family.head_size is not None
+    has_width = config.has("head_dim") or config.usual_head_size is not None
     understood = _understood(config, config.head_size() if has_width else None)
     for name, value in config.fields.items():
         if value in (None, False, 0, []) or name in understood or HARMLESS.search(name) or not SHAPING.search(name):
