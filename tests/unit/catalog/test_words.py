@@ -77,7 +77,7 @@ def words_of(model_type: str) -> set[str]:
     for otherwise in OTHERWISE:
         for listed in layer_lists():
             fields = {**FIELDS, **otherwise, **listed, "model_type": model_type}
-            config = Config("m", fields, family=row)
+            config = Config("m", fields, usual_kv_heads=row.kv_heads, usual_head_size=row.head_size)
             try:
                 layers = row.layers(config, NUM_LAYERS)
                 found |= {word for words in layers for word in words.split()}
