@@ -62,7 +62,7 @@ def watched_requests(count: int) -> float:
             Renew(f"w{number}", REMOTE, RemoteLease(f"cmpl-{number:032x}", number, number + 1)), me
         )
     gone = Release(REMOTE, RemoteLease("gone", 1, 1))
-    spent = median_s(lambda: (remote_leases.release(gone), remote_leases.send_releases(me, 0.0)), REPEATS)
+    spent = median_s(lambda: (remote_leases.release(gone), remote_leases.update(me, 0.0)), REPEATS)
     world.close()
     return spent
 
@@ -88,7 +88,7 @@ def known_sources(count: int) -> float:
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)
-    remote_leases.send_releases(me, clock.now_s)
+    remote_leases.update(me, clock.now_s)
     remote_leases.renew(me, clock.now_s)
     started_s, rounds = time.process_time(), 5
     for _ in range(rounds):

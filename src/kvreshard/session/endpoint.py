@@ -52,7 +52,6 @@ from kvreshard.session.peers import Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.source_keys import SourceKeys
 from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
@@ -93,7 +92,6 @@ class Endpoint:
         self._own = LocalLeases(rank, transport, self._observer, table, clock)
         self._peers = peers or Peers(options, clock, self.wake)
         self._remote_leases = RemoteLeases(transport, self._peers, options.heartbeat_s)
-        self._source_keys = SourceKeys()
         self._me: LocalRank | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs = Jobs(self.wake)
@@ -203,8 +201,10 @@ class Endpoint:
             self._results.settle(job.load.request)
         has_more = self._me is not None and self._observer.work(self._own.book, self._me.layout)
         self._peers.sweep(self._jobs.peers)
-        self._remote_leases.send_releases(self._me, now_s)
-        self._tell_keys()
+        self._remote_leases.update(self._me, now_s)
+        keys, unmet = self._remote_leases.take_keys()
+        if keys or unmet:
+            self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
         quiet_s = self._renew(now_s)
         self._attend()
         if has_more:
@@ -283,18 +283,9 @@ class Endpoint:
                 self._remote_leases.cancel(command.request)
                 self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)
             case Renew():
-                self._source_keys.ask(command)
                 self._remote_leases.start_renewing(command, self._me)
             case StopRenewing():
                 self._remote_leases.stop_renewing(command.request)
-                self._source_keys.forget(command.request)
-
-    def _tell_keys(self) -> None:
-        """Tell the engine which sources have been met that it asked for, or could not be."""
-        me = self._me
-        if me is not None and len(self._source_keys):
-            keys, unmet = self._source_keys.take(lambda remote: self._peers.get(me, remote))
-            self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
 
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
@@ -311,7 +302,6 @@ class Endpoint:
     def _refuse(self, load: Load, failure: Failure) -> None:
         """The engine knows that its source cannot be met: nobody is asked again for it."""
         self._remote_leases.stop_renewing(load.request)
-        self._source_keys.forget(load.request)
         self._fail(load, failure)
         observer = self._observer.ordered(load)
         observer.noted("refused", failure.text)

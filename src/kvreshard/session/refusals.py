@@ -31,7 +31,7 @@ class Refusals:
         self._transport = transport
         self._peers: dict[tuple[str, str], list[str]] = {}
 
-    def give_back(self, consumer: str, rank: int, engine_metadata: EngineMetadata, lease: RemoteLease) -> None:
+    def release(self, consumer: str, rank: int, engine_metadata: EngineMetadata, lease: RemoteLease) -> None:
         """Report a lease to all ranks of the engine with this engine metadata. `consumer`: this engine and its instance id."""
         report = Report(VERSION, consumer, lease.request, lease.word, rank, (rank,), is_good=False)
         try:

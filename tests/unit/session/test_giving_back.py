@@ -161,7 +161,7 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
                 KEY,
                 30.0,
             )
-            refusals.give_back("me/life", 3, engine_metadata, LEASE)
+            refusals.release("me/life", 3, engine_metadata, LEASE)
             assert len(mine._peers) <= MAX_ENGINES
             assert [read_note(note.payload) for note in source.notifications()] == [
                 Report(1, "me/life", LEASE.request, LEASE.word, 3, (3,), is_good=False)

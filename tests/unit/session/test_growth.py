@@ -105,8 +105,8 @@ def test_what_happens_to_one_request_costs_the_same_whatever_others_wait(
             kept = Load(f"k{number}", REMOTE, of(count + number), NOTHING, seal(NOTHING), gives_back=False)
             remote_leases.begin(kept)
             remote_leases.end(me, kept, peer, is_good=True, is_kept=True)
-        remote_leases.send_releases(me, 100.0)
-        return count_bytecodes(lambda: (act(remote_leases, me), remote_leases.send_releases(me, 100.0)))
+        remote_leases.update(me, 100.0)
+        return count_bytecodes(lambda: (act(remote_leases, me), remote_leases.update(me, 100.0)))
 
     assert_flat(cost)
 
@@ -137,7 +137,7 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, of(number)), me)
-        remote_leases.send_releases(me, clock.now_s)
+        remote_leases.update(me, clock.now_s)
         remote_leases.renew(me, clock.now_s + 5.0 * number / count)
     return remote_leases, me, transport, clock
 
@@ -158,7 +158,7 @@ def test_a_turn_in_which_no_source_is_due_costs_the_same_whatever_others_are_kno
         remote_leases, me, transport, clock = many_sources(make(), count)
         before = transport.num_told
         spent = count_bytecodes(
-            lambda: (remote_leases.send_releases(me, clock.now_s), remote_leases.renew(me, clock.now_s + 4.999))
+            lambda: (remote_leases.update(me, clock.now_s), remote_leases.renew(me, clock.now_s + 4.999))
         )
         assert transport.num_told == before
         return spent

@@ -236,13 +236,13 @@ def test_few_engines_of_one_host_are_asked_at_once(room: Room) -> None:
         for remote in remotes[:-1]:
             remote_leases.release(Release(remote, LEASE))
         for _ in range(5):
-            remote_leases.send_releases(room.me, room.clock())
+            remote_leases.update(room.me, room.clock())
         assert dict(several._num_of_host) == {host: MAX_PER_HOST}
         late = several.get(room.me, remotes[-1])
         assert "32 other engines that were named at 127.0.9.9 have not answered" in str(late.exception(0))
         assert several.get(room.me, remotes[-1]) is late
         assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote  # of another host
-        remote_leases.send_releases(room.me, room.clock())
+        remote_leases.update(room.me, room.clock())
         assert len(remote_leases._sources) == MAX_PER_HOST  # what nobody is asked for is not kept
         several.cancel(remotes[0])
         room.clock.now_s += room.peers._options.retry_s

@@ -87,7 +87,7 @@ def test_a_lease_that_another_wants_is_not_given_back(told: Told, use: Callable[
     told.end(told.load(), peer)
     told.end(told.load(), None)
     told.remote_leases.release(Release(REMOTE, LEASE))
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     assert (told.reports(), told.remote_leases.is_releasing) == ([], False)
 
 
@@ -102,7 +102,7 @@ def test_what_is_kept_goes_with_a_word_and_once(told: Told, word: str) -> None:
         else:
             told.remote_leases.cancel("another")
             told.remote_leases.cancel("d")
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     assert told.remote_leases.num_kept == 0
     # A release is not looked up: what has been read on another rank is nothing here.
     assert told.reports() == ([("s", True), ("r", True)] if word == "release" else [("r", True)])
@@ -111,19 +111,19 @@ def test_what_is_kept_goes_with_a_word_and_once(told: Told, word: str) -> None:
 def test_a_release_waits_for_the_engine_and_for_its_source(told: Told) -> None:
     told.end(told.load(), None, is_good=False)
     for me in (None, told.me, told.me):
-        told.remote_leases.send_releases(me, 100.0)
+        told.remote_leases.update(me, 100.0)
         assert (told.reports(), told.remote_leases.is_releasing) == ([], True)
     meet(told.world)
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     assert (told.reports(), told.remote_leases.is_releasing) == ([("r", True)], False)
 
 
 def test_a_release_whose_source_cannot_be_met_is_dropped(told: Told) -> None:
     told.world.meeting_error.append(ConnectionError("nobody is there"))
     told.remote_leases.release(Release(ABSENT, LEASE))
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     meet(told.world)
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     assert (told.notes, told.remote_leases.is_releasing) == ([], False)
 
 
@@ -180,10 +180,10 @@ def test_a_source_that_nobody_wants_any_more_is_not_asked_further(told: Told) ->
         told.remote_leases.start_renewing(Renew(name, remote, LEASE), told.me)
     told.remote_leases.stop_renewing("a")
     told.remote_leases.stop_renewing("b")
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     assert asked(told) == 1
     told.remote_leases.stop_renewing("c")
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     assert asked(told) == 0
 
 
@@ -193,26 +193,26 @@ def test_what_is_to_be_given_back_asks_a_source_for_a_while(told: Told) -> None:
     first = told.world.dst.endpoints[0]._peers.get(told.me, REMOTE)
     told.remote_leases.stop_renewing("a")
     told.remote_leases.release(Release(REMOTE, LEASE))
-    told.remote_leases.send_releases(told.me, 100.0)
-    told.remote_leases.send_releases(told.me, 100.0 + RELEASE_PATIENCE_S - 0.1)
+    told.remote_leases.update(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0 + RELEASE_PATIENCE_S - 0.1)
     assert (told.remote_leases.is_releasing, first.cancelled()) == (True, False)
     told.remote_leases.start_renewing(Renew("b", REMOTE, OTHER), told.me)
-    told.remote_leases.send_releases(told.me, 100.0 + RELEASE_PATIENCE_S)
+    told.remote_leases.update(told.me, 100.0 + RELEASE_PATIENCE_S)
     assert (told.remote_leases.is_releasing, first.cancelled()) == (True, False)
     told.remote_leases.stop_renewing("b")
     told.remote_leases.release(Release(REMOTE, OTHER))
-    told.remote_leases.send_releases(told.me, 101.0 + RELEASE_PATIENCE_S)
-    told.remote_leases.send_releases(told.me, 102.0 + 2 * RELEASE_PATIENCE_S)
+    told.remote_leases.update(told.me, 101.0 + RELEASE_PATIENCE_S)
+    told.remote_leases.update(told.me, 102.0 + 2 * RELEASE_PATIENCE_S)
     assert (told.remote_leases.is_releasing, first.cancelled(), asked(told)) == (False, True, 0)
     meet(told.world)
-    told.remote_leases.send_releases(told.me, 103.0 + 2 * RELEASE_PATIENCE_S)
+    told.remote_leases.update(told.me, 103.0 + 2 * RELEASE_PATIENCE_S)
     assert told.notes == []
 
 
 def test_a_source_that_is_met_is_given_back_whatever_it_was_waited_for(told: Told) -> None:
     told.remote_leases.release(Release(REMOTE, LEASE))
-    told.remote_leases.send_releases(told.me, 100.0)
+    told.remote_leases.update(told.me, 100.0)
     meet(told.world)
     told.remote_leases.release(Release(REMOTE, OTHER))
-    told.remote_leases.send_releases(told.me, 101.0 + RELEASE_PATIENCE_S)
+    told.remote_leases.update(told.me, 101.0 + RELEASE_PATIENCE_S)
     assert told.reports() == [("r", True), ("s", True)]

@@ -25,9 +25,8 @@ from kvreshard.model import WireError
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Acquire, Publish, Release, RemoteLease, Renew, StopRenewing
 from kvreshard.session.engine_metadata import EngineMetadata, decode_engine_metadata, encode_engine_metadata
-from kvreshard.session.lease import FREE
+from kvreshard.session.lease import FREE, RENEWALS_PER_LEASE
 from kvreshard.session.notes import Heartbeat, read_note
-from kvreshard.session.renewals import RENEWALS_PER_LEASE
 
 Told = list[tuple[float, int]]
 """(time, leases) of each heartbeat."""
