@@ -20,7 +20,7 @@ from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
 from bench.compare import median_s
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, RemoteLease, Renew
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.peer import Peer
 from kvreshard.session.peers import Peers

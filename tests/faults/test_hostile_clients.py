@@ -17,7 +17,9 @@ from tests.pairs.small import engine
 
 from kvreshard.session.connection_limits import Bounds
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeMessage, HandshakeServer, fetch_engine_metadata
+from kvreshard.session.handshake_client import fetch_engine_metadata
+from kvreshard.session.handshake_messages import Address, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 
 LOCAL = Address("127.0.0.1", 0)

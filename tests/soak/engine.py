@@ -25,7 +25,8 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.commands import Command, EndpointOptions, RemoteEngine, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeServer
+from kvreshard.session.handshake_messages import Address
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.seal import new_key
 from kvreshard.session.staging import Staging

@@ -209,7 +209,8 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         )
         yield Line(peer.name, "error", f"cannot be reached: {error.strerror or error}", remedy)
         return
-    from kvreshard.session.handshake_server import Address, fetch_engine_metadata
+    from kvreshard.session.handshake_client import fetch_engine_metadata
+    from kvreshard.session.handshake_messages import Address
     from kvreshard.session.probe import read_mechanism
 
     if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, METADATA_TIMEOUT_S)) is None:

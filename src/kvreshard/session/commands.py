@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved

@@ -105,6 +105,32 @@ class ConnectionLimits:
                 self.num_ended += 1
 
 
+class RateLimit:
+    """Token bucket over all connections together: `per_s` units a second, at most `burst` of them saved up.
+
+    It delays and does not drop. While it is empty nothing is read: ZeroMQ's queues fill and TCP pushes back. A ROUTER takes turns between its
+    connections, so one that asks without end does not keep another from its turn. Seconds are of the caller's clock.
+    """
+
+    def __init__(self, per_s: float, burst: float, now_s: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left, self._at_s = burst, now_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until the next message may be served."""
+        self._refill(now_s)
+        return max(0.0, -self._left / self._per_s)
+
+    def spend(self, units: float, now_s: float) -> None:
+        """Charge a message that was served. It may cost more units than there are: then the next waits."""
+        self._refill(now_s)
+        self._left -= units
+
+    def _refill(self, now_s: float) -> None:
+        self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+
+
 def _duplicate(fd: int) -> socket.socket:
     """A socket of our own for the connection behind `fd`. Raises OSError if there is none."""
     mine = os.dup(fd)

@@ -74,6 +74,21 @@ class Address:
         return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
+def metadata_request(engine: str, rank: int) -> bytes:
+    """The bytes of a request for engine metadata."""
+    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
+
+
+def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
+    """The bytes of a report of how the comparison of engine metadata went."""
+    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+
+
+def encode_answer(text: str) -> bytes:
+    """The bytes of an answer."""
+    return msgspec.msgpack.encode(HandshakeAnswer(ANSWER_FORM, VERSION, text))
+
+
 _message_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
 _answer_decoder = msgspec.msgpack.Decoder(HandshakeAnswer)
 

@@ -24,48 +24,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from kvreshard.model.errors import KvReshardError, WireError
+from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.connection_limits import Bounds, ConnectionLimits
-from kvreshard.session.engine_metadata import (
-    MAX_ENGINE_METADATA_BYTES,
-    EngineMetadata,
-    decode_engine_metadata,
-    encode_engine_metadata,
-)
-from kvreshard.session.exchange import ask_and_wait
+from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit
+from kvreshard.session.engine_metadata import EngineMetadata, encode_engine_metadata
 from kvreshard.session.handshake_messages import (
-    ANSWER_FORM,
-    FORM,
     MAX_MESSAGE_BYTES,
-    MAX_TEXT,
-    VERSION,
     Address,
-    HandshakeAnswer,
-    HandshakeError,
     HandshakeMessage,
-    read_answer,
+    encode_answer,
     read_message,
 )
 from kvreshard.session.keys import Keys
 from kvreshard.session.monitor import close_monitor, open_monitor
-from kvreshard.session.rate_limit import RateLimit
-
-__all__ = [
-    "Address",
-    "HandshakeAnswer",
-    "HandshakeError",
-    "HandshakeMessage",
-    "HandshakeServer",
-    "fetch_engine_metadata",
-    "read_message",
-    "tell_outcome",
-]
 
 logger = get_logger(__name__)
 
@@ -199,10 +174,10 @@ class HandshakeServer:
         if not isinstance(handshake_message, str) and handshake_message.ask == "metadata":
             reply = self._engine_metadata
         elif isinstance(handshake_message, str):
-            reply = _answer(handshake_message)
+            reply = zmq.Frame(encode_answer(handshake_message), copy=True)
         else:
             self._on_outcome(handshake_message)
-            reply = _answer("noted")
+            reply = zmq.Frame(encode_answer("noted"), copy=True)
         # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
         try:
             self._socket.send_multipart([envelope[0], b"", reply], zmq.NOBLOCK, copy=False)
@@ -262,41 +237,3 @@ def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> Non
     if keys is not None:
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
         router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
-
-
-def _answer(text: str) -> zmq.Frame:
-    return zmq.Frame(msgspec.msgpack.encode(HandshakeAnswer(ANSWER_FORM, VERSION, text)), copy=True)
-
-
-def metadata_request(engine: str, rank: int) -> bytes:
-    """What asks for engine metadata."""
-    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
-
-
-def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
-    """What tells how the comparison of engine metadata went."""
-    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
-
-
-def read_engine_metadata(address: Address, reply: bytes) -> EngineMetadata:
-    """The engine metadata that a listener has answered with. Raises HandshakeError for anything else."""
-    try:
-        return decode_engine_metadata(reply)
-    except WireError as error:
-        raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
-
-
-def fetch_engine_metadata(
-    address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None
-) -> EngineMetadata:
-    """The engine metadata of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
-    return read_engine_metadata(
-        address, ask_and_wait(address, metadata_request(engine, rank), timeout_s, MAX_ENGINE_METADATA_BYTES, keys)
-    )
-
-
-def tell_outcome(
-    address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
-) -> None:
-    """Tell the other side how the comparison went. Raises HandshakeError if it cannot be told."""
-    ask_and_wait(address, outcome_message(engine, rank, text, is_good), timeout_s, MAX_MESSAGE_BYTES, keys)

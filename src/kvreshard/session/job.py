@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
-from kvreshard.session.handshake_server import HandshakeError
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
 from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps

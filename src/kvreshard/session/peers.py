@@ -32,9 +32,8 @@ from kvreshard.model.logs import get_logger
 from kvreshard.plan.route import Route, compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata, check_compatibility
-from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.handshake_messages import MAX_MESSAGE_BYTES
-from kvreshard.session.handshake_server import HandshakeError, metadata_request, outcome_message, read_engine_metadata
+from kvreshard.session.handshake_client import HandshakeClient, read_engine_metadata
+from kvreshard.session.handshake_messages import MAX_MESSAGE_BYTES, HandshakeError, metadata_request, outcome_message
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.workers import Workers

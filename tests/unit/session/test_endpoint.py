@@ -37,7 +37,7 @@ from kvreshard.session.commands import (
     RemoteLease,
     Renew,
 )
-from kvreshard.session.handshake_server import Address, HandshakeError
+from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values

@@ -22,7 +22,7 @@ from tests.unit.session.world import (
 from kvreshard.model import LayoutMismatch
 from kvreshard.session.commands import Cancel, Release, RemoteEngine, RemoteLease, Renew, StopRenewing
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata
-from kvreshard.session.handshake_server import HandshakeError
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Report, read_note
 from kvreshard.session.refusals import MAX_ENGINES, Refusals

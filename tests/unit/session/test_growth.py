@@ -22,7 +22,7 @@ from kvreshard.session.commands import (
     Renew,
     StopRenewing,
 )
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.remote_leases import RemoteLeases

@@ -11,9 +11,9 @@ import pytest
 from tests.unit.session.test_handshake import engine_metadata
 
 from kvreshard.session import handshake_client
-from kvreshard.session.exchange import HandshakeError
-from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.handshake_server import Address, HandshakeServer, metadata_request, read_engine_metadata
+from kvreshard.session.handshake_client import HandshakeClient, read_engine_metadata
+from kvreshard.session.handshake_messages import Address, HandshakeError, metadata_request
+from kvreshard.session.handshake_server import HandshakeServer
 
 HELLO = metadata_request("decode", 0)
 PATIENCE_S = 60.0

@@ -16,13 +16,9 @@ from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import (
-    Address,
-    HandshakeError,
-    HandshakeServer,
-    fetch_engine_metadata,
-    tell_outcome,
-)
+from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
+from kvreshard.session.handshake_messages import Address, HandshakeError
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.probe import read_mechanism
 
@@ -58,7 +54,7 @@ def own_keys(directory: Path, name: str, *trusted: str) -> Keys:
 
 def test_one_pair_for_all_is_enough(listener: HandshakeServer, room: Keys) -> None:
     assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room) == engine_metadata()
-    tell_outcome(listener.address, "decode", 0, "fine", True, PATIENCE_S, room)
+    send_outcome(listener.address, "decode", 0, "fine", True, PATIENCE_S, room)
 
 
 def test_a_pair_each_works_where_both_trust(tmp_path: Path) -> None:

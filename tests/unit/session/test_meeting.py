@@ -19,7 +19,8 @@ from kvreshard.session.engine_metadata import (
     decode_engine_metadata,
     encode_engine_metadata,
 )
-from kvreshard.session.handshake_server import Address, HandshakeError, HandshakeMessage, HandshakeServer
+from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.peer import LocalRank, disconnect
 from kvreshard.transport.base import TransportError

@@ -15,7 +15,8 @@ from kvreshard.model.changed import replace
 from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.handshake_client import MAX_AT_ONCE
-from kvreshard.session.handshake_server import Address, HandshakeError, HandshakeMessage, HandshakeServer
+from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import MAX_PER_HOST, Peers, connect_engine
 from kvreshard.session.remote_leases import RemoteLeases

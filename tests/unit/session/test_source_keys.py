@@ -11,7 +11,7 @@ from tests.unit.session.world import KEY, LEASE, REMOTE, ScriptedPeers, World, a
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Failure, Load, RemoteEngine, Renew, StopRenewing
-from kvreshard.session.handshake_server import HandshakeError
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.peer import Peer
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.tools.flight import decode_flight

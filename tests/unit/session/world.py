@@ -26,7 +26,7 @@ from kvreshard.session.commands import (
 )
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer, disconnect

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.interface import PauseState
 from kvreshard.plan import compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S
-from kvreshard.session.handshake_server import Address, HandshakeError
+from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.transport.base import Transfer
