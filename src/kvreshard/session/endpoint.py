@@ -42,8 +42,7 @@ from kvreshard.session.commands import (
     StopRenewing,
 )
 from kvreshard.session.engine_metadata import EngineMetadata
-from kvreshard.session.job import Job, to_failure
-from kvreshard.session.jobs import Jobs
+from kvreshard.session.job import Job, Jobs, to_failure
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.local_leases import LocalLeases
 from kvreshard.session.observer import LoadObserver, Observer
@@ -293,10 +292,9 @@ class Endpoint:
         if load.refusal is not None:
             self._refuse(load, load.refusal)
             return
-        meeting = self._peers.get(self._me, load.remote)
-        layout, options, take = self._me.layout, self._options, self._scratch.take
-        observer = self._observer.ordered(load)
-        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, observer))
+        handshake, observer = self._peers.get(self._me, load.remote), self._observer.ordered(load)
+        note, take_scratch = self._jobs.note, self._scratch.take
+        self._jobs.add(Job(load, handshake, now_s, self._me.layout, self._options, note, take_scratch, observer))
         self._remote_leases.begin(load)
 
     def _refuse(self, load: Load, failure: Failure) -> None:
