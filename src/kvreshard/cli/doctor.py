@@ -297,7 +297,7 @@ def _ranks(peer: Peer, engine_metadata: EngineMetadata, layout: EngineLayout) ->
     name = f"{peer.name} ranks"
     for rank in engine_metadata.ranks:
         try:
-            decode_metadata("nixl", rank.metadata).table()
+            decode_metadata("nixl", rank.transport_metadata).table()
         except TransportError as error:
             remedy = "both sides need one transport and one version of it"
             yield Line(name, "error", f"rank {rank.rank}: {error}", remedy)

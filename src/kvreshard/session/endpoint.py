@@ -334,7 +334,7 @@ class Endpoint:
         if job.peer is not None and failure.kind == "transfer":
             self._peers.forget(job.load.remote, job.peer)
         elif job.peer is not None and failure.kind == "timeout" and self._me is not None:
-            self._peers.doubt(self._me, job.peer)
+            self._peers.check(self._me, job.peer)
 
     def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
         source = f"engine {load.remote.engine} at {str(load.remote.address).removeprefix('tcp://')}"

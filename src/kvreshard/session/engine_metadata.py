@@ -45,7 +45,7 @@ class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
     """
 
     rank: int
-    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
+    transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
     lease_address: Annotated[int, msgspec.Meta(ge=0)]
     lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
     mailbox_address: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -71,7 +71,7 @@ class EngineMetadata(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         """Without the key, which must not stand in a log."""
-        return f"EngineCard({self.engine!r}, {self.instance_id!r}, {len(self.ranks)} ranks)"
+        return f"EngineMetadata({self.engine!r}, {self.instance_id!r}, {len(self.ranks)} ranks)"
 
     def decode_layout(self) -> EngineLayout:
         """The layout, checked, with this engine metadata's ranks and no other. Raises WireError or LayoutError."""

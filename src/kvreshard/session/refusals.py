@@ -50,7 +50,7 @@ class Refusals:
                     with contextlib.suppress(TransportError):
                         self._transport.remove_peer(peer)
             found = {
-                f"refused {engine_metadata.engine}/{engine_metadata.instance_id}/{rank.rank}": rank.metadata
+                f"refused {engine_metadata.engine}/{engine_metadata.instance_id}/{rank.rank}": rank.transport_metadata
                 for rank in engine_metadata.ranks
             }
             self._transport.add_peers(found)

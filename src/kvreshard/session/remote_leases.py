@@ -224,7 +224,7 @@ class RemoteLeases:
         leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.loaded))
         for note in heartbeats(me.engine_metadata.engine, leases):
             payload = write_note(note)
-            for rank in peer.told_ranks:
+            for rank in peer.notified_ranks:
                 self._notify(peer, rank, payload)
 
     def _source(self, remote: RemoteEngine) -> _Source:
@@ -291,7 +291,7 @@ class RemoteLeases:
 
     def _report(self, me: LocalRank, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
-        for rank in peer.told_ranks:
+        for rank in peer.notified_ranks:
             report = Report(VERSION, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)
             self._notify(peer, rank, write_note(report))
 

@@ -24,7 +24,7 @@ from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
 from kvreshard.session.keys import Keys
-from kvreshard.session.peers import describe_route
+from kvreshard.session.peer import describe_route
 from kvreshard.tools.shadow_record import Posted
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
 

@@ -157,7 +157,7 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
                 "life",
                 {},
                 b"",
-                (msgspec.structs.replace(rank, metadata=source.metadata()),),
+                (msgspec.structs.replace(rank, transport_metadata=source.metadata()),),
                 KEY,
                 30.0,
             )

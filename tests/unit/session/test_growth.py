@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -24,7 +23,7 @@ from kvreshard.session.commands import (
 )
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.peer import LocalRank, Peer
-from kvreshard.session.peers import Peers
+from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.scratch import Scratch
 from kvreshard.transport.memory import Fault
@@ -131,9 +130,9 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
     remote_leases = RemoteLeases(transport, peers, 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
-        known: Future[Peer] = Future()
+        known = _Known(0.0)
         engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)
-        known.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
+        known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, of(number)), me)

@@ -17,8 +17,8 @@ from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
-from kvreshard.session.peer import LocalRank, Peer
-from kvreshard.session.peers import MAX_PER_HOST, Peers, connect_engine
+from kvreshard.session.peer import LocalRank, Peer, connect_engine
+from kvreshard.session.peers import MAX_PER_HOST, Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.seal import instance_id_of
 from kvreshard.transport.local import HostMemory
@@ -70,7 +70,7 @@ class Room:
 
     def hear(self) -> None:
         """What has been found out of a peer that is doubted."""
-        while self.peers._doubted:
+        while self.peers._checking:
             assert self.woken.wait(PATIENCE_S)
             self.woken.clear()
             self.peers.sweep(tuple)
@@ -146,7 +146,7 @@ def test_two_engines_of_one_name_are_both_read_from(room: Room) -> None:
                 room.woken.clear()
                 assert room.peers.get(room.me, remote).result(PATIENCE_S) is peer
                 room.peers.sweep(())
-        room.peers.doubt(room.me, first)
+        room.peers.check(room.me, first)
         room.hear()
         assert (room.peers.met(room.remote), room.peers.met(following)) == (first, second)
 
@@ -158,7 +158,7 @@ def test_a_doubted_peer_is_forgotten_only_if_it_is_not_there(room: Room) -> None
         room.woken.clear()
         if not is_there:
             room.restart()
-        room.peers.doubt(room.me, peer)
+        room.peers.check(room.me, peer)
         room.hear()
         assert room.peers.met(room.remote) is (peer if is_there else None)
 
@@ -264,7 +264,7 @@ def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) 
 
 def test_what_is_being_connected_is_not_cancelled(room: Room) -> None:
     peer = room.peers.get(room.me, room.remote)
-    while room.peers._asked:
+    while room.peers._known[room.remote].reply is not None:
         assert room.woken.wait(0.01) or not peer.done()
     room.peers.cancel(room.remote)
     room.gate.set()

@@ -216,7 +216,7 @@ class ScriptedPeers(Peers):
             del self.known[remote]
             disconnect(met)
 
-    def doubt(self, me: LocalRank, peer: Peer) -> None:
+    def check(self, me: LocalRank, peer: Peer) -> None:
         self.queue.append(lambda: self._ask(peer))
 
     def cancel(self, remote: RemoteEngine) -> None:
@@ -234,7 +234,7 @@ class ScriptedPeers(Peers):
         raise NotImplementedError
 
     def _ask(self, peer: Peer) -> None:
-        """Whether a doubted peer is still there; if not, it is forgotten."""
+        """Whether a peer that is checked is still there; if not, it is forgotten."""
         raise NotImplementedError
 
 
@@ -253,7 +253,7 @@ class FakePeers(ScriptedPeers):
         route = compile_route(self.world.src.layout, me.layout, self.rank)
         names = {rank: f"p{rank}" for rank in self.world.src.transports}
         for rank, name in names.items():
-            me.transport.add_peer(name, engine_metadata.rank_by_number[rank].metadata)
+            me.transport.add_peer(name, engine_metadata.rank_by_number[rank].transport_metadata)
         future.set_result(
             Peer(
                 remote, engine_metadata, self.world.src.layout, route, Mover(me.transport, me.memory, names, me.staging)

@@ -114,7 +114,7 @@ class WorldPeers(ScriptedPeers):
         route = self._world.route(source, self._engine, self._rank)
         names = {rank.rank: f"{source.name}-{rank.rank}" for rank in source.engine_metadata.ranks}
         for rank in source.engine_metadata.ranks:
-            me.transport.add_peer(names[rank.rank], rank.metadata)
+            me.transport.add_peer(names[rank.rank], rank.transport_metadata)
         future.set_result(
             Peer(
                 remote,
