@@ -1,4 +1,4 @@
-"""What does a rank need to carry out requests? A transport that knows the peers, and its own memory."""
+"""What a rank needs to carry out requests: a transport that knows the peers, and its own memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Mover:
     clock: Callable[[], float] = time.monotonic
 
     def post(self, direction: Direction, copies: Copies) -> Transfer:
-        """Post copies of the planner to the peer that they name. Raises TransportError."""
+        """Post copies to the peer that they name. Raises TransportError."""
         peer = self.peers[copies.src_rank if direction is Direction.READ else copies.dst_rank]
         return self.transport.post(peer, direction, copies)
 
     def fill(self, dst: EngineLayout, route: Route, request: Request) -> int:
-        """Zero what no copy of a checked request writes in its new pages on the route's destination rank; returns bytes."""
+        """Zero what no copy of a checked request writes in its new pages; returns bytes."""
         holes = find_holes(dst, route, request)
         self.memory.zero(holes.start, holes.stop)
         return int((holes.stop - holes.start).sum())

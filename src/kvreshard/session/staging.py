@@ -1,4 +1,4 @@
-"""The buffer that staged reads go through: two halves in turn, one is read into while the other is permuted."""
+"""The buffer of staged reads: one half is read into while the other is permuted."""
 
 from __future__ import annotations
 
