@@ -1,18 +1,16 @@
-"""How does one rank read its part of a request, step by step, so that one thread can have many of them on the way?
+"""The steps in which one rank reads its part of a request, as a generator, so that one thread can drive many.
 
-`pull_steps` is a generator. It yields a `Transfer` when it cannot go on before that has settled, or None when it waits for
-the staging buffer; whoever drives it resumes it then. What it does, in order:
+`pull_steps` yields a `Transfer` that must settle first, or None while it waits for the staging buffer:
 
-1. Decide what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
-2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read. If
-   another load has kept the buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
-3. Zero what no copy writes in newly allocated pages, once, while the first reads run or another load has the buffer. That may be before,
-   between or after reads and moves into the same pages: by its definition it shares no byte with them.
-4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
-5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed while they were
-   read.
+1. Decide what is read directly and what is staged (`plan.reads`). A refusal comes before anything is posted.
+2. Post the direct copies. Fill the halves of the staging buffer in turn, permuting one while the other is read. If another load has kept the
+   buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
+3. Zero what no copy writes in newly allocated pages, while the first reads run or another load has the buffer. The order does not matter:
+   these bytes are by definition those that no copy writes.
+4. Wait until every transfer has settled, also after an error: destination memory must not be reused before.
+5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed during the read.
 
-Refused: BindError before anything moves. Raises TransportError or StaleLease after all transfers have settled.
+Raises BindError before anything moves; TransportError or StaleLease after all transfers have settled.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ from kvreshard.session.mover import Mover
 from kvreshard.session.staging import NUM_HALVES, reads_into
 from kvreshard.transport.base import Direction, Transfer, TransportError
 
-# A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped has it until that goes on, or for ever.
+# A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped keeps it.
 STAGING_PATIENCE_S = 1.0
 
 
 class StaleLease(KvReshardError):
-    """The source no longer guarantees the pages that were read: what arrived may belong to another request."""
+    """The lease has ended before the read did: what arrived may belong to another request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseProof:
-    """What proves that a request's pages were still its own: `word`, in the lease table of every rank that is read.
+    """The word that every source rank must still have after the read.
 
-    `addresses`: source rank -> address of the word there. `scratch_address`: registered local memory, 8 bytes per rank read.
+    `addresses`: of the word, by source rank. `scratch_address`: registered local memory, 8 bytes per source rank.
     """
 
     word: int
@@ -58,8 +56,8 @@ class LeaseProof:
 class Moved:
     """What one rank's part of a request took. Seconds are wall time.
 
-    `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `zeroed_bytes`
-    of new pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total.
+    `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `num_zeroed_bytes` of new
+    pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total.
     """
 
     num_bytes: int
@@ -84,10 +82,10 @@ def pull_steps(
     note: Callable[[Transfer], None] = lambda transfer: None,
     tell: Callable[[str, str], None] = lambda event, text: None,
 ) -> Steps:
-    """Read everything that the route's destination rank needs. Resume when what was yielded has settled, however.
+    """Read everything that the route's destination rank needs. Resume when what was yielded has settled, well or badly.
 
-    `note` hears of every transfer as soon as it is posted: a driver that stops early must see each of them settle. `tell` hears
-    what happens, for a record: an event and a text.
+    `note` is called with every transfer that is posted: a driver that stops early must wait for each of them. `tell` is called with an event and
+    a text, for records.
     """
     started_s = mover.clock()
     plan = plan_reads(route, request, mover.staging.half_bytes if mover.staging else 0)
@@ -145,12 +143,12 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
 
 
 def _take_buffer(mover: Mover) -> bool:
-    """Take the staging buffer if it is free; whether it is ours."""
+    """Take the staging buffer if it is free; whether that worked."""
     return mover.staging is not None and mover.staging.taken.acquire(blocking=False)
 
 
 def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
-    """Wait for the staging buffer, but not for long; whether it is ours."""
+    """Wait for the staging buffer, but not for long; whether it was taken."""
     deadline_s = mover.clock() + STAGING_PATIENCE_S
     while not _take_buffer(mover):
         if mover.staging is None or mover.clock() >= deadline_s:
@@ -162,9 +160,9 @@ def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
 def _run_batches(
     mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None], meanwhile: Callable[[], None]
 ) -> Generator[Transfer | None, None, None]:
-    """Fill one half of the buffer, which is ours, while the other is permuted, and give it back.
+    """Fill one half of the buffer, which this load has taken, while the other is permuted; then free it.
 
-    `meanwhile` is done as soon as both halves are being read into. Raises once everything that was posted has settled.
+    `meanwhile` is called as soon as both halves are being read into. Raises once everything that was posted has settled.
     """
     staging = mover.staging
     if staging is None or not batches:
@@ -208,7 +206,7 @@ def _permute_when_read(
 def _check_words(
     mover: Mover, lease: LeaseProof, src_ranks: tuple[int, ...], note: Callable[[Transfer], None]
 ) -> Generator[Transfer | None, None, Exception | None]:
-    """Read the words, all at once; an error if one could not be read or is not the one expected."""
+    """Read the words, all at once; an error if one could not be read or is not the expected one."""
     reads: list[tuple[int, int, Transfer]] = []
     error: Exception | None = None
     for index, rank in enumerate(src_ranks):

@@ -1,12 +1,7 @@
-"""Source engines that this rank has met and cannot read from, and how they hear that a lease is not wanted.
+"""Reports to source engines that this rank has met and cannot read from, so that they free the request's pages.
 
-Who reports to which source rank is in the route, and there is none. So this rank reports to every rank of the source, as its only
-reporter: a request that one rank cannot load is not loaded at all.
-
-1. `give_back` connects the ranks of the source at the first lease that is given back, and reports.
-2. At most `MAX_ENGINES` are connected at a time; the one that was connected first is dropped for another.
-
-A source that cannot be connected or told is a line in the log: its lease runs out.
+There is no route that says who reports to whom. So this rank reports to every rank of the source, as its only reporter: a request that one rank
+cannot load is not loaded at all. A source that cannot be connected or notified is a line in the log: its lease expires.
 """
 
 from __future__ import annotations
@@ -25,21 +20,24 @@ MAX_ENGINES = 16
 
 
 class Refusals:
-    """Of one rank. Used from the session's thread only."""
+    """Of one rank. At most `MAX_ENGINES` sources are connected at a time. Used from the session's thread only."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._peers: dict[tuple[str, str], list[str]] = {}
 
     def release(self, consumer: str, rank: int, engine_metadata: EngineMetadata, lease: RemoteLease) -> None:
-        """Report a lease to all ranks of the engine with this engine metadata. `consumer`: this engine and its instance id."""
+        """Report a lease to all ranks of an engine. `consumer`: this engine and its instance id."""
         report = Report(VERSION, consumer, lease.request, lease.word, rank, (rank,), is_good=False)
         try:
             for peer in self._connect(engine_metadata):
                 self._transport.notify(peer, write_note(report))
         except TransportError as error:
             logger.warning(
-                "engine %s was not told that request %s is not wanted: %s", engine_metadata.engine, lease.request, error
+                "engine %s could not be notified that request %s is not wanted: %s",
+                engine_metadata.engine,
+                lease.request,
+                error,
             )
 
     def _connect(self, engine_metadata: EngineMetadata) -> list[str]:
