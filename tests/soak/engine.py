@@ -28,8 +28,8 @@ from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.lease import LeaseTable
+from kvreshard.session.mover import Staging
 from kvreshard.session.seal import new_key
-from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory

@@ -42,13 +42,13 @@ from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.job import Job, Jobs, to_failure
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.local_leases import LocalLeases
+from kvreshard.session.mover import Staging
 from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck

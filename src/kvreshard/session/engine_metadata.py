@@ -127,10 +127,6 @@ def decode_engine_metadata(message: bytes) -> EngineMetadata:
         )
     try:
         head = _head_decoder.decode(message)
-        if head.form != FORM:
-            raise WireError(
-                f"this is '{plain(head.form, 80)}', not a '{FORM}'; is the port that of a kvreshard engine?"
-            )
         head.check(FORM, VERSION)
         engine_metadata = _decoder.decode(message)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:

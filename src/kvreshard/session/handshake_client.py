@@ -43,10 +43,9 @@ CLOSE_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _Pending(Question):
     """A question and the future of its answer. `task`: asks it at present, since `began_s`."""
 
-    question: Question
     answer: Future[bytes] = field(default_factory=Future)
     task: asyncio.Task[None] | None = None
     began_s: float = 0.0
@@ -78,7 +77,7 @@ class HandshakeClient:
         self, address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
     ) -> Future[bytes]:
         """The listener's answer of at most `max_bytes` bytes. The future raises HandshakeError, after `timeout_s` at latest."""
-        pending = _Pending(Question(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s))
+        pending = _Pending(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
         with self._lock:
             if self._is_closed:
                 pending.answer.cancel()
@@ -126,7 +125,7 @@ class HandshakeClient:
             loop.close()
 
     def _add(self, pending: _Pending) -> None:
-        address = pending.question.address
+        address = pending.address
         self._waiting.setdefault(address, deque()).append(pending)
         if address not in self._asking:
             self._next[address] = None
@@ -146,7 +145,7 @@ class HandshakeClient:
                     self._timer = asyncio.get_running_loop().call_later(ends_s - now_s, self._begin)
                     return
                 self._give_way(self._oldest())
-            address = pending.question.address
+            address = pending.address
             del self._next[address]
             self._waiting[address].popleft()
             self._asking[address] = pending
@@ -156,7 +155,7 @@ class HandshakeClient:
     async def _ask(self, pending: _Pending) -> None:
         outcome: bytes | Exception
         try:
-            outcome = await pending.question.ask(self._context)
+            outcome = await pending.ask(self._context)
         except Exception as error:  # noqa: BLE001  it belongs to whoever asked
             outcome = error
         pending.task = None
@@ -170,7 +169,7 @@ class HandshakeClient:
 
     def _drop(self, pending: _Pending) -> None:
         """Stop a question that was cancelled."""
-        if self._asking.get(pending.question.address) is pending:
+        if self._asking.get(pending.address) is pending:
             self._leave(pending)
             self._begin()
 
@@ -189,18 +188,18 @@ class HandshakeClient:
     def _oldest(self) -> _Pending:
         """The question that has been asked longest, of those without a connection if there is one."""
         asking = self._asking.values()
-        return next((one for one in asking if not one.question.is_connected), None) or next(iter(asking))
+        return next((one for one in asking if not one.is_connected), None) or next(iter(asking))
 
     def _give_way(self, pending: _Pending) -> None:
         """End an attempt; its question is asked anew when no newer one waits."""
-        address = pending.question.address
+        address = pending.address
         self._waiting.setdefault(address, deque()).appendleft(pending)
         self._leave(pending)
         self._next.move_to_end(address, last=False)
 
     def _leave(self, pending: _Pending) -> None:
         """Its address is not asked any more; the next question for it may be."""
-        address = pending.question.address
+        address = pending.address
         if pending.task is not None:
             pending.task.cancel()
         del self._asking[address]

@@ -12,9 +12,8 @@ from kvreshard.session.commands import EndpointOptions, RemoteEngine, RemoteLeas
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import WORD_BYTES
-from kvreshard.session.mover import Mover
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.pull import LeaseProof
-from kvreshard.session.staging import Staging
 from kvreshard.transport.base import Transport, TransportError
 from kvreshard.transport.local import LocalMemory
 

@@ -8,8 +8,9 @@ The outcome is a `Peer` or an error. Both are kept, an error for `retry_s`, so t
 one peer, whatever addresses it is asked at. At most `MAX_PER_HOST` engines of one host are asked at once: whoever may send requests names
 hosts, and one that never answers must not take all handshakes.
 
-A peer is forgotten when a transfer with it has failed, when nothing was read from it for `peer_ttl_s`, and when a second look at it (a load did
-not end in time, or another instance of the engine has answered) finds that it is gone. One that answers is kept: other loads read from it.
+A peer is forgotten when a transfer with it has failed, when another instance of the engine has answered at its address, when nothing was read
+from it for `peer_ttl_s`, and when a load from it did not end in time and it does not answer any more. One that answers is kept: other
+loads read from it.
 """
 
 from __future__ import annotations
@@ -47,15 +48,13 @@ MAX_PER_HOST = 32
 class _Known:
     """An engine that is met, is being met, or could not be met.
 
-    `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `replaced`: other instances of the engine that
-    were checked because this one has answered.
+    `reply`: of its listener, until that has answered. `failed_s`: when it could not be met.
     """
 
     used_s: float
     peer: Future[Peer] = field(default_factory=Future)
     reply: Future[bytes] | None = None
     failed_s: float | None = None
-    replaced: set[RemoteEngine] = field(default_factory=set)
 
     @property
     def found(self) -> Peer | None:
@@ -108,7 +107,7 @@ class Peers:
         if known is not None and (known.failed_s is None or now_s < known.failed_s + self._options.retry_s):
             known.used_s = now_s
             if known.found is not None:
-                self._check_replaced(me, remote, known)
+                self._forget_former(remote)
             return known.peer
         known = self._known[remote] = _Known(now_s)
         host = remote.address.host
@@ -207,16 +206,15 @@ class Peers:
         """
         return self._met.get(remote.engine, {}).get(remote.instance_id, remote)
 
-    def _check_replaced(self, me: LocalRank, remote: RemoteEngine, known: _Known) -> None:
-        """Check the other instances of an engine that has answered: most likely it has restarted, but two engines may share a name.
+    def _forget_former(self, remote: RemoteEngine) -> None:
+        """Forget the former instances of an engine that has answered at their address: it has restarted.
 
         Only after the new one has answered: a reference to an instance that never was must not end the routes of the one that is there.
         """
         for other in list(self._met.get(remote.engine, {}).values()):
-            peer = self._known[other].found if other in self._known and other != remote else None
-            if peer is not None and other not in known.replaced:
-                known.replaced.add(other)
-                self.check(me, peer)
+            if other.address == remote.address and other != remote:
+                logger.warning("engine %s has restarted: the routes of its former instance are dropped", remote.engine)
+                self.forget(other)
 
     def _drop(self, remote: RemoteEngine) -> None:
         """Remove a reference."""
@@ -227,10 +225,6 @@ class Peers:
                 del instances[remote.instance_id]
             if not instances:
                 self._met.pop(remote.engine, None)
-            others = list(instances.values())
-        for other in others:
-            if other in self._known:
-                self._known[other].replaced.discard(remote)
 
     # Below: on other threads.
 

@@ -28,8 +28,7 @@ from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
 from kvreshard.session.lease import WORD_BYTES
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import NUM_HALVES, reads_into
+from kvreshard.session.mover import NUM_HALVES, Mover, reads_into
 from kvreshard.transport.base import Direction, Transfer, TransportError
 
 # A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped keeps it.

@@ -28,11 +28,10 @@ from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.mover import Mover
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.peers import Peers
 from kvreshard.session.seal import Seal, instance_id_of, make_seal
-from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion, Transfer

@@ -45,8 +45,8 @@ from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
+from kvreshard.session.mover import Staging
 from kvreshard.session.peers import Peers
-from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
