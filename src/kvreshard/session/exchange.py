@@ -43,6 +43,24 @@ Miss = Literal["closed", "absent", "mute", "mixed", "refused", "foreign", "lost"
 - `hung up`: it ended the connection before its handshake was over; its greeting tells whether it wants keys
 """
 
+_BUSY = "the engine at {address} is connected but does not answer {within}; is it stopped or overloaded, and is the port that of a kvreshard engine?"
+_REASONS: dict[Miss, str] = {
+    "absent": "no kvreshard engine answers at {address} {within}; is it running, does it use ReshardConnector, and can this host reach that port?",
+    "closed": "nothing takes connections at {address}: they are refused, or the host cannot be reached; is the engine running, does it use "
+    "ReshardConnector, and is the port that of its listener?",
+    "mute": "something at {address} takes connections, but does not speak ZeroMQ {within}; is the port that of a kvreshard engine?",
+    "mixed": "the engine at {address} wants a key and this one has none: give this engine a curve_secret_key_file whose public key that one trusts",
+    "lost": _BUSY,
+    "silent": _BUSY,
+}
+_REASONS_WITH_KEYS: dict[Miss, str] = {
+    "refused": "the engine at {address} does not trust this engine's key {public}: put its .key file into that engine's curve_public_keys_dir, or "
+    "give both engines the same key file",
+    "mixed": "the engine at {address} uses no keys and this one does: give both a curve_secret_key_file, or neither",
+    "foreign": "the engine at {address} has none of the {count} keys that this one trusts: put its .key file into this engine's "
+    "curve_public_keys_dir, or give both engines the same key file",
+}
+
 _WATCHED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -83,9 +101,8 @@ class Question:
             if isinstance(answer, bytes):
                 return answer
             misses.append(answer)
-            if answer in ("closed", "mixed", "refused") or misses[-len(server_keys) :] == ["foreign"] * len(
-                server_keys
-            ):
+            is_foreign = misses[-len(server_keys) :] == ["foreign"] * len(server_keys)
+            if answer in ("closed", "mixed", "refused") or is_foreign:
                 break
             if answer == "silent":
                 wait_s *= 2  # an answer that takes longer must not be begun again and again
@@ -162,45 +179,11 @@ class Question:
         return frames[-1]
 
     def _explain(self, miss: Miss) -> str:
-        address, within, keys = self.address, f"within {self.timeout_s:g} s", self.keys
-        match miss:
-            case "refused" if keys is not None:
-                return (
-                    f"the engine at {address} does not trust this engine's key {keys.public.decode()}: put its .key file into that "
-                    "engine's curve_public_keys_dir, or give both engines the same key file"
-                )
-            case "mixed" if keys is not None:
-                return f"the engine at {address} uses no keys and this one does: give both a curve_secret_key_file, or neither"
-            case "mixed":
-                return (
-                    f"the engine at {address} wants a key and this one has none: give this engine a curve_secret_key_file whose "
-                    "public key that one trusts"
-                )
-            case "foreign" if keys is not None:
-                return (
-                    f"the engine at {address} has none of the {len(keys.trusted)} keys that this one trusts: put its .key file "
-                    "into this engine's curve_public_keys_dir, or give both engines the same key file"
-                )
-            case "closed":
-                return (
-                    f"nothing takes connections at {address}: they are refused, or the host cannot be reached; is the engine running, "
-                    "does it use ReshardConnector, and is the port that of its listener?"
-                )
-            case "mute":
-                return (
-                    f"something at {address} takes connections, but does not speak ZeroMQ {within}; is the port that of a "
-                    "kvreshard engine?"
-                )
-            case "silent" | "lost":
-                return (
-                    f"the engine at {address} is connected but does not answer {within}; is it stopped or overloaded, and is the "
-                    "port that of a kvreshard engine?"
-                )
-            case _:
-                return (
-                    f"no kvreshard engine answers at {address} {within}; is it running, does it use ReshardConnector, and can "
-                    "this host reach that port?"
-                )
+        reasons = _REASONS | (_REASONS_WITH_KEYS if self.keys is not None else {})
+        public, count = (self.keys.public.decode(), len(self.keys.trusted)) if self.keys is not None else ("", 0)
+        return reasons.get(miss, reasons["absent"]).format(
+            address=self.address, within=f"within {self.timeout_s:g} s", public=public, count=count
+        )
 
 
 def _read_event(event: Any, miss: Miss) -> Miss:

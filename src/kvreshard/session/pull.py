@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.plan.copies import CopyList
+from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
@@ -79,49 +79,50 @@ def pull_steps(
     dst: EngineLayout,
     lease: LeaseProof | None = None,
     note: Callable[[Transfer], None] = lambda transfer: None,
-    tell: Callable[[str, str], None] = lambda event, text: None,
+    record: Callable[[str, str], None] = lambda event, text: None,
 ) -> Steps:
     """Read everything that the route's destination rank needs. Resume when what was yielded has settled, well or badly.
 
-    `note` is called with every transfer that is posted: a driver that stops early must wait for each of them. `tell` is called with an event and
-    a text, for records.
+    `note` is called with every transfer that is posted: a driver that stops early must wait for each of them. `record` is called with an
+    event and a text.
     """
     started_s = mover.clock()
     plan = plan_reads(route, request, mover.staging.half_bytes if mover.staging else 0)
     lists, batches = plan.direct, plan.batches
     bind_s = mover.clock() - started_s
-    tell("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
+    record("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
     posted: list[Transfer] = []
     error: Exception | None = None
     zeroed, post_s = 0, 0.0
+
+    def post(lists: Sequence[Copies]) -> None:
+        for copies in lists:
+            posted.append(mover.post(Direction.READ, copies))
+            note(posted[-1])
 
     def zero() -> None:
         nonlocal zeroed
         if request.dst_new_pages:
             zeroed = mover.fill(dst, route, request)
-            tell("zeroed", f"{zeroed} bytes")
+            record("zeroed", f"{zeroed} bytes")
 
     try:
-        for copies in lists:
-            posted.append(mover.post(Direction.READ, copies))
-            note(posted[-1])
+        post(lists)
         post_s = mover.clock() - started_s - bind_s
         has_buffer = bool(batches) and _take_buffer(mover)
         if not has_buffer:
             zero()
         if batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
-            tell("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
+            record("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
             lists, batches = plan_reads(route, request).direct, ()
-            for copies in lists:
-                posted.append(mover.post(Direction.READ, copies))
-                note(posted[-1])
+            post(lists)
         yield from _run_batches(mover, batches, note, zero if has_buffer else lambda: None)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
         error = (yield from settled(transfer)) or error
     if error is None and lease is not None and (posted or batches):
-        tell("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
+        record("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
         error = yield from _check_words(mover, lease, route.src_ranks, note)
     if error is not None:
         raise error
@@ -167,22 +168,21 @@ def _run_batches(
     if staging is None or not batches:
         return
     under_way: deque[tuple[Batch, int, Transfer]] = deque()
-    is_first = True
-    try:
-        for number, batch in enumerate(batches):
+
+    def post(number: int) -> None:
+        if number < len(batches):
             address = staging.half(number)
-            under_way.append((batch, address, mover.post(Direction.READ, reads_into(address, batch))))
+            reads = reads_into(address, batches[number])
+            under_way.append((batches[number], address, mover.post(Direction.READ, reads)))
             note(under_way[-1][2])
-            if len(under_way) < NUM_HALVES:
-                continue
-            if is_first:
-                meanwhile()
-            is_first = False
+
+    try:
+        for number in range(NUM_HALVES):
+            post(number)
+        meanwhile()
+        for number in range(len(batches)):
             yield from _permute_when_read(mover, *under_way.popleft())
-        if is_first:
-            meanwhile()
-        while under_way:
-            yield from _permute_when_read(mover, *under_way.popleft())
+            post(number + NUM_HALVES)
     except Exception:
         for _, _, transfer in under_way:
             yield from settled(transfer)
