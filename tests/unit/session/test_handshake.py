@@ -59,7 +59,7 @@ def say(address: Address, *frames: bytes, wait_ms: int = 2000) -> bytes | None:
         return dealer.recv_multipart()[-1] if dealer.poll(wait_ms) else None
 
 
-def test_the_card_arrives_whole(listener: HandshakeServer) -> None:
+def test_the_engine_metadata_arrives_whole(listener: HandshakeServer) -> None:
     found = fetch_engine_metadata(listener.address, "decode", 1, 5.0)
     assert found == engine_metadata(model="m")
     assert found.decode_layout() == engine("prefill", tp=2)
@@ -99,7 +99,7 @@ def test_an_outcome_arrives(listener: HandshakeServer, outcomes: list[HandshakeM
         ),
     ],
 )
-def test_a_stranger_gets_one_line_and_the_next_one_the_card(
+def test_noise_gets_one_line_and_the_next_peer_the_metadata(
     listener: HandshakeServer, frames: list[bytes], answer: str
 ) -> None:
     reply = say(listener.address, *frames)
@@ -108,7 +108,7 @@ def test_a_stranger_gets_one_line_and_the_next_one_the_card(
     assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
 
-def test_an_oversized_hello_is_dropped_and_the_next_one_served(listener: HandshakeServer) -> None:
+def test_an_oversized_message_is_dropped_and_the_next_one_served(listener: HandshakeServer) -> None:
     assert say(listener.address, b"", b"x" * (handshake_messages.MAX_MESSAGE_BYTES + 1), wait_ms=200) is None
     assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
@@ -199,7 +199,7 @@ def test_a_port_that_is_taken_is_said_with_the_remedy(listener: HandshakeServer)
         HandshakeServer(listener.address, engine_metadata())
 
 
-def test_cards_of_a_later_version_and_other_things_are_refused() -> None:
+def test_metadata_of_a_later_version_and_other_things_are_refused() -> None:
     good = engine_metadata()
     with pytest.raises(
         WireError, match="engine_metadata of version 7; this side reads version 1: run the same release"

@@ -91,14 +91,14 @@ def test_another_engine_in_its_place_is_not_believed(listener: HandshakeServer, 
 
 
 def test_a_greeting_tells_whether_keys_are_wanted(listener: HandshakeServer) -> None:
-    open_door = HandshakeServer(LOCAL, engine_metadata())
+    open_server = HandshakeServer(LOCAL, engine_metadata())
     try:
-        assert (read_mechanism(listener.address, PATIENCE_S), read_mechanism(open_door.address, PATIENCE_S)) == (
+        assert (read_mechanism(listener.address, PATIENCE_S), read_mechanism(open_server.address, PATIENCE_S)) == (
             "CURVE",
             "NULL",
         )
     finally:
-        open_door.close()
+        open_server.close()
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = Address("127.0.0.1", other.getsockname()[1])
 
@@ -125,12 +125,12 @@ def test_keys_on_one_side_only_are_told_at_once(listener: HandshakeServer, room:
         HandshakeError, match="wants a key and this one has none: give this engine a curve_secret_key_file"
     ):
         fetch_engine_metadata(listener.address, "decode", 0, 10 * PATIENCE_S)
-    open_door = HandshakeServer(LOCAL, engine_metadata())
+    open_server = HandshakeServer(LOCAL, engine_metadata())
     try:
         with pytest.raises(HandshakeError, match="uses no keys and this one does: give both"):
-            fetch_engine_metadata(open_door.address, "decode", 0, 10 * PATIENCE_S, room)
+            fetch_engine_metadata(open_server.address, "decode", 0, 10 * PATIENCE_S, room)
     finally:
-        open_door.close()
+        open_server.close()
 
 
 def test_a_peer_without_keys_stands_in_the_servers_log(
@@ -147,14 +147,14 @@ def test_a_peer_without_keys_stands_in_the_servers_log(
     assert len(set(lines)) == len(lines) >= 1  # the first, the second, the fourth, ...; ZeroMQ asks again by itself
 
 
-def carry(door: socket.socket, target: Address, seen: bytearray, is_over: threading.Event) -> None:
-    """Pass on all that is said between whoever knocks at `door` and `target`, and keep it."""
+def carry(front: socket.socket, target: Address, seen: bytearray, is_over: threading.Event) -> None:
+    """Pass on all bytes between whoever connects to `front` and `target`, and keep it."""
     with ExitStack() as stack:
         ends: dict[socket.socket, socket.socket] = {}
         while not is_over.is_set():
-            for ready in select.select([door, *ends], [], [], 0.05)[0]:
-                if ready is door:
-                    near = stack.enter_context(door.accept()[0])
+            for ready in select.select([front, *ends], [], [], 0.05)[0]:
+                if ready is front:
+                    near = stack.enter_context(front.accept()[0])
                     far = stack.enter_context(socket.create_connection((target.host, target.port)))
                     ends |= {near: far, far: near}
                 elif content := ready.recv(1 << 16):
@@ -170,11 +170,11 @@ def test_a_reader_on_the_way_sees_nothing_where_there_are_keys(room: Keys, has_k
     keys, seen, is_over = room if has_keys else None, bytearray(), threading.Event()
     listener = HandshakeServer(LOCAL, engine_metadata(), keys=keys)
     try:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            carrier = threading.Thread(target=carry, args=(door, listener.address, seen, is_over))
+        with socket.create_server(("127.0.0.1", 0)) as front:
+            carrier = threading.Thread(target=carry, args=(front, listener.address, seen, is_over))
             carrier.start()
             try:
-                way = Address("127.0.0.1", door.getsockname()[1])
+                way = Address("127.0.0.1", front.getsockname()[1])
                 assert fetch_engine_metadata(way, "decode", 0, PATIENCE_S, keys) == engine_metadata()
             finally:
                 is_over.set()

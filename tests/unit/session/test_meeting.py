@@ -1,4 +1,4 @@
-"""Does a rank meet an engine through the door, with keys, and is engine metadata that lies refused in words?"""
+"""Does a rank meet an engine through its listener, with keys, and is engine metadata that lies refused in words?"""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def other_layout(engine_metadata: EngineMetadata, **changes: object) -> EngineMe
         (lambda engine_metadata: msgspec.structs.replace(engine_metadata, layout=b"\xff" * 99), "not a layout"),
     ],
 )
-def test_a_card_that_lies_is_refused_and_told(
+def test_metadata_that_lies_is_refused_and_reported(
     sides: tuple[Side, Side], change: Callable[[EngineMetadata], EngineMetadata], told: str
 ) -> None:
     heard: list[HandshakeMessage] = []

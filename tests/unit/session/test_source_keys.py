@@ -96,7 +96,7 @@ def test_a_handshake_that_was_cancelled_is_begun_anew(peer: Peer, waiting: Waiti
     assert waiting.take() == ({"a": KEY}, {})
 
 
-def told(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]]:
+def collected(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]]:
     results = [endpoint.collect() for endpoint in world.dst.endpoints.values()]
     return [found.keys for found in results], [found.unmet for found in results]
 
@@ -114,15 +114,15 @@ def test_every_rank_says_the_key_of_a_source_once_it_is_met() -> None:
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(StopRenewing("c"))
     world.turn()
-    assert told(world) == ([{}, {}], [{}, {}])
+    assert collected(world) == ([{}, {}], [{}, {}])
     meet(world)
     world.turn()
-    assert told(world) == ([{"a": KEY}, {"a": KEY}], [{}, {}])
+    assert collected(world) == ([{"a": KEY}, {"a": KEY}], [{}, {}])
     world.turn()
-    assert told(world) == ([{}, {}], [{}, {}])
+    assert collected(world) == ([{}, {}], [{}, {}])
     watch(world, "later")
     world.turn()
-    assert told(world) == ([{"later": KEY}, {"later": KEY}], [{}, {}])
+    assert collected(world) == ([{"later": KEY}, {"later": KEY}], [{}, {}])
     world.close()
 
 
@@ -134,7 +134,7 @@ def test_a_source_that_cannot_be_met_is_said_with_the_reason() -> None:
     meet(world)
     world.turn()
     failure = Failure("handshake", "nobody is there")
-    assert told(world) == ([{}, {}], [{"a": failure}, {"a": failure}])
+    assert collected(world) == ([{}, {}], [{"a": failure}, {"a": failure}])
     world.close()
 
 
