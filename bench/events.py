@@ -26,9 +26,8 @@ from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace, SlicedTransfer
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import Cursor, place
 
 REPEATS = 25

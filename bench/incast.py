@@ -34,7 +34,7 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 
 MEMORY_BYTES = 64 << 20
 TRANSFER_BYTES = 8 << 20

@@ -19,7 +19,7 @@ from bench.events import EVENTS
 from bench.prepare import Listed, Prepared
 from bench.results import Result
 from bench.shapes import Shape, pool_for, request
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 
 ROW = "e growth"
 SHAPE = Shape("DeepSeek-V3 TP 8 -> 4", "deepseek-v3", "tp=8", "tp=4")

@@ -20,7 +20,7 @@ from bench.prepare import Listed, Prepared
 from bench.results import Result, compared
 from bench.shapes import Shape, request
 from kvreshard.model.tables import Request
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 from kvreshard.session.engine_metadata import (
     RankMetadata,
     check_compatibility,

@@ -19,7 +19,8 @@ from bench.results import Result, compared
 from bench.shapes import Shape, first_token_s, pool_for, request, shapes
 from bench.tables import KINDS
 from kvreshard.model.tables import Request
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.compile import compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.transfer import pull
 
 ROW = "b preparation"

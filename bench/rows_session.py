@@ -23,7 +23,7 @@ from bench.prepare import Listed, Prepared
 from bench.results import Result
 from bench.rows_handshake import NUM_PAGES, NUM_TOKENS, SHAPE
 from bench.shapes import Shape, pool_for, request
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 from kvreshard.session.commands import EndpointOptions, Load, RemoteEngine, RemoteLease
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.handshake_messages import Address

@@ -13,8 +13,9 @@ from bench.arena import Arena
 from bench.compare import Comparison, compare
 from bench.results import Result, compared
 from bench.shapes import Shape, pool_for, request
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.reads import plan_reads
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.transfer import pull
 
 ROW = "m staging"

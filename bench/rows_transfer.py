@@ -16,7 +16,7 @@ from bench.intree import InTree, Pair, tables_of
 from bench.results import Result, compared
 from bench.shapes import Shape, pool_for, request
 from bench.tables import KINDS
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 from kvreshard.session.transfer import pull
 
 ROW = "c transfer"

@@ -22,8 +22,9 @@ from bench.shapes import Shape, pages_per_request, request, total_bytes
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout
 from kvreshard.model.tables import Request
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.cost import CostModel, Way
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.transfer import pull
 from kvreshard.testing.rank_memory import make_block

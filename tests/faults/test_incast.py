@@ -13,7 +13,7 @@ from kvreshard.plan.copies import CopyList
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState
 from kvreshard.transport.nixl import NixlTransport
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 
 pytestmark = pytest.mark.nixl
 MEMORY_BYTES = 1 << 20

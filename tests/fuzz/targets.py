@@ -19,7 +19,7 @@ from tests.unit.tools.engines import ArrayBytes
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutError, LayoutMismatch, WireError, wire
 from kvreshard.model.tables import PageTable
 from kvreshard.plan import bind
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 from kvreshard.session.engine_metadata import decode_engine_metadata
 from kvreshard.session.handshake_messages import read_answer, read_message
 from kvreshard.session.notes import read_note

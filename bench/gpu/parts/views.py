@@ -18,8 +18,8 @@ from bench.gpu.findings import Bench, Found
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import EngineLayout, wire
 from kvreshard.model.tables import PageTable, Request
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.cost import usual_cost
-from kvreshard.plan.route import compile_route
 from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.transfer import pull
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values

@@ -20,8 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
@@ -29,6 +33,7 @@ from kvreshard.model.field import Field
 from kvreshard.model.form import Number, Whole
 from kvreshard.model.text import ShortText, plain
 
+Int64s = NDArray[np.int64]
 MAX_ADDRESS = 2**63
 # A layout has thousands of regions, slabs and shards. They refer to nothing that refers to them, so the garbage collector need not
 # follow them (`gc=False`).
@@ -195,6 +200,33 @@ class Rank:
         """The same rank and memory with other shards."""
         return Rank.of(self.rank, self.place, self.regions, self.slabs, shards)
 
+    @cached_property
+    def shard_number(self) -> Mapping[str, int]:
+        """Field -> which of the template's shards is the rank's part of it."""
+        return {shard.field: number for number, shard in enumerate(self.template.shards)}
+
+    @cached_property
+    def shard_regions(self) -> Int64s:
+        """The number of the region in which each of the template's shards lies, shape (num_shards,)."""
+        numbers = {name: number for number, name in enumerate(self.template.regions)}
+        return np.array([numbers[shard.region] for shard in self.template.shards], dtype=np.int64)
+
+    @cached_property
+    def region_starts(self) -> Int64s:
+        """First address of each region, shape (num_regions,)."""
+        return np.array(self.addresses, dtype=np.int64)
+
+    @cached_property
+    def region_sizes(self) -> Int64s:
+        """Bytes of each region, shape (num_regions,)."""
+        return np.array(self.template.region_bytes, dtype=np.int64)
+
+    @cached_property
+    def shard_addresses(self) -> Int64s:
+        """Address of the first cell in page 0 of each of the template's shards, shape (num_shards,)."""
+        offsets = np.array([shard.offset_bytes for shard in self.template.shards], dtype=np.int64)
+        return self.region_starts[self.shard_regions] + offsets
+
     def base_address(self, shard: Shard) -> int:
         """Address of the shard's first cell in page 0."""
         return self.region_by_name[shard.region].address + shard.offset_bytes
@@ -224,26 +256,25 @@ class EngineLayout:
         }
 
     @cached_property
-    def _holders(self) -> Mapping[str, Mapping[int, Geometry]]:
-        """Field -> rank -> how that rank holds its part of it, for every field that some rank holds a part of, in the order of `fields`."""
-        found: dict[str, dict[int, Geometry]] = {field.name: {} for field in self.fields}
-        for rank in self.ranks:
-            number, geometries = rank.rank, rank.geometries
-            for place in rank.template.shards:
-                found[place.field][number] = geometries[place.geometry]
-        return {field: held for field, held in found.items() if held}
-
-    @cached_property
     def holding_of(self) -> Mapping[str, int]:
-        """Field -> a number that fields of equal geometry on every rank share, for every field that some rank holds a part of, in the order of
-        `fields`.
+        """Field -> a number that fields share which every rank holds by one geometry, for every field that some rank holds a part of, in the
+        order of `fields`.
         """
+        held: dict[str, list[tuple[int, int]]] = {field.name: [] for field in self.fields}
+        for number, (template, _) in enumerate(groupby(self.ranks, attrgetter("template"))):
+            for shard in template.shards:
+                held[shard.field].append((number, shard.geometry))
         numbers: dict[object, int] = {}
-        return {field: numbers.setdefault(tuple(held.items()), len(numbers)) for field, held in self._holders.items()}
+        return {field: numbers.setdefault(tuple(places), len(numbers)) for field, places in held.items() if places}
 
     def holders(self, field: str) -> Mapping[int, Geometry]:
         """Rank -> how it holds its part of a field, for every rank that does."""
-        return self._holders.get(field, {})
+        found = {}
+        for template, ranks in groupby(self.ranks, attrgetter("template")):
+            geometry = next((shard.geometry for shard in template.shards if shard.field == field), None)
+            if geometry is not None:
+                found.update({rank.rank: rank.geometries[geometry] for rank in ranks})
+        return found
 
     @cached_property
     def field_by_name(self) -> Mapping[str, Field]:

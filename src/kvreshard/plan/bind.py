@@ -1,11 +1,11 @@
 """From a request's block tables to the copies that are posted directly.
 
-No loop over pages, no geometry: pieces of a request that overlap alike are one `Page` and two arrays of page ids (`pairs`).
+No loop over pages, no geometry: page ranges of a request that overlap alike are one `Page` and two arrays of page ids (`pairs`).
 
-1. `bind_pieces` looks up the pages of each piece.
-2. Pages whose entries lie alike are put together (`alike`), in the source's order: a copy of one may continue a copy of another.
+1. `bind_ranges` looks up the pages of each page range.
+2. `group_aligned` puts pages together whose entries lie alike, in the source's order: a copy of one may continue a copy of another.
 3. Copies that are many and scattered stay pages: one `PagedCopies` for each. Where neighbours continue one another, or there are few,
-   addresses are listed and joined (`list_copies`).
+   addresses are listed and joined (`AlignedPages.listed`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.tables import Request
 from kvreshard.plan.copies import Copies, CopyList, Int64s, Page, PagedCopies, coalesce, continues, joined, joined_lists
-from kvreshard.plan.pairs import GroupPair, PageOf, Piece
+from kvreshard.plan.pairs import GroupPair, OverlapPage, PageRange
 from kvreshard.plan.request_check import check_request
 from kvreshard.plan.route import Route
 from kvreshard.plan.transfer import RankTransfer
@@ -28,23 +28,23 @@ from kvreshard.plan.transfer import RankTransfer
 MIN_PAGED_COPIES = 256
 # Listing a joined copy costs about three times a copy of a prepared page; NIXL joins neighbouring pages by itself.
 MAX_JOINED = 0.67
-# A transport's threads share what a post has in many pieces: 84 MB in 80 take 11.5 ms, in 320 of them 7. So neighbours are joined up to
-# the 256th part of what is read; 128 KiB are read in some ten times what a piece costs (docs/design/0020).
+# A transport's threads share a post of many copies: 84 MB in 80 take 11.5 ms, in 320 of them 7. So neighbours are joined up to
+# the 256th part of what is read; 128 KiB are read in some ten times what a copy costs (docs/design/0020).
 SHARED_COPIES = 256
 MIN_JOINED_BYTES, MAX_JOINED_BYTES = 128 << 10, 1 << 20
-SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few pieces for any share below it
+SPLIT_BYTES = 64 * MIN_JOINED_BYTES  # too few copies for any share below it
 
 
-class Bound(msgspec.Struct, frozen=True, eq=False):
-    """A page and the pairs of page ids that are copied by it, shape (n,). `recurs`: as in `Piece`."""
+class BoundPages(msgspec.Struct, frozen=True, eq=False):
+    """A page and the pairs of page ids that are copied by it, shape (n,). `recurs`: as in `PageRange`."""
 
-    of: PageOf
+    overlap_page: OverlapPage
     src_page: Int64s
     dst_page: Int64s
     recurs: bool
 
 
-class Alike(msgspec.Struct, frozen=True, eq=False):
+class AlignedPages(msgspec.Struct, frozen=True, eq=False):
     """Pages from one source rank whose entries lie alike.
 
     Of the first entry of every pair of pages, in the source's order: addresses and lengths, shape (n,). `joined`: how many of them
@@ -52,7 +52,7 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
     `order`: of the pairs as they were found, None where that is the source's.
     """
 
-    found: Sequence[Bound]
+    found: Sequence[BoundPages]
     src: Int64s
     dst: Int64s
     length: Int64s
@@ -61,7 +61,7 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_entries(self) -> int:
-        return self.found[0].of.page.num_entries
+        return self.found[0].overlap_page.page.num_entries
 
     @property
     def num_copies(self) -> int:
@@ -70,21 +70,27 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(one.of.page.length.sum()) * len(one.src_page) for one in self.found)
+        return sum(int(one.overlap_page.page.length.sum()) * len(one.src_page) for one in self.found)
 
     def copies(self, min_paged: int) -> Iterator[Copies]:
         """Pages stay pages from `min_paged` copies on, unless most of them join."""
         if self.num_copies >= min_paged and self.joined <= MAX_JOINED * len(self.src):
             for one in self._by_page():
-                is_worth_it = one.recurs and one.of.page.num_entries * len(one.src_page) >= min_paged
-                paged = PagedCopies(one.of.src_rank, one.of.dst_rank, one.of.page, one.src_page, one.dst_page)
+                is_worth_it = one.recurs and one.overlap_page.page.num_entries * len(one.src_page) >= min_paged
+                paged = PagedCopies(
+                    one.overlap_page.src_rank,
+                    one.overlap_page.dst_rank,
+                    one.overlap_page.page,
+                    one.src_page,
+                    one.dst_page,
+                )
                 yield paged if is_worth_it else paged.flat()
         else:
             yield self.listed()
 
     def listed(self, max_bytes: int | None = None) -> CopyList:
         """Every copy, neighbours joined. `max_bytes`: as in `coalesce`; None: so that a transport's threads have enough to share."""
-        first = self.found[0].of
+        first = self.found[0].overlap_page
         if not first.page.run_bytes:
             lists = [
                 PagedCopies(first.src_rank, first.dst_rank, first.page, b.src_page, b.dst_page).flat()
@@ -104,17 +110,17 @@ class Alike(msgspec.Struct, frozen=True, eq=False):
             np.tile(length, page.num_entries),
         )
 
-    def _by_page(self) -> Iterator[Bound]:
+    def _by_page(self) -> Iterator[BoundPages]:
         """The pairs of each page together, in the source's order: NIXL joins neighbours."""
-        members: defaultdict[Page, list[Bound]] = defaultdict(list)
+        members: defaultdict[Page, list[BoundPages]] = defaultdict(list)
         for one in self.found:
-            members[one.of.page].append(one)
+            members[one.overlap_page.page].append(one)
         for same in members.values():
             src, dst = joined([one.src_page for one in same]), joined([one.dst_page for one in same])
             order = self.order if len(members) == 1 else _source_order(src)
             if order is not None:
                 src, dst = src[order], dst[order]
-            yield Bound(same[0].of, src, dst, all(one.recurs for one in same))
+            yield BoundPages(same[0].overlap_page, src, dst, all(one.recurs for one in same))
 
 
 def bind(route: Route, request: Request) -> Iterator[CopyList]:
@@ -125,48 +131,54 @@ def bind(route: Route, request: Request) -> Iterator[CopyList]:
 
 def _bind(route: Route, request: Request) -> Iterator[CopyList]:
     for pair in route.pairs:
-        pieces = pair.pieces(request)
+        page_ranges = pair.page_ranges(request)
         for transfer in pair.transfers:
-            for alike in find_alike(bind_pieces(pair, (transfer,), pieces)):
-                yield alike.listed(1 << 62)
+            for aligned in group_aligned(bind_ranges(pair, (transfer,), page_ranges)):
+                yield aligned.listed(1 << 62)
 
 
-def bind_pieces(pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Iterable[Piece]) -> Iterator[Bound]:
-    """What some transfers of a pair copy of some pieces, page by page."""
-    for piece in pieces:
+def bind_ranges(
+    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Iterable[PageRange]
+) -> Iterator[BoundPages]:
+    """What some transfers of a pair copy of some page ranges, page by page."""
+    for page_range in page_ranges:
         known: dict[tuple[bool, int], Int64s] = {}
-        for of in pair.pages(piece, transfers):
+        for overlap_page in pair.pages(page_range, transfers):
             ids = []
             for is_src, table, side, step in (
-                (True, piece.src, pair.src, of.src_step),
-                (False, piece.dst, pair.dst, of.dst_step),
+                (True, page_range.src, pair.src, overlap_page.src_step),
+                (False, page_range.dst, pair.dst, overlap_page.dst_step),
             ):
                 found = known.get((is_src, step))
                 if found is None:
-                    found = known[is_src, step] = piece.page_ids(table, side.span, step)
+                    found = known[is_src, step] = page_range.page_ids(table, side.span, step)
                 ids.append(found)
-            yield Bound(of, ids[0], ids[1], piece.recurs)
+            yield BoundPages(overlap_page, ids[0], ids[1], page_range.recurs)
 
 
-def find_alike(bound: Iterable[Bound]) -> list[Alike]:
+def group_aligned(bound: Iterable[BoundPages]) -> list[AlignedPages]:
     """The same pages, together where their entries lie alike."""
-    together: defaultdict[object, list[Bound]] = defaultdict(list)
+    together: defaultdict[object, list[BoundPages]] = defaultdict(list)
     for one in bound:
-        together[one.of.src_rank, one.of.page.shape or one.of.page].append(one)
-    return [_alike(found) for found in together.values()]
+        together[one.overlap_page.src_rank, one.overlap_page.page.shape or one.overlap_page.page].append(one)
+    return [_aligned(found) for found in together.values()]
 
 
-def _alike(found: Sequence[Bound]) -> Alike:
-    page = found[0].of.page
-    src = joined([one.of.page.src_start[0] + one.src_page * one.of.page.src_stride for one in found])
-    dst = joined([one.of.page.dst_start[0] + one.dst_page * one.of.page.dst_stride for one in found])
+def _aligned(found: Sequence[BoundPages]) -> AlignedPages:
+    page = found[0].overlap_page.page
+    src = joined(
+        [one.overlap_page.page.src_start[0] + one.src_page * one.overlap_page.page.src_stride for one in found]
+    )
+    dst = joined(
+        [one.overlap_page.page.dst_start[0] + one.dst_page * one.overlap_page.page.dst_stride for one in found]
+    )
     if not page.run_bytes:
-        return Alike(found, src, dst, np.repeat(page.length[0], len(src)), 0, _source_order(src))
-    length = np.repeat([one.of.page.run_bytes for one in found], [len(one.src_page) for one in found])
+        return AlignedPages(found, src, dst, np.repeat(page.length[0], len(src)), 0, _source_order(src))
+    length = np.repeat([one.overlap_page.page.run_bytes for one in found], [len(one.src_page) for one in found])
     order = _source_order(src)
     if order is not None:
         src, dst, length = src[order], dst[order], length[order]
-    return Alike(found, src, dst, length, int(np.count_nonzero(continues(src, dst, length))), order)
+    return AlignedPages(found, src, dst, length, int(np.count_nonzero(continues(src, dst, length))), order)
 
 
 def _source_order(src: Int64s) -> NDArray[np.intp] | None:

@@ -16,21 +16,18 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from fractions import Fraction
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Geometry, Rank, Shard
+from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Int64s, Rank
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.match import SHOWN, differences
+from kvreshard.plan.route import Route
 from kvreshard.plan.transfer import RankTransfer, TransferAxis
-
-if TYPE_CHECKING:
-    from kvreshard.plan.route import Route
 
 
 def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
@@ -56,20 +53,20 @@ def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[
         yield from _transfer_faults(transfer, rank, dst, "destination")
         for name in transfer.fields:
             transfers_of[name].append(number)
-    # Fields of one geometry that the same transfers have are covered alike: one of them is looked at.
-    covered = defaultdict[tuple[int, ...], list[tuple[object, Geometry]]](list)
-    for name, shard in rank.shard_by_field.items():
-        given, field = src.field_by_name.get(name), dst.field_by_name[name]
-        if given is None:
+    # Fields of one form and geometry that the same transfers have are covered alike: one of them is looked at.
+    alike = defaultdict[tuple[tuple[int, ...], int | None, int, int], list[str]](list)
+    for name, number in rank.shard_number.items():
+        forms = src.kind_of.get(name), dst.kind_of[name]
+        alike[tuple(transfers_of[name]), *forms, rank.template.shards[number].geometry].append(name)
+    for (numbers, src_form, _, geometry), names in alike.items():
+        if src_form is None:
             continue
-        for found in differences(src.engine, given, dst.engine, field):
-            yield f"field '{name}'{found}"
-        numbers, kind = tuple(transfers_of[name]), (field.axes, shard.geometry)
-        if kind not in covered[numbers]:
-            covered[numbers].append(kind)
-            transfers = [route.transfers[number] for number in numbers]
-            fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
-            yield from _cover_faults(field, shard.geometry, fitting, rank)
+        field = dst.field_by_name[names[0]]
+        for difference in differences(src.engine, src.field_by_name[names[0]], dst.engine, field):
+            yield from (f"field '{name}'{difference}" for name in names)
+        transfers = [route.transfers[number] for number in numbers]
+        fitting = [transfer for transfer in transfers if _shape_of(transfer.axes) == _shape_of(field.axes)]
+        yield from _cover_faults(field, rank.geometries[geometry], fitting, rank)
 
 
 def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, int | None]]:
@@ -77,23 +74,42 @@ def _shape_of(axes: Sequence[Axis] | Sequence[TransferAxis]) -> list[tuple[str, 
 
 
 def _transfer_faults(transfer: RankTransfer, rank: Rank, layout: EngineLayout, side: str) -> Iterator[str]:
-    """One side of a transfer, field by field; what is said of a geometry and a shape is looked at once."""
-    bases = (transfer.bases.src if side == "source" else transfer.bases.dst).tolist()
+    """One side of a transfer, field by field; a form and geometry is looked at once."""
+    bases = transfer.bases.src if side == "source" else transfer.bases.dst
     if len(bases) != len(transfer.fields):
-        yield f"field '{transfer.fields[0]}', {side} rank {rank.rank}: a transfer with {len(bases)} addresses for {len(transfer.fields)} fields"
-    reach_of: list[tuple[object, int]] = []
-    for name, base in zip(transfer.fields, bases, strict=False):
-        shard = rank.shard_by_field.get(name)
-        if shard is None:
+        yield f"field '{transfer.fields[0]}', {side} rank {rank.rank}: {len(bases)} addresses for {len(transfer.fields)} fields"
+        return
+    numbers = [rank.shard_number.get(name, -1) for name in transfer.fields]
+    kinds: dict[tuple[int, int], list[int]] = {}
+    shards, kind_of = rank.template.shards, layout.kind_of
+    for index, (name, number) in enumerate(zip(transfer.fields, numbers, strict=True)):
+        if number < 0:
             yield f"field '{name}', {side} rank {rank.rank}: does not hold the field"
-            continue
-        field = layout.field_by_name[name]
-        kind = shard.geometry, field.axes, field.element_bytes
-        reach = next((reach for known, reach in reach_of if known == kind), None)
-        if reach is None:
-            reach = yield from _geometry_faults(transfer, field, shard.geometry, rank, layout, side)
-            reach_of.append((kind, reach))
-        yield from _place_faults(shard, base, reach, rank, side)
+        else:
+            kinds.setdefault((kind_of[name], shards[number].geometry), []).append(index)
+    for (_, geometry), members in kinds.items():
+        field = layout.field_by_name[transfer.fields[members[0]]]
+        reach = yield from _geometry_faults(transfer, field, rank.geometries[geometry], rank, layout, side)
+        yield from _place_faults(transfer.fields, bases, np.array(members), np.array(numbers), reach, rank, side)
+
+
+def _place_faults(
+    fields: Sequence[str], bases: Int64s, members: Int64s, numbers: Int64s, reach: int, rank: Rank, side: str
+) -> Iterator[str]:
+    """Where the fields `members`, of one geometry, begin, and whether all of their pages lie in their regions."""
+    bases, numbers = bases[members], numbers[members]
+    addresses, regions = rank.shard_addresses[numbers], rank.shard_regions[numbers]
+    start, size = rank.region_starts[regions], rank.region_sizes[regions]
+    is_out = (bases < start) | (bases - start > size - min(reach, MAX_ADDRESS - 1))
+    for index in np.flatnonzero((bases != addresses) | is_out).tolist():
+        base, who = int(bases[index]), f"field '{fields[members[index]]}', {side} rank {rank.rank}"
+        if base != addresses[index]:
+            yield f"{who}: first cell at address {base}, its layout says {addresses[index]}"
+        if is_out[index]:
+            yield (
+                f"{who}: addresses [{base}, {base + reach}) are out of bounds of region '{rank.template.regions[regions[index]]}' "
+                f"[{start[index]}, {start[index] + size[index]})"
+            )
 
 
 def _geometry_faults(
@@ -104,9 +120,9 @@ def _geometry_faults(
     if field.element_bytes != transfer.element_bytes:
         yield f"{who}: elements of {transfer.element_bytes} bytes, its layout says {field.element_bytes}"
     maps = tuple(axis.src if source else axis.dst for axis in transfer.axes)
-    for mapped, told in zip(maps, geometry.axes, strict=False):
-        if mapped != told:
-            yield f"{who}, axis '{told.axis}': the transfer maps {mapped}, its layout says {told}"
+    for mapped, expected in zip(maps, geometry.axes, strict=False):
+        if mapped != expected:
+            yield f"{who}, axis '{expected.axis}': the transfer maps {mapped}, its layout says {expected}"
     if len(maps) != len(geometry.axes):
         yield f"{who}: {len(maps)} axes, its layout has {len(geometry.axes)}"
     if _shape_of(transfer.axes) != _shape_of(field.axes):
@@ -121,21 +137,6 @@ def _geometry_faults(
         yield f"{who}: block table of group '{group.name}', its layout says '{geometry.group}'"
     inside = sum([mapped.last_byte_offset for mapped in geometry.axes])
     return (group.num_pages - 1) * stride + inside + transfer.element_bytes
-
-
-def _place_faults(shard: Shard, base: int, reach: int, rank: Rank, side: str) -> Iterator[str]:
-    """Where one field begins, and whether all of its pages lie in its region."""
-    region = rank.region_by_name[shard.region]
-    if base != region.address + shard.offset_bytes:
-        yield (
-            f"field '{shard.field}', {side} rank {rank.rank}: first cell at address {base}, its layout says "
-            f"{region.address + shard.offset_bytes}"
-        )
-    if base < region.address or base + reach > region.address + region.size_bytes:
-        yield (
-            f"field '{shard.field}', {side} rank {rank.rank}: addresses [{base}, {base + reach}) are out of bounds of "
-            f"region '{region.name}' [{region.address}, {region.address + region.size_bytes})"
-        )
 
 
 def _sequence_faults(transfer: RankTransfer, sequence: Axis, who: str, source: bool) -> Iterator[str]:
@@ -162,11 +163,21 @@ def _sequence_faults(transfer: RankTransfer, sequence: Axis, who: str, source: b
 
 def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTransfer], rank: Rank) -> Iterator[str]:
     """Whether the boxes of a field lie in what their sources hold, share no cell, and are together what the rank holds of it."""
+    held = [(axis, mapped.owned) for axis, mapped in zip(field.axes, geometry.axes, strict=True)]
+    periods = [
+        exact_period(
+            axis.extent,
+            (owned, *(o for t in transfers for o in (t.axes[i].chosen, t.axes[i].src.owned, t.axes[i].dst.owned))),
+        )
+        for i, (axis, owned) in enumerate(held)
+    ]
     for transfer in transfers:
-        for axis in transfer.axes:
+        for axis, period in zip(transfer.axes, periods, strict=True):
             if not _lies_on(axis.extent, axis.chosen):
                 yield f"field '{field.name}', axis '{axis.name}': {axis.chosen} is no part of an axis {_end(axis.extent)}"
-            elif _share(axis.extent, axis.chosen, axis.src.owned) != _share(axis.extent, axis.chosen, axis.chosen):
+            elif _count(axis.extent, period, axis.chosen, axis.src.owned) != _count(
+                axis.extent, period, axis.chosen, axis.chosen
+            ):
                 yield (
                     f"field '{field.name}', axis '{axis.name}': {axis.chosen} is read from rank {transfer.src_rank}, "
                     f"which holds only {axis.src.owned}"
@@ -174,10 +185,19 @@ def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTran
     for first, second in _overlapping(transfers):
         axes = ", ".join(f"{a.name} {a.chosen} and {b.chosen}" for a, b in zip(first.axes, second.axes, strict=True))
         yield f"field '{field.name}': ranks {first.src_rank} and {second.src_rank} both write the same cells (overlap: {axes})"
-    held = [(axis, mapped.owned) for axis, mapped in zip(field.axes, geometry.axes, strict=True)]
-    wanted = prod([_share(axis.extent, owned, owned) for axis, owned in held])
+    wanted = prod(
+        [_count(axis.extent, period, owned, owned) for (axis, owned), period in zip(held, periods, strict=True)]
+    )
     written = sum(
-        [prod([_share(axis.extent, axis.chosen, axis.dst.owned) for axis in transfer.axes]) for transfer in transfers]
+        [
+            prod(
+                [
+                    _count(a.extent, period, a.chosen, a.dst.owned)
+                    for a, period in zip(transfer.axes, periods, strict=True)
+                ]
+            )
+            for transfer in transfers
+        ]
     )
     if written < wanted:
         given = [
@@ -185,7 +205,7 @@ def _cover_faults(field: Field, geometry: Geometry, transfers: Sequence[RankTran
             for transfer in transfers
         ]
         yield (
-            f"field '{field.name}': a hole, {1 - written / wanted} of the cells of rank {rank.rank} have no source; it holds "
+            f"field '{field.name}': a hole, {1 - Fraction(written, wanted)} of the cells of rank {rank.rank} have no source; it holds "
             f"{', '.join(f'{axis.name} {owned}' for axis, owned in held)}, and {'; '.join(given) or 'nobody gives anything'}"
         )
 
@@ -201,9 +221,9 @@ def _end(extent: int | None) -> str:
     return "without end" if extent is None else f"of {extent}"
 
 
-def _share(extent: int | None, first: Ownership, second: Ownership) -> Fraction:
-    """Which share of all coordinates of an axis both hold."""
-    return Fraction(count_common(extent, first, second), exact_period(extent, (first, second)))
+def _count(extent: int | None, period: int, first: Ownership, second: Ownership) -> int:
+    """How many of `period` coordinates both hold; it is a multiple of their `exact_period`."""
+    return count_common(extent, first, second) * (period // exact_period(extent, (first, second)))
 
 
 def _overlapping(transfers: Sequence[RankTransfer]) -> Iterator[tuple[RankTransfer, RankTransfer]]:

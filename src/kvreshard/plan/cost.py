@@ -4,8 +4,8 @@
 - **staged**: read what is close together at the source, in few large pieces, into a buffer, then permute locally.
 
 `CostModel.prefers_staging` decides, from descriptors, bytes wanted and bytes read (`Work`). It is asked for a page in the middle of a
-sequence when a route is compiled (`choose`), and for a request once its tables are known (`reads`), unless the page already tells that
-staging cannot pay. docs/structure.md has the rule as a table.
+sequence when a route is compiled (`choose`), and for a request once its tables are known (`reads`), unless staging cannot pay for the
+page already. docs/structure.md has the rule as a table.
 
 The constants were measured with NIXL 1.5.1 over UCX between two processes of one host, by the clock, of two cores, and for caches on a
 device with one GPU (`usual_cost`). Those of another host differ by more than staging gains, so staging must be predicted twice as fast

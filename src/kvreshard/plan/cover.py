@@ -1,4 +1,4 @@
-"""Arithmetic of ownerships along one axis: how many coordinates do two of them have in common?
+"""Arithmetic of ownerships along one axis: how many coordinates two of them have in common.
 
 Every ownership is an interval that repeats, a *turn*: `size` coordinates from `start` on, every `period`. An axis with an end repeats
 after its extent, a sequence that is held whole after one coordinate.

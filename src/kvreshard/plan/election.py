@@ -2,7 +2,7 @@
 
 Every destination rank computes the same whole table from the same two layouts:
 
-1. Fields of equal shape and of equal geometry on every rank of both engines are a `Family` (all layers of a kind in one pipeline stage).
+1. Fields of equal shape and of equal geometry on every rank of both engines are a `FieldSet` (all layers of a kind in one pipeline stage).
    What is found for one of them holds for all.
 2. Every axis is cut at each edge of what the source's ranks hold: an interval is held whole or not at all. A destination rank needs each
    box, one interval per axis, of which it holds something; the source ranks that hold the box are those that hold all its intervals.
@@ -37,7 +37,7 @@ from kvreshard.plan.match import SHOWN
 
 # One engine's ranks repeat together, or after a few hundred laps; without a bound a peer could ask for any memory.
 MAX_LAPS = 1 << 16
-# Steps of an axis of a family, and each rank of either engine; of an edge, each ownership that may hold what is behind it, and each
+# Steps of an axis of a field set, and each rank of either engine; of an edge, each ownership that may hold what is behind it, and each
 # destination rank that may need it.
 AXIS_STEPS, RANK_STEPS = 10_000, 100
 EDGE_STEPS, HOLDER_STEPS, READER_STEPS = 100, 4, 32
@@ -49,7 +49,7 @@ Box = tuple[Ownership, ...]
 
 
 @dataclass(frozen=True)
-class Family:
+class FieldSet:
     """Fields of equal shape, as `shape` but for their names, and equal geometry on every rank of both engines."""
 
     fields: tuple[str, ...]
@@ -60,11 +60,11 @@ class Family:
 
 @dataclass(frozen=True)
 class Election:
-    """Per destination rank: the families it holds and, per family, (source rank, box) pairs that cover its shard."""
+    """Per destination rank: the field sets it holds and, per field set, (source rank, box) pairs that cover its shard."""
 
-    families: tuple[Family, ...]
+    field_sets: tuple[FieldSet, ...]
     boxes: Mapping[tuple[int, int], tuple[tuple[int, Box], ...]]
-    """(destination rank, index of family) -> sources."""
+    """(destination rank, index of field set) -> sources."""
     src_ranks: tuple[int, ...]
     dst_ranks: tuple[int, ...]
 
@@ -87,12 +87,12 @@ class Election:
 
 def elect(src: EngineLayout, dst: EngineLayout, names: Sequence[str]) -> Election:
     """The whole table. Raises LayoutMismatch where the source has a hole."""
-    families = group_fields(src, dst, names)
+    field_sets = group_fields(src, dst, names)
     budget = Budget(src, dst)
-    axes_of = [cut_axes(src, family, budget) for family in families]
+    axes_of = [cut_axes(src, field_set, budget) for field_set in field_sets]
     needed: list[_Needed] = []
-    for number, (family, axes) in enumerate(zip(families, axes_of, strict=True)):
-        needed += _find_needed(src, dst, number, family, axes, budget)
+    for number, (field_set, axes) in enumerate(zip(field_sets, axes_of, strict=True)):
+        needed += _find_needed(src, dst, number, field_set, axes, budget)
     boxes = {
         (dst_rank, number): tuple(
             (src_rank, tuple([axis.ownership(*ends) for axis, ends in zip(axes_of[number], box, strict=True)]))
@@ -101,24 +101,23 @@ def elect(src: EngineLayout, dst: EngineLayout, names: Sequence[str]) -> Electio
         )
         for (dst_rank, number), boxes_of in _choose(needed).items()
     }
-    return Election(families, boxes, tuple(rank.rank for rank in src.ranks), tuple(rank.rank for rank in dst.ranks))
+    return Election(field_sets, boxes, tuple(rank.rank for rank in src.ranks), tuple(rank.rank for rank in dst.ranks))
 
 
-def group_fields(src: EngineLayout, dst: EngineLayout, names: Iterable[str]) -> tuple[Family, ...]:
-    """The named fields as families, in the order of `names`. The destination holds a part of each."""
+def group_fields(src: EngineLayout, dst: EngineLayout, names: Iterable[str]) -> tuple[FieldSet, ...]:
+    """The named fields as field sets, in the order of `names`. The destination holds a part of each."""
+    kinds, src_holding, dst_holding = dst.kind_of, src.holding_of, dst.holding_of
     members: dict[object, list[str]] = {}
     for name in names:
-        field = dst.field_by_name[name]
-        shape = field.axes, field.element_bytes, field.encoding
-        members.setdefault((shape, src.holding_of.get(name), dst.holding_of[name]), []).append(name)
+        members.setdefault((kinds[name], src_holding.get(name), dst_holding[name]), []).append(name)
     return tuple(
-        Family(tuple(fields), dst.field_by_name[fields[0]], src.holders(fields[0]), dst.holders(fields[0]))
+        FieldSet(tuple(fields), dst.field_by_name[fields[0]], src.holders(fields[0]), dst.holders(fields[0]))
         for fields in members.values()
     )
 
 
 class CutAxis:
-    """One axis of a family, cut wherever something that a source rank holds begins or ends.
+    """One axis of a field set, cut wherever something that a source rank holds begins or ends.
 
     Interval i has the coordinates from `edges[i]` to before `edges[i + 1]` of every period. The ranks `owners[i]` hold all of it, other
     source ranks nothing.
@@ -159,31 +158,31 @@ class CutAxis:
         return Interval(0, None) if high - low == period else Cyclic(low, high - low, period)
 
 
-def cut_axes(src: EngineLayout, family: Family, budget: Budget) -> list[CutAxis]:
-    """The axes of a family, in the field's order. Raises LayoutMismatch."""
+def cut_axes(src: EngineLayout, field_set: FieldSet, budget: Budget) -> list[CutAxis]:
+    """The axes of a field set, in the field's order. Raises LayoutMismatch."""
     axes = []
-    for number, axis in enumerate(family.shape.axes):
+    for number, axis in enumerate(field_set.shape.axes):
         held: dict[Ownership, list[int]] = {}
-        for rank, geometry in family.src.items():
+        for rank, geometry in field_set.src.items():
             held.setdefault(geometry.axes[number].owned, []).append(rank)
         try:
             num_edges = count_edges(axis.extent, held)
         except LayoutMismatch as error:
             raise LayoutMismatch(
-                f"field '{family.fields[0]}', axis '{axis.name}', engine '{src.engine}': {error}"
+                f"field '{field_set.fields[0]}', axis '{axis.name}', engine '{src.engine}': {error}"
             ) from None
-        each_edge = EDGE_STEPS + HOLDER_STEPS * len(held) + READER_STEPS * len(family.dst)
-        steps = AXIS_STEPS + RANK_STEPS * (len(family.src) + len(family.dst)) + num_edges * each_edge
-        budget.spend(family.fields[0], steps, f"an axis '{axis.name}' that is cut into too many intervals")
+        each_edge = EDGE_STEPS + HOLDER_STEPS * len(held) + READER_STEPS * len(field_set.dst)
+        steps = AXIS_STEPS + RANK_STEPS * (len(field_set.src) + len(field_set.dst)) + num_edges * each_edge
+        budget.spend(field_set.fields[0], steps, f"an axis '{axis.name}' that is cut into too many intervals")
         axes.append(CutAxis(axis.extent, held))
     return axes
 
 
-def spend_on_boxes(family: Family, axes: Sequence[CutAxis], num_boxes: int, budget: Budget) -> None:
+def spend_on_boxes(field_set: FieldSet, axes: Sequence[CutAxis], num_boxes: int, budget: Budget) -> None:
     """Raises LayoutMismatch where so many boxes are too many to look at, each with its owners."""
     most_owners = min([max(map(len, axis.owners)) for axis in axes])
     steps = num_boxes * (BOX_STEPS * (2 + len(axes)) + OWNER_STEPS * most_owners)
-    budget.spend(family.fields[0], steps, "too many boxes, or boxes with too many replicas")
+    budget.spend(field_set.fields[0], steps, "too many boxes, or boxes with too many replicas")
 
 
 def owners_of(axes: Sequence[CutAxis], box: Sequence[int]) -> frozenset[int]:
@@ -193,9 +192,9 @@ def owners_of(axes: Sequence[CutAxis], box: Sequence[int]) -> frozenset[int]:
 
 
 class _Needed(NamedTuple):
-    """A box, one interval per axis, that a destination rank needs of a family, and the source ranks that hold it, whole."""
+    """A box, one interval per axis, that a destination rank needs of a field set, and the source ranks that hold it, whole."""
 
-    family: int
+    field_set: int
     dst_rank: int
     box: tuple[int, ...]
     num_bytes: int
@@ -203,58 +202,63 @@ class _Needed(NamedTuple):
 
 
 def _find_needed(
-    src: EngineLayout, dst: EngineLayout, number: int, family: Family, axes: Sequence[CutAxis], budget: Budget
+    src: EngineLayout, dst: EngineLayout, number: int, field_set: FieldSet, axes: Sequence[CutAxis], budget: Budget
 ) -> Iterator[_Needed]:
-    """Every box of a family that a destination rank needs, by rank. Raises LayoutMismatch for one that nobody holds."""
+    """Every box of a field set that a destination rank needs, by rank. Raises LayoutMismatch for one that nobody holds."""
     met_by = {
         rank: [axis.met_by(mapped.owned) for axis, mapped in zip(axes, geometry.axes, strict=True)]
-        for rank, geometry in sorted(family.dst.items())
+        for rank, geometry in sorted(field_set.dst.items())
     }
-    spend_on_boxes(family, axes, sum([math.prod(map(len, met)) for met in met_by.values()]), budget)
-    field_bytes = family.shape.element_bytes * len(family.fields)
+    spend_on_boxes(field_set, axes, sum([math.prod(map(len, met)) for met in met_by.values()]), budget)
+    field_bytes = field_set.shape.element_bytes * len(field_set.fields)
     for dst_rank, met in met_by.items():
         for box in product(*met):
             owners = owners_of(axes, box)
             if not owners:
-                raise _hole(src, dst, family, axes, box, dst_rank)
+                raise _hole(src, dst, field_set, axes, box, dst_rank)
             size = math.prod([axis.edges[i + 1] - axis.edges[i] for axis, i in zip(axes, box, strict=True)])
             yield _Needed(number, dst_rank, box, size * field_bytes, owners)
 
 
 def _hole(
-    src: EngineLayout, dst: EngineLayout, family: Family, axes: Sequence[CutAxis], box: Sequence[int], dst_rank: int
+    src: EngineLayout,
+    dst: EngineLayout,
+    field_set: FieldSet,
+    axes: Sequence[CutAxis],
+    box: Sequence[int],
+    dst_rank: int,
 ) -> LayoutMismatch:
     """What is to be said of a box that a destination rank needs and no source rank holds."""
     needed = [axis.ownership(index, index + 1) for axis, index in zip(axes, box, strict=True)]
-    for number, (axis, cut) in enumerate(zip(family.shape.axes, axes, strict=True)):
+    for number, (axis, cut) in enumerate(zip(field_set.shape.axes, axes, strict=True)):
         if not cut.owners[box[number]]:
-            held = sorted({str(geometry.axes[number].owned) for geometry in family.src.values()})
+            held = sorted({str(geometry.axes[number].owned) for geometry in field_set.src.values()})
             return LayoutMismatch(
-                f"field '{family.fields[0]}', axis '{axis.name}': rank {dst_rank} of engine '{dst.engine}' holds "
-                f"{family.dst[dst_rank].axes[number].owned}, but {needed[number]} has no source; the ranks of engine '{src.engine}' hold "
+                f"field '{field_set.fields[0]}', axis '{axis.name}': rank {dst_rank} of engine '{dst.engine}' holds "
+                f"{field_set.dst[dst_rank].axes[number].owned}, but {needed[number]} has no source; the ranks of engine '{src.engine}' hold "
                 f"{', '.join(held[:SHOWN])}: check its parallel sizes"
             )
-    told = ", ".join(f"{axis.name} {owned}" for axis, owned in zip(family.shape.axes, needed, strict=True))
+    box_text = ", ".join(f"{axis.name} {owned}" for axis, owned in zip(field_set.shape.axes, needed, strict=True))
     return LayoutMismatch(
-        f"field '{family.fields[0]}': no rank of engine '{src.engine}' holds the whole box ({told}) that rank {dst_rank} of engine "
+        f"field '{field_set.fields[0]}': no rank of engine '{src.engine}' holds the whole box ({box_text}) that rank {dst_rank} of engine "
         f"'{dst.engine}' needs: check its parallel sizes"
     )
 
 
 def _choose(needed: Sequence[_Needed]) -> Mapping[tuple[int, int], Mapping[int, list[tuple[int, ...]]]]:
-    """(destination rank, family) -> source rank -> the boxes that it gives. Boxes of one owner first."""
+    """(destination rank, field set) -> source rank -> the boxes that it gives. Boxes of one owner first."""
     reads = defaultdict[int, set[int]](set)
     load = defaultdict[int, int](int)
     settled: dict[tuple[int, frozenset[int]], int] = {}
     chosen = defaultdict[tuple[int, int], dict[int, list[tuple[int, ...]]]](dict)
-    for family, dst_rank, box, num_bytes, owners in sorted(needed, key=lambda one: len(one.owners) > 1):
+    for field_set, dst_rank, box, num_bytes, owners in sorted(needed, key=lambda one: len(one.owners) > 1):
         src_rank = settled.get((dst_rank, owners))
         if src_rank is None:
             candidates = (owners & reads[dst_rank]) or owners
             src_rank = settled[dst_rank, owners] = min(candidates, key=lambda rank: (load[rank], rank))
         reads[dst_rank].add(src_rank)
         load[src_rank] += num_bytes
-        chosen[dst_rank, family].setdefault(src_rank, []).append(box)
+        chosen[dst_rank, field_set].setdefault(src_rank, []).append(box)
     return chosen
 
 

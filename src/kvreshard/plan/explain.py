@@ -1,4 +1,4 @@
-"""Who reads what from whom, in rows that a person can read?
+"""Explains routes as rows: which rank reads what from which rank, and how many bytes.
 
 Pure data, made from finished routes; whoever shows it adds words and colours.
 

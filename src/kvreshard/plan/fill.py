@@ -1,4 +1,4 @@
-"""Which bytes of newly allocated destination pages does no copy write?
+"""Finds the bytes of newly allocated destination pages that no copy writes.
 
 They must be zeroed before the load is reported complete: an engine does not zero pages that a connector loads, and stale
 bytes in overlaid pages are poison. The answer for one rank: the slabs of its new pages, less everything that the copies
@@ -21,7 +21,7 @@ import numpy as np
 
 from kvreshard.model.layout import EngineLayout, Group, Rank
 from kvreshard.model.tables import Request
-from kvreshard.plan.bind import bind_pieces
+from kvreshard.plan.bind import bind_ranges
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract
 from kvreshard.plan.copies import CopyList, Int64s, PagedCopies
 from kvreshard.plan.pairs import GroupPair
@@ -97,10 +97,10 @@ def _whole_pages(pairs: Iterable[GroupPair], request: Request, group: Group) -> 
 
 def _copies_to(pages: Int64s, pair: GroupPair, request: Request) -> Iterator[CopyList]:
     """The copies of a pair into some of its destination pages."""
-    for bound in bind_pieces(pair, pair.transfers, pair.pieces(request)):
-        kept, of = np.isin(bound.dst_page, pages), bound.of
-        if kept.any():
-            yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[kept], bound.dst_page[kept]).flat()
+    for bound in bind_ranges(pair, pair.transfers, pair.page_ranges(request)):
+        wanted, of = np.isin(bound.dst_page, pages), bound.overlap_page
+        if wanted.any():
+            yield PagedCopies(of.src_rank, of.dst_rank, of.page, bound.src_page[wanted], bound.dst_page[wanted]).flat()
 
 
 def _new_pages(request: Request, group: Group) -> Int64s:

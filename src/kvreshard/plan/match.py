@@ -37,12 +37,16 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
     findings: defaultdict[str, list[str]] = defaultdict(list)
     warnings: defaultdict[str, list[str]] = defaultdict(list)
     names: list[str] = []
+    found: dict[tuple[int, int], list[str]] = {}
     for field in dst.fields:
         other = src.field_by_name.get(field.name)
         if other is None:
             (warnings if field.optional else findings)[_one_sided(field, dst, src, is_needed=True)].append(field.name)
             continue
-        for finding in differences(src.engine, other, dst.engine, field):
+        forms = src.kind_of[field.name], dst.kind_of[field.name]
+        if forms not in found:
+            found[forms] = differences(src.engine, other, dst.engine, field)
+        for finding in found[forms]:
             findings[finding].append(field.name)
         if field.name in dst.holding_of:
             names.append(field.name)
@@ -51,8 +55,8 @@ def match_fields(src: EngineLayout, dst: EngineLayout) -> Match:
             (warnings if field.optional else findings)[_one_sided(field, src, dst, is_needed=False)].append(field.name)
     if findings:
         more = f" (and {len(findings) - SHOWN} more)" if len(findings) > SHOWN else ""
-        raise LayoutMismatch("; ".join(_told(findings)[:SHOWN]) + more)
-    return Match(tuple(names), tuple(_told(warnings)))
+        raise LayoutMismatch("; ".join(_with_fields(findings)[:SHOWN]) + more)
+    return Match(tuple(names), tuple(_with_fields(warnings)))
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -65,7 +69,7 @@ def quoted(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:SHOWN_FIELDS]) + more
 
 
-def _told(findings: Mapping[str, Sequence[str]]) -> list[str]:
+def _with_fields(findings: Mapping[str, Sequence[str]]) -> list[str]:
     """Each finding behind the fields that it is true of."""
     return [f"field{'s' * (len(names) > 1)} {quoted(names)}{finding}" for finding, names in findings.items()]
 

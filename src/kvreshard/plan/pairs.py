@@ -1,9 +1,9 @@
 """Transfers that share both block tables, and what each pair of their pages means.
 
 1. A `GroupPair` is all transfers between two groups that cut the sequence alike: a request is checked and cut once for them.
-2. `cut` divides token indices at the pages of both sides. Pieces that overlap alike are strided slices of both tables: `Piece`.
+2. `cut` divides token indices at the pages of both sides. Stretches that overlap alike are a `PageRange`: a strided slice of both tables.
 3. Where a source page and a destination page overlap in one way, all transfers from one source rank are one `Page`: their copies differ
-   between requests by page ids only. Pages are computed at first use and kept (`kept`).
+   between requests by page ids only. Pages are computed at first use and kept (`pattern_cache`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Side(msgspec.Struct, frozen=True):
     indices_per_page: int
 
 
-class Piece(msgspec.Struct, frozen=True):
+class PageRange(msgspec.Struct, frozen=True):
     """Where a request has one overlap: at the indices `first`, `first + step`, ..., `count` of them.
 
     `recurs`: whether the overlap ends where pages do on both sides, so that other requests have it too.
@@ -53,7 +53,7 @@ class Piece(msgspec.Struct, frozen=True):
     dst: PageTable
 
     def page_ids(self, table: PageTable, span: Span, page_step: int) -> Int64s:
-        """The ids of page `page_step` of every span in which a piece lies, shape (count,)."""
+        """The ids of page `page_step` of every span in which a page range lies, shape (count,)."""
         at, every = self.first // span.indices * span.pages + page_step, self.step // span.indices * span.pages
         if span.ring_pages is not None:
             return table.pages[(at + every * np.arange(self.count)) % span.ring_pages]
@@ -63,7 +63,7 @@ class Piece(msgspec.Struct, frozen=True):
         return table.pages[at : at + every * (self.count - 1) + 1 : every]
 
 
-class PageOf(msgspec.Struct, frozen=True, eq=False):
+class OverlapPage(msgspec.Struct, frozen=True, eq=False):
     """A page of an overlap: whose it is, and in which page of either side's span it lies."""
 
     src_rank: int
@@ -73,7 +73,7 @@ class PageOf(msgspec.Struct, frozen=True, eq=False):
     page: Page
 
 
-KnownPages = WeakValueDictionary[object, Page]
+SharedPages = WeakValueDictionary[object, Page]
 """By their content: groups that overlay one another have equal pages, whose copies are posted together."""
 
 
@@ -86,7 +86,7 @@ class GroupPair:
     tokens_per_index: int
     keep_partial: bool
     transfers: tuple[RankTransfer, ...]
-    known_pages: KnownPages = field(default_factory=WeakValueDictionary)
+    shared_pages: SharedPages = field(default_factory=WeakValueDictionary)
 
     @property
     def is_state(self) -> bool:
@@ -116,7 +116,7 @@ class GroupPair:
                 yield start, stop
                 end = stop
 
-    def pieces(self, request: Request) -> list[Piece]:
+    def page_ranges(self, request: Request) -> list[PageRange]:
         """What a checked request moves of the pair."""
         intervals = request.intervals[self.dst.group.name]
         if not intervals:
@@ -125,49 +125,51 @@ class GroupPair:
         sizes = self.src.span.indices, self.dst.span.indices
         step = math.lcm(*sizes)
         return [
-            Piece(overlap, first, count, step, recurs, *tables)
+            PageRange(overlap, first, count, step, recurs, *tables)
             for start, stop in self.indices(intervals)
             for overlap, first, count, recurs in cut(start, stop, *sizes)
         ]
 
     @cached_property
     def _are_shared(self) -> bool:
-        """Whether ranks share the sequence, so that a transfer may have nothing of a piece."""
+        """Whether ranks share the sequence, so that a transfer may have nothing of a page range."""
         alongs = [transfer.along for transfer in self.transfers]
         return any(along and not along.chosen.period == along.dst.owned.period == 1 for along in alongs)
 
-    def holders(self, piece: Piece, transfers: tuple[RankTransfer, ...]) -> Sequence[int]:
-        """Which of some transfers have anything of a piece: of many ranks that share the sequence, each has a few. No pattern is made."""
+    def holders(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Sequence[int]:
+        """Which of some transfers have anything of a page range: of many ranks that share the sequence, each has a few. No pattern is made."""
         if not self._are_shared:
             return range(len(transfers))
-        key = "holders", piece.overlap, tuple([transfer.bases for transfer in transfers])
+        key = "holders", page_range.overlap, tuple([transfer.bases for transfer in transfers])
         found: tuple[int, ...] = transfers[0].pattern_cache.get(
             self,
             key,
-            lambda: tuple(n for n, transfer in enumerate(transfers) if _holds(transfer, piece)),
+            lambda: tuple(n for n, transfer in enumerate(transfers) if _holds(transfer, page_range)),
             lambda held: 8 * len(held),
         )
         return found
 
-    def pages(self, piece: Piece, transfers: tuple[RankTransfer, ...]) -> tuple[PageOf, ...]:
-        """What some of the transfers copy where two spans overlap as in this piece; kept for the next request."""
-        key = piece.overlap, tuple([transfer.bases for transfer in transfers])
-        return transfers[0].pattern_cache.get(self, key, lambda: tuple(self._make_pages(piece, transfers)), _kept_bytes)
+    def pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> tuple[OverlapPage, ...]:
+        """What some of the transfers copy where two spans overlap as in this page range; kept for the next request."""
+        key = page_range.overlap, tuple([transfer.bases for transfer in transfers])
+        return transfers[0].pattern_cache.get(
+            self, key, lambda: tuple(self._make_pages(page_range, transfers)), _cached_bytes
+        )
 
-    def _make_pages(self, piece: Piece, transfers: tuple[RankTransfer, ...]) -> Iterator[PageOf]:
+    def _make_pages(self, page_range: PageRange, transfers: tuple[RankTransfer, ...]) -> Iterator[OverlapPage]:
         together: dict[tuple[int, ...], list[_Runs]] = {}
-        for transfer in [transfers[number] for number in self.holders(piece, transfers)]:
+        for transfer in [transfers[number] for number in self.holders(page_range, transfers)]:
             ranks, strides = (
                 (transfer.src_rank, transfer.dst_rank),
                 (transfer.src_page_stride_bytes, transfer.dst_page_stride_bytes),
             )
-            for src_step, dst_step, runs in _runs_by_page(transfer, piece.overlap):
+            for src_step, dst_step, runs in _runs_by_page(transfer, page_range.overlap):
                 together.setdefault((*ranks, src_step, dst_step, *strides, runs.run_bytes), []).append(runs)
         for (src_rank, dst_rank, src_step, dst_step, src_stride, dst_stride, _), found in together.items():
             page = self._page(found, src_stride, dst_stride)
             columns = tuple(column.tobytes() for column in (page.src_start, page.dst_start, page.length))
             content = src_rank, src_stride, dst_stride, page.src_count, page.dst_count, *columns
-            yield PageOf(src_rank, dst_rank, src_step, dst_step, self.known_pages.setdefault(content, page))
+            yield OverlapPage(src_rank, dst_rank, src_step, dst_step, self.shared_pages.setdefault(content, page))
 
     def _page(self, found: Sequence[_Runs], src_stride: int, dst_stride: int) -> Page:
         """One entry per field and run."""
@@ -210,13 +212,15 @@ def _runs_by_page(transfer: RankTransfer, overlap: Overlap) -> Iterator[tuple[in
         yield int(pattern.src_pages[rows[0]]), int(pattern.dst_pages[rows[0]]), _Runs(pattern.bases, *columns)
 
 
-def _holds(transfer: RankTransfer, piece: Piece) -> bool:
-    """Whether a transfer has anything of a piece."""
-    along, low = transfer.along, np.array([piece.first])
-    return along is None or bool(count_in_windows(along.chosen, along.dst.owned, low, low + piece.overlap[2])[0] > 0)
+def _holds(transfer: RankTransfer, page_range: PageRange) -> bool:
+    """Whether a transfer has anything of a page range."""
+    along, low = transfer.along, np.array([page_range.first])
+    return along is None or bool(
+        count_in_windows(along.chosen, along.dst.owned, low, low + page_range.overlap[2])[0] > 0
+    )
 
 
-def _kept_bytes(pages: tuple[PageOf, ...]) -> int:
+def _cached_bytes(pages: tuple[OverlapPage, ...]) -> int:
     return sum(10 * one.page.length.nbytes for one in pages)
 
 
@@ -225,7 +229,7 @@ def make_pairs(transfers: Iterable[RankTransfer]) -> tuple[GroupPair, ...]:
     together: dict[object, list[RankTransfer]] = {}
     for transfer in transfers:
         together.setdefault((*_sides(transfer), transfer.tokens_per_index, transfer.keep_partial), []).append(transfer)
-    known: KnownPages = WeakValueDictionary()
+    known: SharedPages = WeakValueDictionary()
     return tuple(
         GroupPair(*_sides(found[0]), found[0].tokens_per_index, found[0].keep_partial, tuple(found), known)
         for found in together.values()

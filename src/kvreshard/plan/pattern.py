@@ -1,4 +1,4 @@
-"""Which bytes of a source page go to which bytes of a destination page?
+"""Copy pattern of two pages: which bytes of a source page go to which bytes of a destination page.
 
 A `Pattern` answers for one overlap of a source page and a destination page, for all fields of a transfer at once:
 
@@ -70,7 +70,7 @@ class Pattern(msgspec.Struct, frozen=True, eq=False):
         """Bytes that the pattern moves over all its fields."""
         return int(np.add.reduce(self.lengths)) * len(self.bases.src)
 
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """About what it takes in memory."""
         nests = RUN_BYTES * sum(1 + len(run.loops) for run in self.runs)
         columns = (self.src_offsets, self.dst_offsets, self.lengths, self.src_pages, self.dst_pages)

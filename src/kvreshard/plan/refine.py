@@ -1,4 +1,4 @@
-"""Along one axis, which stretches are affine on both sides at once?
+"""Cuts one axis into stretches whose addresses grow by constant steps on both sides.
 
 Two address maps of the same axis break at different coordinates: pages of 16 and 24, tiles of 16, cyclic runs. Within a
 window the answer is a short list of `Strip`s, each a nest of loops with a constant step on both sides:

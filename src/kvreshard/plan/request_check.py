@@ -1,6 +1,6 @@
-"""Can this request be bound to this route at all?
+"""Checks that a request can be bound to a route.
 
-Checked in whole before the first address is given out, so that a bad request moves nothing:
+All of it is checked before the first address is computed, so that a bad request moves nothing:
 
 1. Every group that the route writes has intervals and block tables on both sides.
 2. Tokens lie below what each side holds; a state is one page, absorbed to the same token on both sides; the live tokens
@@ -33,7 +33,7 @@ from kvreshard.plan.route import Route
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 
 
-class Touched(msgspec.Struct, frozen=True, eq=False):
+class UsedPages(msgspec.Struct, frozen=True, eq=False):
     """Entries `[start, stop)` of one group's block table `pages`, or those that `chosen` says where that is no stretch."""
 
     group: Group
@@ -47,14 +47,14 @@ class Touched(msgspec.Struct, frozen=True, eq=False):
         """The page ids."""
         return self.pages[self.start : self.stop] if self.chosen is None else self.pages[self.chosen]
 
-    def union(self, other: Touched) -> Touched:
+    def union(self, other: UsedPages) -> UsedPages:
         """The entries of both, each once; both of the same table."""
         if (self.start, self.stop) == (other.start, other.stop) and self.chosen is other.chosen is None:
             return self
         chosen = np.zeros(len(self.pages), dtype=bool)
         for one in (self, other):
             chosen[slice(one.start, one.stop) if one.chosen is None else one.chosen] = True
-        return Touched(self.group, self.pages, 0, len(chosen), chosen)
+        return UsedPages(self.group, self.pages, 0, len(chosen), chosen)
 
 
 def check_request(route: Route, request: Request) -> None:
@@ -62,7 +62,7 @@ def check_request(route: Route, request: Request) -> None:
     expect(route, Route, "a route", "what `kvreshard.compile_routes` returns for one rank")
     expect(request, Request, "a request", "Request(src_tables, dst_tables, intervals, dst_new_pages)")
     _check_group_names(route, request)
-    touched: tuple[list[Touched], list[Touched]] = [], []
+    used: tuple[list[UsedPages], list[UsedPages]] = [], []
     for pair in route.pairs:
         name = pair.dst.group.name
         if name not in request.intervals:
@@ -76,16 +76,16 @@ def check_request(route: Route, request: Request) -> None:
         )
         if pair.is_state:
             _check_state(pair, *tables)
-        for side, table, found in zip((pair.src, pair.dst), tables, touched, strict=True):
+        for side, table, found in zip((pair.src, pair.dst), tables, used, strict=True):
             if side.owned is None:
-                found.append(Touched(side.group, table.pages, 0, 1))
+                found.append(UsedPages(side.group, table.pages, 0, 1))
                 continue
             _check_tokens(side, table, intervals)
             for interval in intervals:
                 found.append(_pages(pair, side, side.owned, table, interval))
-    _check_ids("source", touched[0])
-    _check_ids("destination", touched[1])
-    _check_used_once(route, touched[1], request)
+    _check_ids("source", used[0])
+    _check_ids("destination", used[1])
+    _check_used_once(route, used[1], request)
 
 
 def _check_group_names(route: Route, request: Request) -> None:
@@ -127,7 +127,7 @@ def _check_tokens(side: Side, table: PageTable, intervals: Sequence[Tokens]) -> 
         )
 
 
-def _pages(pair: GroupPair, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> Touched:
+def _pages(pair: GroupPair, side: Side, owned: Ownership, table: PageTable, interval: Tokens) -> UsedPages:
     """The pages of the table that an interval touches on one side; whether they are in the pool is not checked yet."""
     group, span = side.group, side.span
     start_token, stop_token = interval
@@ -136,7 +136,7 @@ def _pages(pair: GroupPair, side: Side, owned: Ownership, table: PageTable, inte
     start, stop = start_token // per_index, (stop_token + partial) // per_index
     first, last = owned.count_below(start), owned.count_below(stop) - 1
     if last < first:
-        return Touched(group, table.pages, 0, 0)
+        return UsedPages(group, table.pages, 0, 0)
     if span.ring_pages is not None and span.capacity is not None:
         absorbed = (table.num_tokens + partial) // per_index
         if absorbed - start > span.capacity:
@@ -148,20 +148,20 @@ def _pages(pair: GroupPair, side: Side, owned: Ownership, table: PageTable, inte
             raise BindError(
                 f"group '{group.name}': the {side.name} gives {len(table.pages)} pages for a ring of {span.ring_pages}"
             )
-        return Touched(group, table.pages, 0, span.ring_pages)
+        return UsedPages(group, table.pages, 0, span.ring_pages)
     low, high = first // side.indices_per_page, last // side.indices_per_page + 1
     if low < table.first_page or high > table.first_page + len(table.pages):
         raise BindError(
             f"group '{group.name}': tokens [{interval[0]}, {interval[1]}) need the {side.name}'s pages [{low}, {high}), but "
             f"its block table has pages [{table.first_page}, {table.first_page + len(table.pages)})"
         )
-    return Touched(group, table.pages, low - table.first_page, high - table.first_page)
+    return UsedPages(group, table.pages, low - table.first_page, high - table.first_page)
 
 
-def _check_ids(side: str, touched: Sequence[Touched]) -> None:
+def _check_ids(side: str, used: Sequence[UsedPages]) -> None:
     """Every id inside its pool, and none the null page. All groups of one pool size at once, which is the usual case."""
-    by_size: defaultdict[tuple[int, int | None], list[Touched]] = defaultdict(list)
-    for one in touched:
+    by_size: defaultdict[tuple[int, int | None], list[UsedPages]] = defaultdict(list)
+    for one in used:
         if one.stop > one.start:
             by_size[one.group.num_pages, one.group.null_page].append(one)
     for (num_pages, null_page), found in by_size.items():
@@ -187,10 +187,10 @@ def _check_each_id(group: Group, pages: Int64s, side: str) -> None:
         )
 
 
-def _check_used_once(route: Route, touched: Sequence[Touched], request: Request) -> None:
+def _check_used_once(route: Route, used: Sequence[UsedPages], request: Request) -> None:
     """No page of a pool is written or called new by two groups, or twice by one."""
-    written: dict[str, Touched] = {}
-    for one in touched:
+    written: dict[str, UsedPages] = {}
+    for one in used:
         known = written.get(one.group.name)
         written[one.group.name] = one if known is None else known.union(one)
     by_pool: defaultdict[str, dict[str, Int64s]] = defaultdict(dict)

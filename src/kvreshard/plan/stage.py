@@ -1,9 +1,9 @@
-"""Pages of many short runs go through a buffer: they are read in few large pieces and permuted locally.
+"""Staging: pages of many short runs are read in few large pieces into a buffer and permuted locally.
 
 1. The `Image` of a source page is all that a transfer copies from it, in boxes: runs joined over gaps that are cheaper read than posted
-   around. A slot of the buffer holds the image of one page of one field.
+   around. The buffer holds one image per page and field, side by side.
 2. A `Batch` is one filling of the buffer. Images of neighbouring pages become one read where both sides continue.
-3. A `Move` goes from slots to destination pages, by loops, not as a list. Several destination pages may take from one slot.
+3. A `Move` goes from images to destination pages, by loops, not as a list. Several destination pages may take from one image.
 4. `pack` puts batches of one source rank that fit the buffer together into one: each costs a post.
 
 Addresses in the buffer are offsets from its start; whoever owns the buffer adds its address.
@@ -12,6 +12,7 @@ Refused with BindError: an image that does not fit the buffer.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
@@ -22,7 +23,7 @@ from kvreshard.model.errors import BindError
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, coalesce, joined_lists
 from kvreshard.plan.cost import CostModel
-from kvreshard.plan.pairs import GroupPair, Piece
+from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
 from kvreshard.plan.refine import Loop, Strip, fold
 from kvreshard.plan.transfer import Overlap, RankTransfer
@@ -37,31 +38,31 @@ MAX_SMALL_BATCHES = 32
 class Step(msgspec.Struct, frozen=True):
     """Runs of `length` bytes from page `src_step` of a source span to page `dst_step` of a destination span, by loops.
 
-    They begin `slot_offset` bytes into the source page's slot, and `dst_offset` bytes into the destination page.
+    They begin `image_offset` bytes into the source page's image, and `dst_offset` bytes into the destination page.
     """
 
     src_step: int
     dst_step: int
     length: int
-    slot_offset: int
+    image_offset: int
     dst_offset: int
     loops: tuple[Loop, ...]
 
 
 class Image(msgspec.Struct, frozen=True, eq=False):
-    """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in a slot of `slot_bytes`.
+    """What some overlaps of a transfer need of a source page: boxes, shape (n,), side by side in an image of `image_bytes`.
 
-    `steps`: for each overlap those out of the slot. `run_counts`: for each overlap its runs, of one field.
+    `steps`: for each overlap those out of the image. `run_counts`: for each overlap its runs, of one field.
     """
 
     bases: Bases
     offsets: Int64s
     lengths: Int64s
-    slot_bytes: int
+    image_bytes: int
     steps: tuple[tuple[Step, ...], ...]
     run_counts: tuple[int, ...]
 
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """About what it takes in memory."""
         steps = [step for found in self.steps for step in found]
         return 2 * self.offsets.nbytes + RUN_BYTES * sum(2 + len(step.loops) for step in steps)
@@ -108,64 +109,69 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
     transfer: RankTransfer
     image: Image
-    pieces: tuple[Piece, ...]
+    page_ranges: tuple[PageRange, ...]
     pages: Int64s
 
     @property
     def num_reads(self) -> int:
-        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where a slot is a whole page."""
+        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where an image is a whole page."""
         image = self.image
-        if len(image.lengths) > 1 or image.slot_bytes != self.transfer.src_page_stride_bytes:
+        if len(image.lengths) > 1 or image.image_bytes != self.transfer.src_page_stride_bytes:
             return len(self.pages) * len(image.lengths)
         return 1 + int(np.count_nonzero(self.pages[1:] - self.pages[:-1] != 1))
 
     @property
     def num_runs(self) -> int:
         """Runs that are moved of one field."""
-        return sum(piece.count * runs for piece, runs in zip(self.pieces, self.image.run_counts, strict=True))
+        return sum(
+            page_range.count * runs for page_range, runs in zip(self.page_ranges, self.image.run_counts, strict=True)
+        )
 
     @property
     def num_read_bytes(self) -> int:
         """Of one field."""
-        return len(self.pages) * self.image.slot_bytes
+        return len(self.pages) * self.image.image_bytes
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None = None) -> int:
-    """How much one batch fills of a buffer where so much is staged, unless a single slot is larger."""
+    """How much one batch fills of a buffer where so much is staged, unless a single image is larger."""
     least = FILL_BYTES if model is None else max(FILL_BYTES, model.least_batch_bytes)
     return min(buffer_bytes, max(least, min(MAX_FILL_BYTES, total_bytes // MAX_SMALL_BATCHES)))
 
 
-def find_staged(pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece]) -> Iterator[Staged]:
+def find_staged(
+    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Sequence[PageRange]
+) -> Iterator[Staged]:
     """What some transfers of a pair move of some pieces, as images.
 
     Pieces that other requests have too share one image, so that a source page which meets several destination pages is read once. The ends
     of a request have images of their own.
     """
-    of_transfer: list[list[Piece]] = [[] for _ in transfers]
-    for piece in pieces:
-        for number in pair.holders(piece, transfers):
-            of_transfer[number].append(piece)
+    of_transfer: list[list[PageRange]] = [[] for _ in transfers]
+    for page_range in page_ranges:
+        for number in pair.holders(page_range, transfers):
+            of_transfer[number].append(page_range)
     for transfer, held in zip(transfers, of_transfer, strict=True):
-        together: dict[object, list[Piece]] = {}
-        for piece in held:
-            pattern = transfer.pattern(piece.overlap)
+        together: dict[object, list[PageRange]] = {}
+        for page_range in held:
+            pattern = transfer.pattern(page_range.overlap)
             if len(pattern.lengths):
                 # Where fields are fused differently, they have other bases.
-                key = pattern.bases.src.tobytes(), None if piece.recurs else piece.first
-                together.setdefault(key, []).append(piece)
+                key = pattern.bases.src.tobytes(), None if page_range.recurs else page_range.first
+                together.setdefault(key, []).append(page_range)
         for found in together.values():
-            members = sorted(found, key=lambda piece: piece.overlap)
-            image = _image_of(transfer, tuple(piece.overlap for piece in members))
+            members = sorted(found, key=lambda page_range: page_range.overlap)
+            image = _image_of(transfer, tuple(page_range.overlap for page_range in members))
             pages = [
-                piece.page_ids(piece.src, transfer.src_span, step) for piece, step in _source_steps(image, members)
+                page_range.page_ids(page_range.src, transfer.src_span, step)
+                for page_range, step in _source_steps(image, members)
             ]
             yield Staged(transfer, image, tuple(members), np.unique(np.concatenate(pages)))
 
 
-def _source_steps(image: Image, members: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
-    for piece, steps in zip(members, image.steps, strict=True):
-        yield from ((piece, number) for number in sorted({step.src_step for step in steps}))
+def _source_steps(image: Image, members: Sequence[PageRange]) -> Iterator[tuple[PageRange, int]]:
+    for page_range, steps in zip(members, image.steps, strict=True):
+        yield from ((page_range, number) for number in sorted({step.src_step for step in steps}))
 
 
 def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
@@ -176,7 +182,7 @@ def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
         transfer.bases,
         key,
         lambda: make_image([transfer.pattern(one) for one in overlaps], max_gap_bytes),
-        Image.kept_bytes,
+        Image.cached_bytes,
     )
 
 
@@ -187,36 +193,36 @@ def make_image(patterns: Sequence[Pattern], max_gap_bytes: int) -> Image:
         starts, starts + np.concatenate([pattern.lengths for pattern in patterns]), max_gap_bytes=max_gap_bytes
     )
     lengths = boxes.stop - boxes.start
-    slot_offsets = np.cumsum(lengths) - lengths
+    image_offsets = np.cumsum(lengths) - lengths
     return Image(
         patterns[0].bases,
         boxes.start,
         lengths,
         int(lengths.sum()),
-        tuple(tuple(_steps(pattern, boxes.start, slot_offsets)) for pattern in patterns),
+        tuple(tuple(_steps(pattern, boxes.start, image_offsets)) for pattern in patterns),
         tuple(len(pattern.lengths) for pattern in patterns),
     )
 
 
-def _steps(pattern: Pattern, offsets: Int64s, slot_offsets: Int64s) -> Iterator[Step]:
-    """The runs of a pattern out of boxes at these offsets in the page and in the slot."""
+def _steps(pattern: Pattern, offsets: Int64s, image_offsets: Int64s) -> Iterator[Step]:
+    """The runs of a pattern out of boxes at these offsets in the page and in the image."""
     box = np.searchsorted(offsets, pattern.src_offsets, side="right") - 1
-    at = slot_offsets[box] + pattern.src_offsets - offsets[box]
-    keys = np.stack([pattern.src_pages, pattern.dst_pages, pattern.lengths], axis=1)
-    kinds, which = np.unique(keys, axis=0, return_inverse=True)
-    for number, (src_step, dst_step, length) in enumerate(kinds.tolist()):
-        rows = np.flatnonzero(which.reshape(-1) == number)
-        runs = zip(at[rows].tolist(), pattern.dst_offsets[rows].tolist(), strict=True)
-        for strip in fold([Strip(0, 0, slot, dst, ()) for slot, dst in runs]):
+    at = image_offsets[box] + pattern.src_offsets - offsets[box]
+    columns = (pattern.src_pages, pattern.dst_pages, pattern.lengths, at, pattern.dst_offsets)
+    together: defaultdict[tuple[int, int, int], list[Strip]] = defaultdict(list)
+    for src_step, dst_step, length, image, dst in zip(*(column.tolist() for column in columns), strict=True):
+        together[src_step, dst_step, length].append(Strip(0, 0, image, dst, ()))
+    for (src_step, dst_step, length), runs in sorted(together.items()):
+        for strip in fold(runs):
             yield Step(src_step, dst_step, length, strip.src_byte, strip.dst_byte, strip.loops)
 
 
 def stage(
-    pair: GroupPair, transfers: tuple[RankTransfer, ...], pieces: Sequence[Piece], staging_bytes: int
+    pair: GroupPair, transfers: tuple[RankTransfer, ...], page_ranges: Sequence[PageRange], staging_bytes: int
 ) -> Iterator[Batch]:
-    """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one slot does not fit the buffer."""
-    for staged in find_staged(pair, transfers, pieces):
-        transfer, size = staged.transfer, staged.image.slot_bytes
+    """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one image does not fit the buffer."""
+    for staged in find_staged(pair, transfers, page_ranges):
+        transfer, size = staged.transfer, staged.image.image_bytes
         if size > staging_bytes:
             raise BindError(
                 f"fields {transfer.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
@@ -230,15 +236,17 @@ def stage(
 
 def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batch]:
     """Batches of so many pages of so many fields."""
-    transfer, image, size = staged.transfer, staged.image, staged.image.slot_bytes
+    transfer, image, size = staged.transfer, staged.image, staged.image.image_bytes
     paths = [
-        path for piece, steps in zip(staged.pieces, image.steps, strict=True) for path in _paths(transfer, piece, steps)
+        path
+        for page_range, steps in zip(staged.page_ranges, image.steps, strict=True)
+        for path in _paths(transfer, page_range, steps)
     ]
-    slot_offsets = np.cumsum(image.lengths) - image.lengths
+    image_offsets = np.cumsum(image.lengths) - image.lengths
     for low in range(0, len(staged.pages), pages_each):
         held = staged.pages[low : low + pages_each]
         source = (held[:, None] * transfer.src_page_stride_bytes + image.offsets).reshape(-1)
-        place = (np.arange(len(held))[:, None] * size + slot_offsets).reshape(-1)
+        place = (np.arange(len(held))[:, None] * size + image_offsets).reshape(-1)
         reads = coalesce(source, place, np.tile(image.lengths, len(held)), max_bytes=MAX_COPY_BYTES)
         moves = [move for path in paths for move in path.moves(held, size)]
         # Fields differ by their bases only: the reads of one are found once, and written out for all of them.
@@ -261,23 +269,23 @@ class _Path(msgspec.Struct, frozen=True, eq=False):
     src_page: Int64s
     dst_at: Int64s
 
-    def moves(self, held: Int64s, slot_bytes: int) -> Iterator[Move]:
+    def moves(self, held: Int64s, image_bytes: int) -> Iterator[Move]:
         """Of those whose source page is among `held`, which has all of a stretch; without bases."""
         low, high = np.searchsorted(self.src_page, (held[0], held[-1] + 1)).tolist()
         if low == high:
             return
-        src_at, dst_at = np.searchsorted(held, self.src_page[low:high]) * slot_bytes, self.dst_at[low:high]
+        src_at, dst_at = np.searchsorted(held, self.src_page[low:high]) * image_bytes, self.dst_at[low:high]
         for step in self.steps:
-            yield Move(step.length, step.loops, held, src_at + step.slot_offset, held, dst_at + step.dst_offset)
+            yield Move(step.length, step.loops, held, src_at + step.image_offset, held, dst_at + step.dst_offset)
 
 
-def _paths(transfer: RankTransfer, piece: Piece, steps: Iterable[Step]) -> Iterator[_Path]:
+def _paths(transfer: RankTransfer, page_range: PageRange, steps: Iterable[Step]) -> Iterator[_Path]:
     together: dict[tuple[int, int], list[Step]] = {}
     for step in steps:
         together.setdefault((step.src_step, step.dst_step), []).append(step)
     for (src_step, dst_step), found in together.items():
-        src_page = piece.page_ids(piece.src, transfer.src_span, src_step)
-        dst_at = piece.page_ids(piece.dst, transfer.dst_span, dst_step) * transfer.dst_page_stride_bytes
+        src_page = page_range.page_ids(page_range.src, transfer.src_span, src_step)
+        dst_at = page_range.page_ids(page_range.dst, transfer.dst_span, dst_step) * transfer.dst_page_stride_bytes
         order = np.argsort(src_page, kind="stable")
         yield _Path(tuple(found), src_page[order], dst_at[order])
 

@@ -1,4 +1,4 @@
-"""What does one destination rank read from one source rank, as one box, and how do its pages overlap?
+"""RankTransfer: what one destination rank reads from one source rank, and how their pages overlap.
 
 A `RankTransfer` is the unit of work: congruent fields, with base addresses, page strides and, per axis, both address maps. Block
 tables come later, at bind. Its patterns depend only on where two pages overlap, so they are computed at first use and kept (`pattern_cache`).
@@ -92,7 +92,7 @@ class RankTransfer:
     def pattern(self, overlap: Overlap) -> Pattern:
         """The runs where a source page and a destination page overlap; kept for the next time."""
         # The bases are the transfer's own object, and stay so in every choice of it.
-        return self.pattern_cache.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.kept_bytes)
+        return self.pattern_cache.get(self.bases, overlap, lambda: self._make_pattern(overlap), Pattern.cached_bytes)
 
     def _make_pattern(self, overlap: Overlap) -> Pattern:
         return build_pattern(self.bases, self.element_bytes, [self._strips(axis, overlap) for axis in self.axes])
@@ -126,7 +126,7 @@ class RankTransfer:
     def work(self, low: int, high: int) -> tuple[int, int]:
         """For a window as a pattern's: how many cuts it has along all axes, and how many stretches are kept, at most."""
         overlap = self.overlap_of(low, high)
-        cuts, kept = 0, 0
+        cuts, held = 0, 0
         for axis in self.axes:
             window = overlap if axis.extent is None else (0, 0, axis.extent)
             here = count_cuts(axis.src, axis.dst, axis.chosen, *window)
@@ -134,8 +134,8 @@ class RankTransfer:
                 common = int(count_in_windows(axis.chosen, axis.dst.owned, np.array([low]), np.array([high]))[0])
             else:
                 common = count_common(axis.extent, axis.chosen, axis.dst.owned)
-            cuts, kept = cuts + here, kept + min(here, common)
-        return cuts, kept
+            cuts, held = cuts + here, held + min(here, common)
+        return cuts, held
 
 
 @lru_cache(maxsize=64)

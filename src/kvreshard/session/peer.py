@@ -6,8 +6,9 @@ import contextlib
 from dataclasses import dataclass, field
 
 from kvreshard.model import EngineLayout, LayoutMismatch
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.pattern_cache import PatternCache
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine, RemoteLease
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.session.handshake_messages import HandshakeError

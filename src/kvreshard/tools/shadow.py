@@ -19,7 +19,8 @@ import msgspec
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.compile import compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
 from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome

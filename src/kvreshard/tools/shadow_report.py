@@ -24,8 +24,9 @@ import msgspec
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.plan.bind import bind
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.copies import CopyList
-from kvreshard.plan.route import Route, compile_route
+from kvreshard.plan.route import Route
 from kvreshard.session.commands import Load
 from kvreshard.tools.moves import compare_moves
 

@@ -1,1 +1,1 @@
-"""How do bytes get from one rank's memory into another's? `base` says what a transport is; the others are one each."""
+"""Moves bytes from one rank's memory into another's. `base` defines the interface; `nixl` and `memory` implement it."""

@@ -1,4 +1,4 @@
-"""What the thread that talks to NIXL needs of it: a narrow protocol, so that `owner` runs in tests without NIXL."""
+"""The calls that the owner thread makes into NIXL, as a protocol, so that `owner` runs in tests without NIXL."""
 
 from __future__ import annotations
 

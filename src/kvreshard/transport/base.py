@@ -1,4 +1,4 @@
-"""What can move bytes between two ranks, and what does a caller see of it?
+"""The interface of a transport, and a transfer as its poster sees it.
 
 A transport owns the memory regions of one rank that others may touch, knows some peers, and copies bytes between
 its own regions ("local") and those of a peer ("remote"). The road of one transfer:

@@ -1,4 +1,4 @@
-"""This rank's own memory: its bytes are zeroed and permuted, given nothing but addresses.
+"""Local memory of a rank: zeroes and permutes bytes, given addresses.
 
 `HostMemory` does it for memory that the processor reaches, in whole NumPy operations: a strided move is one assignment per
 field, whatever the number of pages, at 0.5 to 1.0 of a plain copy for runs of 256 bytes and more.

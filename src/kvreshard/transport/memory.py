@@ -1,4 +1,4 @@
-"""How do bytes move when both ranks live in one process, and what if the transport misbehaves?
+"""A transport within one process, with faults on request.
 
 1. A `Fabric` is the network: transports made with the same fabric can reach each other. There is no other state.
 2. `MemoryTransport.post` checks all pieces against both sides' regions, asks the fault plan what shall happen to this
@@ -35,7 +35,7 @@ from kvreshard.transport.base import (
 )
 from kvreshard.transport.refusals import check_new_peers, closed_transport, closed_while_pending, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-from kvreshard.transport.slices import check_pages, place
+from kvreshard.transport.slices import check_pages, make_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +273,9 @@ class MemoryTransport:
                 check_payload(notify)
             if isinstance(copies, PagedCopies):
                 check_pages(copies)
-                place(copies.page, direction, table, remote_table, f"remote of {peer!r}")
+                make_rows(copies.page, direction, table, remote_table, f"remote of {peer!r}")
             else:
-                place(copies, direction, table, remote_table, f"remote of {peer!r}")
+                make_rows(copies, direction, table, remote_table, f"remote of {peer!r}")
             transfer = Transfer(peer, direction, copies, self._clock)
             fault = self._faults(self._num_posts, transfer)
             self._num_posts += 1

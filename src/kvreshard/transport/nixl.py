@@ -1,4 +1,4 @@
-"""How do bytes move between processes and machines, through NIXL?
+"""A transport between processes and machines, over NIXL.
 
 It joins three parts:
 
@@ -48,12 +48,12 @@ from kvreshard.transport.base import (
 )
 from kvreshard.transport.nixl_agent import NixlAgent, NixlOptions
 from kvreshard.transport.owner import Owner
+from kvreshard.transport.posting import SlicedTransfer
 from kvreshard.transport.refusals import check_new_peers, closed_transport, unknown_peer
 from kvreshard.transport.regions import RegionTable, decode_metadata, encode_metadata
-from kvreshard.transport.sliced import SlicedTransfer
-from kvreshard.transport.slices import Cursor, Placed, check_pages, is_indexed, place
+from kvreshard.transport.slices import Cursor, RowSet, check_pages, is_indexed, make_rows
 
-KnownPage = tuple[RegionTable, RegionTable, list[Placed]]
+PageRows = tuple[RegionTable, RegionTable, list[RowSet]]
 """Where a page lies, and the regions that this holds for."""
 
 
@@ -95,7 +95,7 @@ class NixlTransport:
         self._peers: dict[str, tuple[str, RegionTable]] = {}
         self._aliases: dict[str, str] = {}
         # Per page and (peer's own name, direction). A page goes with its route.
-        self._known_pages: weakref.WeakKeyDictionary[Page, dict[tuple[str, Direction], KnownPage]] = (
+        self._page_rows: weakref.WeakKeyDictionary[Page, dict[tuple[str, Direction], PageRows]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -179,15 +179,15 @@ class NixlTransport:
         own_name, remote = self._peer(peer)
         local, side = self._open_table(), f"remote of {peer!r}"
         if isinstance(copies, CopyList):
-            return Cursor(place(copies, direction, local, remote, side))
+            return Cursor(make_rows(copies, direction, local, remote, side))
         check_pages(copies)
-        known = self._known_pages.setdefault(copies.page, {})
+        known = self._page_rows.setdefault(copies.page, {})
         found = known.get((own_name, direction))
         # A `RegionTable` is never changed, only replaced.
         if found is None or found[0] is not local or found[1] is not remote:
-            found = known[own_name, direction] = local, remote, place(copies.page, direction, local, remote, side)
+            found = known[own_name, direction] = local, remote, make_rows(copies.page, direction, local, remote, side)
         if not is_indexed(copies):
-            return Cursor(place(copies.flat(), direction, local, remote, side))
+            return Cursor(make_rows(copies.flat(), direction, local, remote, side))
         is_read = direction is Direction.READ
         return Cursor(found[2], (copies.dst_page, copies.src_page) if is_read else (copies.src_page, copies.dst_page))
 

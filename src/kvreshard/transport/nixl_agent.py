@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvreshard.transport.base import Direction, MemoryRegion, TransportError
-from kvreshard.transport.pace import Pace
-from kvreshard.transport.slices import SPLIT_PIECES, Placed, Slice
+from kvreshard.transport.posting import Pace
+from kvreshard.transport.slices import SPLIT_PIECES, RowSet, Slice
 
 # A route has a few pages per source rank; what a peer can make us keep is bounded, not what it needs.
 MAX_PREPARED = 256
@@ -93,13 +93,13 @@ def load_nixl() -> Any:
 def list_plugins() -> list[str]:
     """The plugins that NIXL finds, by name. Loads NIXL and starts an agent without a backend. Raises TransportError."""
     api = load_nixl()
-    with _told_as("could not start an agent"):
+    with _as_errors("could not start an agent"):
         agent = api.nixl_agent("kvreshard-plugins", api.nixl_agent_config(enable_prog_thread=False, backends=[]))
         return sorted(map(str, agent.get_plugin_list()))
 
 
 @contextlib.contextmanager
-def _told_as(fact: str, remedy: str = REMEDY) -> Iterator[None]:
+def _as_errors(fact: str, remedy: str = REMEDY) -> Iterator[None]:
     """Turn NIXL's exceptions, which share no base class, into `TransportError`s."""
     try:
         yield
@@ -120,13 +120,13 @@ class NixlAgent:
     def __init__(self, name: str, options: NixlOptions) -> None:
         api = load_nixl()
         config = api.nixl_agent_config(enable_prog_thread=options.progress_thread, backends=[])
-        with _told_as("could not start an agent"):
+        with _as_errors("could not start an agent"):
             self._agent: Any = api.nixl_agent(name, config)
         plugins = self._agent.get_plugin_list()
         if options.backend not in plugins:
             raise TransportError(f"NIXL has no plugin {options.backend!r}; it has: {', '.join(sorted(plugins))}")
         surroundings = [f"{key}={os.environ.get(key)!r}" for key in ("UCX_TLS", "UCX_NET_DEVICES")]
-        with _told_as(
+        with _as_errors(
             f"could not start backend {options.backend} with {options.params}",
             f"check {' and '.join(surroundings)}: among them must be a network transport",
         ):
@@ -134,14 +134,14 @@ class NixlAgent:
         self._registered: dict[MemoryRegion, Any] = {}
         self._peers: set[str] = set()
         # Held here, not by the pages: a list must be given back on this thread.
-        self._prepared: dict[str, dict[Placed, tuple[Any, Any]]] = {}
+        self._prepared: dict[str, dict[RowSet, tuple[Any, Any]]] = {}
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         for index, region in enumerate(regions):
             kind, _, number = region.device.partition(":")
             row = np.array([[region.address, region.size_bytes, int(number or 0)]], dtype=np.uint64)
             try:
-                with _told_as(f"could not register {region}", "is it mapped, and does UCX know the device?"):
+                with _as_errors(f"could not register {region}", "is it mapped, and does UCX know the device?"):
                     self._registered[region] = self._agent.register_memory(row, _SEGMENTS[kind])
             except TransportError:
                 self.deregister(regions[:index])
@@ -151,15 +151,15 @@ class NixlAgent:
         for peer in list(self._prepared):
             self._release_prepared(peer)
         for region in regions:
-            with _told_as(f"could not deregister {region}"):
+            with _as_errors(f"could not deregister {region}"):
                 self._agent.deregister_memory(self._registered.pop(region))
 
     def metadata(self) -> bytes:
-        with _told_as("could not give the agent's metadata"):
+        with _as_errors("could not give the agent's metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, name: str, native: bytes) -> None:
-        with _told_as(f"could not load the metadata of {name}", "are NIXL's version and backend the same there?"):
+        with _as_errors(f"could not load the metadata of {name}", "are NIXL's version and backend the same there?"):
             loaded = self._agent.add_remote_agent(native)
             found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
             if found != name:
@@ -172,21 +172,21 @@ class NixlAgent:
     def remove_peer(self, name: str) -> None:
         self._peers.discard(name)
         self._release_prepared(name)
-        with _told_as(f"could not disconnect {name}"):
+        with _as_errors(f"could not disconnect {name}"):
             self._agent.remove_remote_agent(name)
 
     def start(self, peer: str, direction: Direction, piece: Slice) -> object | None:
         agent = self._agent
         try:
             if piece.pages is None:
-                kinds = piece.placed.kinds
+                kinds = piece.row_set.kinds
                 local, remote = (
                     agent.get_xfer_descs(piece.side(is_local), _SEGMENTS[kinds[not is_local]])
                     for is_local in (True, False)
                 )
                 request = agent.initialize_xfer(direction.name, local, remote, peer)
             else:
-                local, remote = self._prepared_lists(peer, piece.placed)
+                local, remote = self._prepared_lists(peer, piece.row_set)
                 request = agent.make_prepped_xfer(direction.name, local, piece.side(True), remote, piece.side(False))
             state = "ERR"
             try:
@@ -200,17 +200,17 @@ class NixlAgent:
             raise TransportError("NIXL answered 'ERR' to a post")
         return request if state == "PROC" else None
 
-    def _prepared_lists(self, peer: str, placed: Placed) -> tuple[Any, Any]:
+    def _prepared_lists(self, peer: str, row_set: RowSet) -> tuple[Any, Any]:
         """NIXL's strided lists of both sides of a page, made once per peer."""
         lists = self._prepared.setdefault(peer, {})
-        found = lists.get(placed)
+        found = lists.get(row_set)
         if found is None:
             if len(lists) >= MAX_PREPARED:
                 self._release_lists(lists.pop(next(iter(lists))))
-            local, remote = (_SEGMENTS[kind] for kind in placed.kinds)
-            found = lists[placed] = (
-                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", placed.local, local),
-                self._agent.prep_xfer_dlist(peer, placed.remote, remote),
+            local, remote = (_SEGMENTS[kind] for kind in row_set.kinds)
+            found = lists[row_set] = (
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", row_set.local, local),
+                self._agent.prep_xfer_dlist(peer, row_set.remote, remote),
             )
         return found
 
@@ -220,26 +220,26 @@ class NixlAgent:
 
     def _release_lists(self, lists: tuple[Any, Any]) -> None:
         for prepared in lists:
-            with _told_as("could not release a prepared list"):
+            with _as_errors("could not release a prepared list"):
                 self._agent.release_dlist_handle(prepared)
 
     def is_done(self, handle: object) -> bool:
-        with _told_as("reports the failure of a posted slice"):
+        with _as_errors("reports the failure of a posted slice"):
             state = self._agent.check_xfer_state(handle)
         if state not in ("PROC", "DONE"):
             raise TransportError(f"NIXL answered {state!r} when asked for a posted slice")
         return bool(state == "DONE")
 
     def release(self, handle: object) -> None:
-        with _told_as("could not release a transfer"):
+        with _as_errors("could not release a transfer"):
             self._agent.release_xfer_handle(handle)
 
     def send(self, peer: str, payload: bytes) -> None:
-        with _told_as(f"could not send a notification to {peer}"):
+        with _as_errors(f"could not send a notification to {peer}"):
             self._agent.send_notif(peer, payload)
 
     def receive(self) -> list[tuple[str, bytes]]:
-        with _told_as("could not read its notifications"):
+        with _as_errors("could not read its notifications"):
             fresh = self._agent.get_new_notifs()
         return [(peer, bytes(payload)) for peer, payloads in fresh.items() for payload in payloads]
 

@@ -1,6 +1,6 @@
-"""Who talks to a NIXL agent, and when?
+"""The one thread that talks to a NIXL agent.
 
-One thread, from birth to death, because an agent is not safe to share. Everybody else hands it work through a queue.
+An agent is not safe to share, so one thread makes it, uses it and ends it. Other threads hand it work through a queue.
 Each turn of its loop:
 
 1. do what was handed in (register, add a peer, send a notification, a new transfer);
@@ -32,13 +32,10 @@ from typing import TypeVar
 from kvreshard.model.logs import get_logger
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall, Transfer, TransportError
-from kvreshard.transport.pace import Pace
-from kvreshard.transport.posting import Posting
+from kvreshard.transport.posting import Pace, Posting, SlicedTransfer, Windows
 from kvreshard.transport.refusals import cancelled, closed_while_pending, failed, torn_peer
-from kvreshard.transport.sliced import SlicedTransfer
 from kvreshard.transport.slices import SliceBudget
 from kvreshard.transport.watchdog import SLOW_FACTOR, Watchdog, WatchedAgent
-from kvreshard.transport.window import Windows
 from kvreshard.transport.work_queue import WorkQueue
 
 logger = get_logger(__name__)

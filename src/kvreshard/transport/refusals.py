@@ -1,4 +1,4 @@
-"""How do all transports word the same refusals?"""
+"""Errors that all transports word alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which registered region holds each piece, and does each piece lie inside one?
+"""The registered regions of one rank, and the region in which each piece of a copy lies.
 
 1. `RegionTable` sorts the regions by address once; overlaps are refused, so a binary search has one answer.
 2. `locate` finds the region of every piece at once (NumPy, no loop over pieces) and checks its end.
@@ -10,9 +10,7 @@ lie in one registration), metadata that is malformed, too large or of a later ve
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -20,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvreshard.model.form import SAME_RELEASE
 from kvreshard.plan.copies import Int64s
-from kvreshard.transport.base import MemoryRegion, TransportError, is_device
+from kvreshard.transport.base import ADDRESS_SPACE_BYTES, MemoryRegion, TransportError, is_device
 
 METADATA_VERSION = 1
 
@@ -31,55 +29,53 @@ MAX_METADATA_BYTES = 64 * 1024 * 1024
 class RegionTable:
     """Registered regions of one rank, sorted by address. Immutable."""
 
-    __slots__ = ("_last", "_regions", "_start", "_starts", "device")
+    __slots__ = ("_last", "_start", "device", "devices")
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
-        found = tuple(sorted(regions, key=lambda region: region.address))
-        for lower, upper in pairwise(found):
-            if upper.address < lower.end:
-                raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
-        starts = [region.address for region in found]
-        # The last byte, not the end: an end of 2^63 has no int64.
-        last = np.array([region.end - 1 for region in found], dtype=np.int64)
-        self._set(found, starts, np.array(starts, dtype=np.int64), last, {region.device for region in found})
-
-    def _set(
-        self,
-        regions: tuple[MemoryRegion, ...] | None,
-        starts: list[int],
-        start: Int64s,
-        last: Int64s,
-        devices: set[str],
-    ) -> None:
-        self._regions, self._starts, self._start, self._last = regions, starts, start, last
-        # The device that all regions lie on; None where they differ.
-        self.device = devices.pop() if len(devices) == 1 else None
+        found = list(regions)
+        sizes = [region.size_bytes for region in found]
+        self._set([region.address for region in found], sizes, [region.device for region in found])
 
     @staticmethod
-    def in_order(addresses: list[int], sizes_bytes: list[int], device: str) -> RegionTable | None:
-        """The table of regions on one device, seen at once to be right: in order, apart, none empty. None where somebody must look closer."""
-        if not addresses or not is_device(device):
-            return None
-        try:
-            start, size = np.array(addresses, dtype=np.int64), np.array(sizes_bytes, dtype=np.int64)
-        except OverflowError:
-            return None
-        last = start + (size - 1)
-        if start.min() < 0 or size.min() <= 0 or last.min() < 0 or (last[:-1] >= start[1:]).any():
-            return None
+    def of(addresses: Sequence[int], sizes_bytes: Sequence[int], devices: Sequence[str]) -> RegionTable:
+        """The table of regions given as columns. Raises TransportError for one outside the address space, on an unknown kind of device, or
+        over another one.
+        """
         table = RegionTable.__new__(RegionTable)
-        table._set(None, addresses, start, last, {device})
+        table._set(addresses, sizes_bytes, devices)
         return table
+
+    def _set(self, addresses: Sequence[int], sizes_bytes: Sequence[int], devices: Sequence[str]) -> None:
+        ends = [address + size for address, size in zip(addresses, sizes_bytes, strict=True)]
+        is_wrong = (
+            not all(map(is_device, set(devices))) or min(addresses, default=0) < 0 or min(sizes_bytes, default=1) <= 0
+        )
+        if is_wrong or max(ends, default=0) > ADDRESS_SPACE_BYTES:
+            for row in zip(addresses, sizes_bytes, devices, strict=True):
+                MemoryRegion(*row)  # says what is wrong
+        start = np.array(addresses, dtype=np.int64)
+        # The last byte, not the end: an end of 2^63 has no int64.
+        last = np.array([end - 1 for end in ends], dtype=np.int64)
+        order = np.argsort(start, kind="stable")
+        self._start, self._last, self.devices = (
+            start[order],
+            last[order],
+            tuple([devices[row] for row in order.tolist()]),
+        )
+        # The device that all regions lie on; None where they differ.
+        self.device = self.devices[0] if len(set(self.devices)) == 1 else None
+        for at in np.flatnonzero(self._last[:-1] >= self._start[1:]).tolist():
+            lower, upper = self.regions[at : at + 2]
+            raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """In the order of their addresses; made when somebody asks."""
-        if self._regions is None and self.device is not None:
-            sizes = (self._last - self._start).tolist()
-            self._regions = tuple(
-                MemoryRegion(start, size + 1, self.device) for start, size in zip(self._starts, sizes, strict=True)
-            )
-        return self._regions or ()
+        """In the order of their addresses."""
+        sizes = (self._last - self._start).tolist()
+        return tuple(
+            MemoryRegion(start, size + 1, device)
+            for start, size, device in zip(self._start.tolist(), sizes, self.devices, strict=True)
+        )
 
     def plus(self, regions: Iterable[MemoryRegion]) -> RegionTable:
         """A table with `regions` added."""
@@ -100,7 +96,7 @@ class RegionTable:
         """`locate` without saying where: a look at the lowest and the highest byte is enough where one region has both."""
         if not address.size:
             return
-        region = bisect_right(self._starts, int(address.min())) - 1
+        region = int(self._start.searchsorted(address.min(), side="right")) - 1
         if region < 0 or int(address.max()) + int(length_bytes.max()) - 1 > int(self._last[region]):
             self.locate(side, address, length_bytes)
 
@@ -114,13 +110,13 @@ class RegionTable:
         if not address.size:
             return index
         # Below all regions the index is -1, which is the last of them: its end says nothing then.
-        if not self._starts or index.min() < 0 or (length_bytes - 1 > self._last[index] - address).any():
+        if not self.devices or index.min() < 0 or (length_bytes - 1 > self._last[index] - address).any():
             raise self._outside(side, address, length_bytes, index)
         return index
 
     def _outside(self, side: str, address: Int64s, length_bytes: Int64s, index: NDArray[np.intp]) -> TransportError:
         inside = index >= 0
-        if self.regions:
+        if self.devices:
             inside &= length_bytes - 1 <= self._last[index] - address
         outside = np.flatnonzero(~inside)
         row = int(outside[0])
@@ -156,13 +152,10 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self) -> RegionTable:
         """The regions, checked."""
-        devices = {entry.device for entry in self.regions}
-        if len(devices) == 1:
-            addresses, sizes = [entry.address for entry in self.regions], [entry.size_bytes for entry in self.regions]
-            found = RegionTable.in_order(addresses, sizes, devices.pop())
-            if found is not None:
-                return found
-        return RegionTable(MemoryRegion(entry.address, entry.size_bytes, entry.device) for entry in self.regions)
+        rows = self.regions
+        return RegionTable.of(
+            [row.address for row in rows], [row.size_bytes for row in rows], [row.device for row in rows]
+        )
 
 
 def encode_metadata(kind: str, name: str, table: RegionTable, native: bytes = b"") -> bytes:

@@ -3,7 +3,7 @@
 Posting to NIXL blocks for the whole copy when the peer is on the same host (measured: 302 ms for 160 x 4 MiB), unless its own
 threads share it, and a thread that posts answers nobody. So:
 
-1. `place` looks up where copies lie in the regions of both sides: one `Placed` per pair of memory kinds, since a NIXL list has one kind.
+1. `make_rows` looks up where copies lie in the regions of both sides: one `RowSet` per pair of memory kinds, since a NIXL list has one kind.
 2. A `Cursor` hands out the next pieces up to a cost as a `Slice`, without a loop over pieces. Pieces of a list are its rows; those of
    pages go entry by entry.
 3. `Slice.side` is NIXL's form: rows of (address, bytes, device), or indices into what is prepared of a page once.
@@ -46,7 +46,7 @@ KINDS = ("cpu", "cuda")
 Rows = NDArray[np.uint64]
 
 
-class Placed(msgspec.Struct, frozen=True, eq=False):
+class RowSet(msgspec.Struct, frozen=True, eq=False):
     """Copies between one memory kind a side, as the side that posts sees them.
 
     `local`, `remote`: rows of (address, bytes, device number), shape (n, 3); of a page (address, bytes, device number, stride, count),
@@ -68,7 +68,7 @@ Pages = tuple[NDArray[np.int32], NDArray[np.int32]]
 class Slice(msgspec.Struct, frozen=True, eq=False):
     """Pieces `[first, stop)` of what was placed, for one post. `pages`: None where rows are copied as they are."""
 
-    placed: Placed
+    row_set: RowSet
     pages: Pages | None
     first: int
     stop: int
@@ -80,9 +80,9 @@ class Slice(msgspec.Struct, frozen=True, eq=False):
     def side(self, is_local: bool) -> Rows | NDArray[np.int32]:
         """Rows, shape (len(self), 3), or of pages indices of shape (len(self),): number of the entry * pages of the pool + page id."""
         if self.pages is None:
-            return (self.placed.local if is_local else self.placed.remote)[self.first : self.stop]
+            return (self.row_set.local if is_local else self.row_set.remote)[self.first : self.stop]
         side = 0 if is_local else 1
-        page, count = self.pages[side], self.placed.counts[side]
+        page, count = self.pages[side], self.row_set.counts[side]
         low, high = self.first // len(page), -(-self.stop // len(page))
         index = np.add.outer(np.arange(low * count, high * count, count, dtype=np.int32), page)
         return index.reshape(-1)[self.first - low * len(page) : self.stop - low * len(page)]
@@ -93,8 +93,8 @@ class Cursor:
 
     __slots__ = ("_left", "_next", "_pages")
 
-    def __init__(self, placed: Sequence[Placed], pages: tuple[Int64s, Int64s] | None = None) -> None:
-        self._left = list(placed) if pages is None or len(pages[0]) else []
+    def __init__(self, row_set: Sequence[RowSet], pages: tuple[Int64s, Int64s] | None = None) -> None:
+        self._left = list(row_set) if pages is None or len(pages[0]) else []
         self._pages = None if pages is None else (pages[0].astype(np.int32), pages[1].astype(np.int32))
         self._next = 0
 
@@ -109,8 +109,8 @@ class Cursor:
 
     def take(self, budget_bytes: int) -> Slice:
         """The next pieces whose cost together stays within the budget, at least one. Not when exhausted."""
-        placed, first = self._left[0], self._next
-        costs, num_pages = placed.costs, 1 if self._pages is None else len(self._pages[0])
+        row_set, first = self._left[0], self._next
+        costs, num_pages = row_set.costs, 1 if self._pages is None else len(self._pages[0])
         end, before = (len(costs) - 1) * num_pages, _cost_before(costs, num_pages, first)
         row = int(costs.searchsorted((before + budget_bytes) // num_pages, side="right")) - 1
         stop = row * num_pages
@@ -119,7 +119,7 @@ class Cursor:
         self._next = stop = _in_shares(first, min(end, max(first + 1, stop)), end)
         if stop == end:
             self._left, self._next = self._left[1:], 0
-        return Slice(placed, self._pages, first, stop, _cost_before(costs, num_pages, stop) - before)
+        return Slice(row_set, self._pages, first, stop, _cost_before(costs, num_pages, stop) - before)
 
 
 def _cost_before(costs: Int64s, num_pages: int, piece: int) -> int:
@@ -138,9 +138,9 @@ def _in_shares(first: int, stop: int, end: int) -> int:
     return stop - (stop - first) % SHARES if is_shared else stop
 
 
-def place(
+def make_rows(
     copies: CopyList | Page, direction: Direction, local: RegionTable, remote: RegionTable, side: str
-) -> list[Placed]:
+) -> list[RowSet]:
     """Where copies lie, or all that a page may copy. `side`: how to call the remote side in a refusal. Raises TransportError."""
     if isinstance(copies, Page):
         strided = (copies.src_stride, copies.src_count), (copies.dst_stride, copies.dst_count)
@@ -162,9 +162,9 @@ def place(
     remote_rows, remote_kind = _rows(side, remote, sides[there], length, strided and strided[there])
     kinds, counts = 2 * local_kind + remote_kind, (strided[here][1], strided[there][1]) if strided else (1, 1)
     if isinstance(kinds, int):
-        return [_placed(kinds, local_rows, remote_rows, counts)]
+        return [_row_set(kinds, local_rows, remote_rows, counts)]
     chosen = [(int(kind), kinds == kind) for kind in np.unique(kinds)]
-    return [_placed(kind, local_rows[rows], remote_rows[rows], counts) for kind, rows in chosen]
+    return [_row_set(kind, local_rows[rows], remote_rows[rows], counts) for kind, rows in chosen]
 
 
 def is_indexed(copies: Copies) -> bool:
@@ -194,8 +194,8 @@ def _check_copies(src: Int64s, dst: Int64s, length: Int64s, strided: tuple[tuple
     """Raises TransportError unless these are copies: one number a side and piece, all in the address space."""
     columns = (("source", src), ("destination", dst), ("length", length))
     if any(column.ndim != 1 or column.dtype != np.int64 or len(column) != len(length) for _, column in columns):
-        told = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
-        raise TransportError(f"copies need one source, one destination and one length each, as int64; got {told}")
+        shapes = ", ".join(f"{name} {column.dtype} {column.shape}" for name, column in columns)
+        raise TransportError(f"copies need one source, one destination and one length each, as int64; got {shapes}")
     for stride, count in strided:
         if stride < 0 or count < 1 or stride * (count - 1) >= ADDRESS_SPACE_BYTES // 2:
             raise TransportError(f"{count} pages every {stride} bytes do not lie in the address space")
@@ -239,7 +239,7 @@ def _rows(
         rows[:, 2] = number
         return rows, kind
     index = table.locate(name, start, whole)
-    devices = [_device(region.device) for region in table.regions]
+    devices = [_device(device) for device in table.devices]
     rows[:, 2] = np.array([number for _, number in devices], dtype=np.uint64)[index]
     return rows, np.array([kind for kind, _ in devices], dtype=np.intp)[index]
 
@@ -250,10 +250,10 @@ def _device(name: str) -> tuple[int, int]:
     return KINDS.index(kind), int(number or 0)
 
 
-def _placed(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int]) -> Placed:
+def _row_set(kinds: int, local: Rows, remote: Rows, counts: tuple[int, int]) -> RowSet:
     costs = np.zeros(len(local) + 1, dtype=np.int64)
     np.add.accumulate(local[:, 1].astype(np.int64) + DESCRIPTOR_COST_BYTES, out=costs[1:])
-    return Placed((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, counts)
+    return RowSet((KINDS[kinds // 2], KINDS[kinds % 2]), local, remote, costs, counts)
 
 
 class SliceBudget:

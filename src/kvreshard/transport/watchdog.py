@@ -1,4 +1,4 @@
-"""Does a thread come back from what it is doing?
+"""Detects calls that do not come back.
 
 A hung device or driver keeps the one thread that may talk to the transport's library, or the one that carries out loads, and nothing would ever
 end.
@@ -60,9 +60,9 @@ class Watchdog:
         self._name, self._bound_s, self._clock, self._describe = name, bound_s, clock, describe
         self._numbers = itertools.count()
         self._call: tuple[str, int] | None = None
-        self._seen: tuple[str, int] | None = None
+        self._last_call: tuple[str, int] | None = None
         self._waited_s = self._looked_s = 0.0
-        self._told: tuple[str, int] | None = None
+        self._reported: tuple[str, int] | None = None
         self._lock = threading.Lock()
 
     def begin(self, call: str) -> None:
@@ -76,22 +76,22 @@ class Watchdog:
     def stuck(self) -> StuckCall | None:
         """The call that does not come back, if there is one."""
         call, now_s = self._call, self._clock()
-        if call is None and self._told is None:
+        if call is None and self._reported is None:
             return None
         with self._lock:
             self._waited_s += min(now_s - self._looked_s, MAX_GAP_S)
-            if call != self._seen:
-                self._seen, self._waited_s = call, 0.0
+            if call != self._last_call:
+                self._last_call, self._waited_s = call, 0.0
             self._looked_s = now_s
-            if self._told is not None and call != self._told:
-                logger.warning("%s: '%s' has come back after all", self._name, self._told[0])
-                self._told = None
+            if self._reported is not None and call != self._reported:
+                logger.warning("%s: '%s' has come back after all", self._name, self._reported[0])
+                self._reported = None
             bound_s = self._bound_s * (SLOW_FACTOR if call is not None and call[0] in SLOW_CALLS else 1.0)
             if call is None or self._waited_s < bound_s:
                 return None
             found = StuckCall(call[0], self._describe(call[0], bound_s))
-            if self._told is None:
-                self._told = call
+            if self._reported is None:
+                self._reported = call
                 logger.error("%s: %s", self._name, found.text)
             return found
 

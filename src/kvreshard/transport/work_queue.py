@@ -1,4 +1,4 @@
-"""Work that is handed to the thread that owns an agent, by threads that may wait for it.
+"""Queue of work for the owner thread, filled by threads that may wait for the result.
 
 1. `submit` hands work in and does not wait. `call` waits for its result, but not for a call into the library that does not come back. What
    it has given up and was not begun is dropped, what was begun is undone when it ends.

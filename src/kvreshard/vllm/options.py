@@ -30,7 +30,7 @@ from kvreshard.session.keys import Keys, read_keys
 from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 from kvreshard.vllm.source_hosts import SourceHosts
 
 BACKENDS = "backends"

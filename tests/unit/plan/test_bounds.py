@@ -20,7 +20,7 @@ from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard, Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
 from kvreshard.model.wire import MAX_RANKS
 from kvreshard.plan import election, pattern
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 
 HUGE = 1 << 60
 

@@ -14,7 +14,7 @@ from kvreshard.model.changed import replace
 from kvreshard.model.tables import PageTable
 from kvreshard.plan import RankTransfer, compile_route, plan_reads
 from kvreshard.plan.copies import MAX_COPY_BYTES, Page, PagedCopies
-from kvreshard.plan.pairs import GroupPair, Piece, cut, make_pairs
+from kvreshard.plan.pairs import GroupPair, PageRange, cut, make_pairs
 from kvreshard.plan.transfer import Span
 
 SIZES = st.integers(1, 40)
@@ -50,10 +50,10 @@ def test_alike_pieces_are_cut_as_one() -> None:
 @pytest.mark.parametrize("ring_pages", [None, 3])
 def test_page_ids_of_a_piece(ring_pages: int | None) -> None:
     table = PageTable([50, 51, 52, 53, 54, 55, 56], 100, 0 if ring_pages else 2)
-    piece = Piece((0, 0, 4), 8, 2, 8, True, table, table)
+    page_range = PageRange((0, 0, 4), 8, 2, 8, True, table, table)
     # Spans of 8 indices in 2 pages: the pieces lie in spans 1 and 2, pages 2 to 5.
     found = [
-        piece.page_ids(table, Span(8, 2, ring_pages, 12 if ring_pages else None), step).tolist() for step in (0, 1)
+        page_range.page_ids(table, Span(8, 2, ring_pages, 12 if ring_pages else None), step).tolist() for step in (0, 1)
     ]
     assert found == ([[52, 51], [50, 52]] if ring_pages else [[50, 52], [51, 53]])
 
@@ -63,7 +63,7 @@ def test_pages_that_a_table_does_not_have_are_a_bug() -> None:
     table = PageTable([50, 51], 100, 2)
     for first, count in ((0, 1), (4, 1), (8, 3), (12, 2)):
         with pytest.raises(AssertionError, match="of a table of 2"):
-            Piece((0, 0, 4), first, count, 4, True, table, table).page_ids(table, Span(4, 1, None, None), 0)
+            PageRange((0, 0, 4), first, count, 4, True, table, table).page_ids(table, Span(4, 1, None, None), 0)
 
 
 def transfers_of(tp: int) -> tuple[RankTransfer, ...]:
@@ -73,7 +73,7 @@ def transfers_of(tp: int) -> tuple[RankTransfer, ...]:
 def pages_of(pair: GroupPair, transfers: tuple[RankTransfer, ...] | None = None) -> list[Page]:
     """Of a whole page over a whole page."""
     table = PageTable(range(1, 9), 100)
-    whole = Piece((0, 0, pair.src.span.indices), 0, 1, pair.src.span.indices, True, table, table)
+    whole = PageRange((0, 0, pair.src.span.indices), 0, 1, pair.src.span.indices, True, table, table)
     return [one.page for one in pair.pages(whole, transfers or pair.transfers)]
 
 
@@ -124,7 +124,7 @@ def test_groups_that_overlay_one_another_share_a_page() -> None:
     assert first is second
     assert np.array_equal(first.length, [4 * 4 * 2])
     # Nothing else keeps it once the route has gone.
-    known = route.pairs[0].known_pages
+    known = route.pairs[0].shared_pages
     assert len(known) == 1
     route.drop_patterns()
     del first, second
@@ -135,7 +135,11 @@ def test_what_is_longer_than_a_copy_may_be_is_cut() -> None:
     kind = Latent(1 << 20, "bfloat16")  # 2 MiB per token
     src, dst = (engine(name, kind=kind, page=20, num_pages=3) for name in ("prefill", "decode"))
     (pair,) = compile_route(src, dst, 0).pairs
-    (page,) = (one.page for piece in pair.pieces(request(src, dst, 20)) for one in pair.pages(piece, pair.transfers))
+    (page,) = (
+        one.page
+        for page_range in pair.page_ranges(request(src, dst, 20))
+        for one in pair.pages(page_range, pair.transfers)
+    )
     assert page.length.tolist() == [MAX_COPY_BYTES, MAX_COPY_BYTES, (40 << 20) - 2 * MAX_COPY_BYTES]
     assert (page.src_start - page.src_start[0]).tolist() == [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES]
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvreshard.catalog import describe, load, parse_engine
 from kvreshard.plan import stage
+from kvreshard.plan.compile import compile_route
 from kvreshard.plan.pattern import Pattern
 from kvreshard.plan.pattern_cache import ENTRY_BYTES, PatternCache
-from kvreshard.plan.route import compile_route
 from kvreshard.plan.stage import Image
 from kvreshard.plan.transfer import RankTransfer
 
@@ -122,4 +122,4 @@ def test_sizes_are_about_what_values_take(engines: tuple[str, str]) -> None:
     ]
     for value in values:
         taken = deep_bytes(value, {id(transfer.bases)})
-        assert taken / 2 < value.kept_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES
+        assert taken / 2 < value.cached_bytes() + ENTRY_BYTES < 2 * taken + 2 * ENTRY_BYTES

@@ -15,8 +15,8 @@ from kvreshard.plan.bind import (
     MIN_JOINED_BYTES,
     SHARED_COPIES,
     SPLIT_BYTES,
-    bind_pieces,
-    find_alike,
+    bind_ranges,
+    group_aligned,
     max_joined_bytes,
 )
 from kvreshard.plan.cost import DEVICE_COST, MEASURED_SPEEDUP, CostModel, Work
@@ -330,13 +330,13 @@ def test_copies_are_counted_as_they_would_be_listed(sizes: tuple[int, int]) -> N
     tables = {src_group.name: PageTable(pages[0], 1999)}, {dst_group.name: PageTable(pages[1], 1999)}
     request = Request(*tables, {dst_group.name: [(5, 1999)]}, {})
     (pair_of_groups,) = compile_route(src, dst, 0).pairs
-    alike = find_alike(bind_pieces(pair_of_groups, pair_of_groups.transfers, pair_of_groups.pieces(request)))
-    assert alike
-    for one in alike:
+    aligned = group_aligned(bind_ranges(pair_of_groups, pair_of_groups.transfers, pair_of_groups.page_ranges(request)))
+    assert aligned
+    for one in aligned:
         listed = one.listed(1 << 60)
         assert one.num_copies == listed.num_copies
         assert one.num_bytes == listed.num_bytes
-    assert sum(one.num_bytes for one in alike) == sum(
+    assert sum(one.num_bytes for one in aligned) == sum(
         one.num_bytes for one in bind(compile_route(src, dst, 0), request)
     )
 

@@ -27,8 +27,8 @@ def pattern(src: Int64s, dst: Int64s, length: int = 32, src_page: int = 0, dst_p
 def test_runs_are_read_together_over_short_gaps(max_gap_bytes: int, offsets: list[int], lengths: list[int]) -> None:
     image = make_image([pattern(array(0, 64), array(500, 100))], max_gap_bytes)
     assert (image.offsets.tolist(), image.lengths.tolist()) == (offsets, lengths)
-    assert image.slot_bytes == sum(lengths)
-    places = {(step.slot_offset, step.dst_offset) for (steps,) in [image.steps] for step in steps}
+    assert image.image_bytes == sum(lengths)
+    places = {(step.image_offset, step.dst_offset) for (steps,) in [image.steps] for step in steps}
     assert places == {(0, 500), (64 if max_gap_bytes == 32 else 32, 100)}
 
 
@@ -36,8 +36,8 @@ def test_bytes_that_several_destination_pages_want_are_read_once() -> None:
     """The same half of a source page goes to two destination pages, the other half to a third."""
     overlaps = [pattern(array(0), array(0)), pattern(array(0), array(96), dst_page=1), pattern(array(32), array(64))]
     image = make_image(overlaps, 0)
-    assert (image.offsets.tolist(), image.lengths.tolist(), image.slot_bytes) == ([0], [64], 64)
-    found = [[(step.dst_step, step.slot_offset, step.dst_offset) for step in steps] for steps in image.steps]
+    assert (image.offsets.tolist(), image.lengths.tolist(), image.image_bytes) == ([0], [64], 64)
+    found = [[(step.dst_step, step.image_offset, step.dst_offset) for step in steps] for steps in image.steps]
     assert found == [[(0, 0, 0)], [(1, 0, 96)], [(0, 32, 64)]]
     assert image.run_counts == (1, 1, 1)
 
@@ -54,5 +54,5 @@ def test_pages_of_a_span_have_steps_of_their_own() -> None:
     two = pattern(array(0, 0), array(0, 32))
     two = Pattern(two.bases, (), two.src_offsets, two.dst_offsets, two.lengths, array(0, 1), array(0, 0))
     image = make_image([two], 0)
-    assert image.slot_bytes == 32
+    assert image.image_bytes == 32
     assert [(step.src_step, step.dst_step, step.dst_offset) for step in image.steps[0]] == [(0, 0, 0), (1, 0, 32)]

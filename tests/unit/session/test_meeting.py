@@ -11,7 +11,7 @@ from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LIFE, OPTIONS, Clock, Side, make_side, meet_engine
 
 from kvreshard.model import KvReshardError, WireError
-from kvreshard.plan.route import compile_route
+from kvreshard.plan.compile import compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.engine_metadata import (
     EngineMetadata,

@@ -20,7 +20,7 @@ from kvreshard.transport.base import Direction, MemoryRegion, Transfer, Transpor
 from kvreshard.transport.memory import Fabric, MemoryTransport
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.transport.nixl_agent import NixlOptions
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 from kvreshard.transport.regions import RegionTable, encode_metadata
 
 
@@ -216,7 +216,7 @@ class TestAgent:
             again.register([region(there[:4096])])
             near.add_peer("far", far.metadata())
             read(page, 0).wait(30.0)
-            assert len(near._known_pages) == 1
+            assert len(near._page_rows) == 1
             near.deregister([region(here[4096:])])
             with pytest.raises(TransportError, match="piece 1 of 2: local"):
                 read(page, 0)
@@ -230,7 +230,7 @@ class TestAgent:
             # What is known of a page goes with it.
             del page
             gc.collect()
-            assert len(near._known_pages) == 0
+            assert len(near._page_rows) == 0
         finally:
             for transport in (near, far, again):
                 transport.close()

@@ -16,10 +16,9 @@ from kvreshard.transport import work_queue
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer, TransferState, TransportError
 from kvreshard.transport.owner import Owner
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace, SlicedTransfer
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.sliced import SlicedTransfer
-from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Cursor, place
+from kvreshard.transport.slices import FIRST_BUDGET_BYTES, Cursor, make_rows
 from kvreshard.transport.watchdog import MAX_GAP_S, Watchdog
 
 SPACE = RegionTable([MemoryRegion(0, 2**40)])
@@ -44,7 +43,7 @@ def make_sliced(num_slices: int, peer: str = "bob", notify: bytes | None = b"don
     local = [index * size for index in range(2 * num_slices)]
     copies = CopyList.of(local, local, size)
     transfer = Transfer(peer, Direction.READ, copies, time.monotonic)
-    return SlicedTransfer(transfer, peer, Cursor(place(copies, Direction.READ, SPACE, SPACE, "remote")), notify)
+    return SlicedTransfer(transfer, peer, Cursor(make_rows(copies, Direction.READ, SPACE, SPACE, "remote")), notify)
 
 
 def until(condition: Callable[[], bool]) -> None:

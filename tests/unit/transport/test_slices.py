@@ -18,7 +18,7 @@ from kvreshard.transport.slices import (
     SliceBudget,
     check_pages,
     is_indexed,
-    place,
+    make_rows,
 )
 
 LOCAL = RegionTable([MemoryRegion(0, 2**40), MemoryRegion(2**41, 2**40, "cuda:3")])
@@ -35,8 +35,8 @@ def take_all(cursor: Cursor, budget_bytes: int) -> list[Slice]:
     return found
 
 
-def placed(copies: CopyList, budget_bytes: int = 2**62) -> list[Slice]:
-    return take_all(Cursor(place(copies, Direction.READ, LOCAL, REMOTE, "remote")), budget_bytes)
+def row_set(copies: CopyList, budget_bytes: int = 2**62) -> list[Slice]:
+    return take_all(Cursor(make_rows(copies, Direction.READ, LOCAL, REMOTE, "remote")), budget_bytes)
 
 
 def many(count: int = 1000) -> CopyList:
@@ -54,7 +54,7 @@ def test_slices_of_a_list_have_every_row_once_and_are_full(direction: Direction,
     copies = many()
     is_read = direction is Direction.READ
     tables = (LOCAL_HOST, REMOTE_HOST) if is_read else (REMOTE_HOST, LOCAL_HOST)
-    slices = take_all(Cursor(place(copies, direction, *tables, "remote")), budget_bytes)
+    slices = take_all(Cursor(make_rows(copies, direction, *tables, "remote")), budget_bytes)
     for is_local in (True, False):
         found = rows(slices, is_local)
         assert np.array_equal(found[:, 0], copies.dst_address if is_local is is_read else copies.src_address)
@@ -73,7 +73,7 @@ def test_slices_of_a_list_have_every_row_once_and_are_full(direction: Direction,
 
 def test_a_large_piece_is_cut() -> None:
     size = 3 * MAX_COPY_BYTES + 5
-    (piece,) = placed(CopyList.of([2**50 + 1, 2**50 + 2**40], [7, 2**30], [size, 9]))
+    (piece,) = row_set(CopyList.of([2**50 + 1, 2**50 + 2**40], [7, 2**30], [size, 9]))
     steps = [0, MAX_COPY_BYTES, 2 * MAX_COPY_BYTES, 3 * MAX_COPY_BYTES]
     sizes = [MAX_COPY_BYTES] * 3 + [5, 9]
     assert piece.side(True).tolist() == [
@@ -85,13 +85,13 @@ def test_a_large_piece_is_cut() -> None:
 def test_a_piece_across_regions_is_refused_also_where_it_is_cut_at_their_border() -> None:
     touching = RegionTable([MemoryRegion(0, MAX_COPY_BYTES), MemoryRegion(MAX_COPY_BYTES, MAX_COPY_BYTES)])
     with pytest.raises(TransportError, match=r"piece 0 of 1: local .* is not inside one registered region"):
-        place(CopyList.of([2**50], [0], 2 * MAX_COPY_BYTES), Direction.READ, touching, REMOTE_HOST, "remote")
+        make_rows(CopyList.of([2**50], [0], 2 * MAX_COPY_BYTES), Direction.READ, touching, REMOTE_HOST, "remote")
 
 
 def test_memory_kinds_are_not_mixed() -> None:
     copies = CopyList.of([2**50, 2**50 + 5, 2**52, 2**52 + 5], [1, 2**41, 2, 2**41 + 9], [1, 2, 3, 4])
-    slices = placed(copies, 2**40)
-    found = {piece.placed.kinds: piece for piece in slices}
+    slices = row_set(copies, 2**40)
+    found = {piece.row_set.kinds: piece for piece in slices}
     assert len(slices) == len(found) == 4
     assert found["cuda", "cuda"].side(True).tolist() == [[2**41 + 9, 4, 3]]
     assert found["cuda", "cuda"].side(False).tolist() == [[2**52 + 5, 4, 1]]
@@ -100,13 +100,13 @@ def test_memory_kinds_are_not_mixed() -> None:
 
 
 def test_dropping_ends_the_cursor_and_nothing_is_nothing() -> None:
-    cursor = Cursor(place(many(), Direction.READ, LOCAL, REMOTE, "remote"))
+    cursor = Cursor(make_rows(many(), Direction.READ, LOCAL, REMOTE, "remote"))
     cursor.take(1)
     cursor.drop()
     assert cursor.exhausted
-    assert not placed(CopyList.of([], [], []))
+    assert not row_set(CopyList.of([], [], []))
     none = np.zeros(0, dtype=np.int64)
-    assert Cursor(place(page(), Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"), (none, none)).exhausted
+    assert Cursor(make_rows(page(), Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"), (none, none)).exhausted
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ def test_dropping_ends_the_cursor_and_nothing_is_nothing() -> None:
 )
 def test_what_are_no_copies_is_refused(src: list[int], dst: list[int], length: list[int], message: str) -> None:
     with pytest.raises(TransportError, match=message):
-        place(CopyList.of(src, dst, length), Direction.READ, LOCAL, REMOTE, "remote")
+        make_rows(CopyList.of(src, dst, length), Direction.READ, LOCAL, REMOTE, "remote")
 
 
 def test_numbers_of_another_type_are_refused() -> None:
     wrong = np.array([1.0])
     with pytest.raises(TransportError, match="source float64"):
-        place(CopyList(0, 0, wrong, np.array([1]), np.array([1])), Direction.READ, LOCAL, REMOTE, "remote")
+        make_rows(CopyList(0, 0, wrong, np.array([1]), np.array([1])), Direction.READ, LOCAL, REMOTE, "remote")
 
 
 @pytest.mark.parametrize(("strides", "counts"), [((-1, 1), (1, 1)), ((1, 1), (1, 0)), ((2**62, 1), (3, 1))])
 def test_pages_that_make_no_sense_are_refused(strides: tuple[int, int], counts: tuple[int, int]) -> None:
     with pytest.raises(TransportError, match=r"pages every .* do not lie in the address space"):
-        place(Page.of([2**50], [0], 1, strides, counts), Direction.READ, LOCAL, REMOTE, "remote")
+        make_rows(Page.of([2**50], [0], 1, strides, counts), Direction.READ, LOCAL, REMOTE, "remote")
 
 
 def page(num_entries: int = 5, counts: tuple[int, int] = (60, 50), length: int = 4096) -> Page:
@@ -144,7 +144,7 @@ def page(num_entries: int = 5, counts: tuple[int, int] = (60, 50), length: int =
 
 
 def paged(one: Page, src: NDArray[np.int64], dst: NDArray[np.int64]) -> Cursor:
-    return Cursor(place(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"), (dst, src))
+    return Cursor(make_rows(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote"), (dst, src))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -180,7 +180,7 @@ def test_rows_of_a_page_and_its_copies_say_the_same() -> None:
     copies = PagedCopies(0, 0, one, pages, pages[::-1])
     flat = copies.flat()
     assert (flat.num_copies, flat.num_bytes) == (copies.num_copies, copies.num_bytes)
-    (found,) = place(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")
+    (found,) = make_rows(one, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")
     assert flat.src_address.tolist() == [int(row[0] + row[3] * number) for row in found.remote for number in (7, 3)]
     assert flat.dst_address.tolist() == [int(row[0] + row[3] * number) for row in found.local for number in (3, 7)]
     assert found.local[:, 4].tolist() == [50] * 5
@@ -192,12 +192,12 @@ def test_a_page_is_placed_with_all_that_it_may_copy() -> None:
     for end, is_inside in ((last, True), (last - 1, False)):
         local = RegionTable([MemoryRegion(4096, end - 4096, "cuda:1")])
         if is_inside:
-            (found,) = place(page(), Direction.READ, local, REMOTE_HOST, "remote")
+            (found,) = make_rows(page(), Direction.READ, local, REMOTE_HOST, "remote")
             assert found.kinds == ("cuda", "cpu")
             assert found.local[:, 2].tolist() == [1] * 5
             continue
         with pytest.raises(TransportError, match=r"local .* is not inside one registered region"):
-            place(page(), Direction.READ, local, REMOTE_HOST, "remote")
+            make_rows(page(), Direction.READ, local, REMOTE_HOST, "remote")
 
 
 def test_what_cannot_be_told_apart_by_index_is_not_indexed() -> None:
@@ -248,7 +248,7 @@ def test_slices_that_others_follow_are_equal_shares(budget_pieces: int) -> None:
     wanted = [each] * ((1004 - budget_pieces - 1) // each + 1) if budget_pieces < 1004 else []
     wanted.append(1004 - sum(wanted))
     for cursor in (
-        Cursor(place(copies, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")),
+        Cursor(make_rows(copies, Direction.READ, LOCAL_HOST, REMOTE_HOST, "remote")),
         paged(one, index[:251], index[:251]),
     ):
         assert [len(piece) for piece in take_all(cursor, budget_pieces * (7 + DESCRIPTOR_COST_BYTES))] == wanted

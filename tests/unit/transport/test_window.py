@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.plan.copies import MAX_COPY_BYTES
+from kvreshard.transport.posting import Windows
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES
-from kvreshard.transport.window import Windows
 
 LARGEST = MAX_COPY_BYTES + DESCRIPTOR_COST_BYTES
 PEERS = st.sampled_from(["bob", "cat"])

@@ -14,7 +14,7 @@ from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.constants import host_description, save_constants
 from kvreshard.session.keys import write_keys
 from kvreshard.transport.nixl_agent import NixlOptions
-from kvreshard.transport.pace import Pace
+from kvreshard.transport.posting import Pace
 from kvreshard.vllm.options import BACKENDS, OF_NIXL_CONNECTOR, Options, read_load_timeout, read_options
 from kvreshard.vllm.slots import Slots
 from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
