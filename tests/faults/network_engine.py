@@ -76,7 +76,7 @@ class EngineProcess:
         """Everything so far."""
         for endpoint in self.side.endpoints.values():
             self.told.note(endpoint.collect())
-        self.told.num_quarantined = sum(endpoint.num_quarantined for endpoint in self.side.endpoints.values())
+        self.told.num_quarantined = sum(len(endpoint._jobs._given_up) for endpoint in self.side.endpoints.values())
         return self.told
 
     def words(self, slot: int) -> list[int]:

@@ -167,11 +167,11 @@ class Engine:
             fds=len(os.listdir("/proc/self/fd")),
             threads=threading.active_count(),
             resident_bytes=resident,
-            leases=sum(endpoint.num_leases for endpoint in endpoints),
-            quarantined=sum(endpoint.num_quarantined for endpoint in endpoints),
+            leases=sum(len(endpoint._own.book) for endpoint in endpoints),
+            quarantined=sum(len(endpoint._jobs._given_up) for endpoint in endpoints),
             jobs=sum(len(endpoint._jobs) for endpoint in endpoints),
             scratch_places=sum(
-                rank.endpoint.num_scratch_places + len(rank.observer.scratch) for rank in self._ranks.values()
+                len(rank.endpoint._scratch) + len(rank.observer.scratch) for rank in self._ranks.values()
             ),
             pages_missing=self.pool.num_pages - self.pool.num_free - num_pages_in_use,
             pages_trespassed=self.pool.count_changed(),

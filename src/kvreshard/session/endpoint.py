@@ -142,26 +142,6 @@ class Endpoint:
         """End the current rest."""
         self._event.set()
 
-    @property
-    def num_quarantined(self) -> int:
-        """Loads that were given up and whose reads have not settled."""
-        return self._jobs.num_given_up
-
-    @property
-    def num_scratch_places(self) -> int:
-        """Loads that have scratch words."""
-        return len(self._scratch)
-
-    @property
-    def num_kept(self) -> int:
-        """Requests that are loaded and whose source waits for a release."""
-        return self._remote_leases.num_kept
-
-    @property
-    def num_leases(self) -> int:
-        """Leases that are acquired or published here."""
-        return len(self._own.book)
-
     def close(self) -> None:
         """End the thread and all handshakes, and wait `CLOSE_S` at most. The caller closes the transport."""
         self._stopping = True

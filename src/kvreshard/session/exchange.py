@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.keys import Keys
-from kvreshard.session.monitor import monitored
+from kvreshard.session.monitor import close_monitor, open_monitor
 from kvreshard.session.probe import look_up, probe_mechanism
 
 # An answer of megabytes from a busy engine mostly takes less; each further wait is twice as long.
@@ -137,12 +137,15 @@ class Question:
                 if self.keys is not None and server_key is not None:
                     dealer.curve_serverkey, dealer.curve_publickey = server_key, self.keys.public
                     dealer.curve_secretkey = self.keys.secret
-                with monitored(context, dealer, _WATCHED) as monitor:
+                monitor = open_monitor(context, dealer, _WATCHED)
+                try:
                     dealer.connect(str(address))
                     # A connection that was refused at once is gone by now, and nothing else would ever take the message.
                     with contextlib.suppress(zmq.Again):
                         await dealer.send_multipart([b"", self.message], zmq.NOBLOCK)
                     answer = await self._receive(dealer, monitor, timeout_s)
+                finally:
+                    close_monitor(dealer, monitor)
         except zmq.ZMQError as error:
             raise HandshakeError(f"the engine at {self.address} cannot be asked: {error}") from error
         if answer != "hung up":

@@ -68,11 +68,6 @@ class HandshakeClient:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    @property
-    def num_asking(self) -> int:
-        """Questions that are being asked now."""
-        return len(self._asking)
-
     def ask(
         self, address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
     ) -> Future[bytes]:

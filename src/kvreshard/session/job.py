@@ -211,10 +211,6 @@ class Jobs:
     def __iter__(self) -> Iterator[Job]:
         return iter(self._under_way)
 
-    @property
-    def num_given_up(self) -> int:
-        return len(self._given_up)
-
     def peers(self) -> set[Peer]:
         """The peers that loads use."""
         return {job.peer for job in (*self._under_way, *self._given_up) if job.peer is not None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -37,13 +36,3 @@ def close_monitor(watched: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
     with contextlib.suppress(zmq.ZMQError):
         watched.monitor(None, 0)
     monitor.close()
-
-
-@contextlib.contextmanager
-def monitored(context: zmq.Context[Any], watched: zmq.Socket[Any], events: int) -> Iterator[zmq.Socket[Any]]:
-    """A monitor for a `with` statement. Raises zmq.ZMQError."""
-    monitor = open_monitor(context, watched, events)
-    try:
-        yield monitor
-    finally:
-        close_monitor(watched, monitor)

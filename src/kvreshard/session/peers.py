@@ -89,16 +89,6 @@ class Peers:
         self._client = HandshakeClient()
         self._workers = Workers("kvreshard-compile", NUM_WORKERS)
 
-    @property
-    def num_known(self) -> int:
-        """Engines that are met or being met, or could not be met not long ago."""
-        return len(self._known)
-
-    @property
-    def num_asking(self) -> int:
-        """Engines that have not answered yet."""
-        return self._client.num_asking
-
     def get(self, me: LocalRank, remote: RemoteEngine) -> Future[Peer]:
         """The peer, now or later; its exception says why there is none."""
         remote = self._canonical(remote)

@@ -7,7 +7,7 @@
    that has not been met is tried every `usual_s`.
 3. A lease that no request wants is released: this rank reports to the source ranks that the route names, at once if the source is met, else
    when it is (`update`), or not at all if that takes longer than `RELEASE_PATIENCE_S`. A source that was met and cannot be read from gets
-   reports too (`refusals`).
+   reports too.
 4. A source that nothing is wanted of and that has not answered is not asked further.
 5. `take_keys` returns the key of a source, or why it could not be met, for each request that asks for it.
 
@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
+from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.session.notes import VERSION, Report, heartbeats, write_note
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
-from kvreshard.session.refusals import Refusals
 from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)
@@ -41,6 +41,8 @@ logger = get_logger(__name__)
 RELEASE_PATIENCE_S = 5.0
 # Engine metadata must not make a reader busy: leases of less than a second are not published (`vllm.options`).
 MIN_INTERVAL_S = 0.1
+# Sources that this rank cannot read from and is connected to at one time.
+MAX_REFUSED = 16
 
 
 @dataclass(slots=True)
@@ -88,17 +90,8 @@ class RemoteLeases:
         self._renewed: set[RemoteEngine] = set()
         self._keys: dict[str, bytes] = {}
         self._unmet: dict[str, BaseException] = {}
-        self._refusals = Refusals(transport)
-
-    @property
-    def num_kept(self) -> int:
-        """Requests that are loaded and whose source waits for a release."""
-        return len(self._loaded)
-
-    @property
-    def is_releasing(self) -> bool:
-        """Whether there are leases to release whose sources are not met yet."""
-        return any(source.releases for source in self._sources.values())
+        # Ranks of sources that this rank cannot read from, added to the transport for reports; the latest last.
+        self._refused: dict[tuple[str, str], list[str]] = {}
 
     def start_renewing(self, command: Renew, me: LocalRank | None) -> None:
         """Meet the source, and renew its lease until the request is loaded, or `stop_renewing`."""
@@ -271,7 +264,7 @@ class RemoteLeases:
             if error is None:
                 self._report(me, handshake.result(), lease, is_good=True)
             elif refused is not None and not isinstance(error, TransportError):
-                self._refusals.release("/".join(me.name), me.rank, refused, lease)
+                self._report_refused(me, refused, lease)
 
     def _release(self, remote: RemoteEngine, lease: RemoteLease) -> None:
         if not self._is_wanted(remote, lease):
@@ -294,6 +287,33 @@ class RemoteLeases:
         for rank in peer.notified_ranks:
             report = Report(VERSION, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)
             self._notify(peer, rank, write_note(report))
+
+    def _report_refused(self, me: LocalRank, source: EngineMetadata, lease: RemoteLease) -> None:
+        """Report a lease to all ranks of a source that was met and cannot be read from.
+
+        There is no route that says who reports to whom. So this rank is the only reporter: a request that one rank cannot load is not loaded
+        at all.
+        """
+        report = Report(VERSION, "/".join(me.name), lease.request, lease.word, me.rank, (me.rank,), is_good=False)
+        try:
+            for peer in self._connect_refused(source):
+                self._transport.notify(peer, write_note(report))
+        except TransportError as error:
+            logger.warning(
+                "engine %s could not be notified that request %s is not wanted: %s", source.engine, lease.request, error
+            )
+
+    def _connect_refused(self, source: EngineMetadata) -> list[str]:
+        name = source.engine, source.instance_id
+        if name not in self._refused:
+            while len(self._refused) >= MAX_REFUSED:
+                for peer in self._refused.pop(next(iter(self._refused))):
+                    with contextlib.suppress(TransportError):
+                        self._transport.remove_peer(peer)
+            found = {f"refused {'/'.join(name)}/{rank.rank}": rank.transport_metadata for rank in source.ranks}
+            self._transport.add_peers(found)
+            self._refused[name] = list(found)
+        return self._refused[name]
 
     def _notify(self, peer: Peer, rank: int, payload: bytes) -> None:
         try:

@@ -69,7 +69,7 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
             endpoint.submit(Acquire(f"r{number}", number % 64, number + 1))
             endpoint.submit(Publish(f"r{number}", 30.0))
         endpoint.turn()
-        assert endpoint.num_leases == count
+        assert len(endpoint._own.book) == count
         return count_bytecodes(endpoint.turn)
 
     assert_flat(cost)

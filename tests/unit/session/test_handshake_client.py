@@ -52,14 +52,14 @@ def test_an_address_is_asked_one_question_at_a_time(listener: HandshakeServer, c
         assert all(
             read_engine_metadata(listener.address, one.result(PATIENCE_S)) == engine_metadata() for one in answers
         )
-        assert client.num_asking == 1
+        assert len(client._asking) == 1
         second.cancel()
         third = client.ask(address, REQUEST, HOUR_S, 1 << 20)
         assert not first.done()
         first.cancel()
         until(lambda: [one.answer for one in list(client._asking.values())] == [third])
         third.cancel()
-        until(lambda: not client.num_asking and not client._waiting and not client._next)
+        until(lambda: not len(client._asking) and not client._waiting and not client._next)
 
 
 def test_what_gave_way_is_asked_anew(
@@ -88,7 +88,7 @@ def test_a_question_that_has_waited_for_all_of_its_time_fails(client: HandshakeC
 def test_closing_ends_every_question_and_takes_no_more(client: HandshakeClient) -> None:
     with mute() as first, mute() as second, mute() as third:
         answers = [client.ask(one, REQUEST, HOUR_S, 1 << 20) for one in (first, second, third, third)]
-        until(lambda: client.num_asking == 2)
+        until(lambda: len(client._asking) == 2)
         client.close()
         thread = client._thread
         assert thread is not None

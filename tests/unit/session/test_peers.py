@@ -223,7 +223,7 @@ def test_hosts_that_never_answer_do_not_hold_up_one_that_does(room: Room) -> Non
         for remote in mute.remotes:
             several.get(room.me, remote)
         assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote
-        assert several.num_asking <= MAX_AT_ONCE
+        assert len(several._client._asking) <= MAX_AT_ONCE
         assert several.met(mute.remotes[0]) is None
 
 
@@ -255,7 +255,7 @@ def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) 
         first = several.get(room.me, mute.remotes[0])
         several.cancel(mute.remotes[0])
         assert first.cancelled()
-        assert (several.num_known, several.met(mute.remotes[0])) == (0, None)
+        assert (len(several._known), several.met(mute.remotes[0])) == (0, None)
         assert several.get(room.me, mute.remotes[0]) is not first
         several.get(room.me, room.remote).result(PATIENCE_S)
         several.cancel(room.remote)
@@ -309,7 +309,7 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
     for seconds, in_use, expected in ((61.0, (), 1), (ttl_s, (peer,), 1), (61.0, (), 0)):
         room.clock.now_s += seconds
         room.peers.sweep(lambda in_use=in_use: in_use)
-        assert room.peers.num_known == expected
+        assert len(room.peers._known) == expected
 
 
 def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytest.LogCaptureFixture) -> None:

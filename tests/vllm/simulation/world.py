@@ -413,9 +413,9 @@ class World:
         assert not scheduling._admission.num_failed, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
-            assert endpoint.num_quarantined == 0, engine.name
-            assert endpoint.num_scratch_places == 0, engine.name
-            assert endpoint.num_kept == 0, engine.name
+            assert len(endpoint._jobs._given_up) == 0, engine.name
+            assert len(endpoint._scratch) == 0, engine.name
+            assert len(endpoint._remote_leases._loaded) == 0, engine.name
 
     def run(self, num_requests: int, ticks_between: int = 25) -> None:
         """A whole life."""
