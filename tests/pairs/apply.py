@@ -15,7 +15,8 @@ from tests.pairs.carry import carry
 
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import BindError
-from kvreshard.model.layout import EngineLayout, Rank, Region
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.rank import Rank, Region
 from kvreshard.model.tables import Request
 from kvreshard.plan import (
     CopyList,

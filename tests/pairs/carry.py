@@ -17,7 +17,7 @@ import numpy as np
 
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import BindError, EngineLayout
-from kvreshard.model.layout import Rank
+from kvreshard.model.rank import Rank
 from kvreshard.model.tables import Request
 from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import Way

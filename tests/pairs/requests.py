@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvreshard.model.field import Axis
-from kvreshard.model.layout import EngineLayout, Group
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
 
 Rng = np.random.Generator

@@ -20,7 +20,7 @@ SIZES = {name for name, row in FAMILIES.items() if row.head_size is not None}
 WINDOW_TOKENS = {
     name: known["sliding_window"]
     for name, row in FAMILIES.items()
-    for known in (row.left_out, row.unsaid)
+    for known in (row.if_absent, row.if_null)
     if "sliding_window" in known
 }
 # vLLM has a model for these, and their configuration class comes with the weights.

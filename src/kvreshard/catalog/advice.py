@@ -1,8 +1,7 @@
-"""What would keep vLLM 0.32 itself from running an engine that can be described.
+"""Warnings about engines that can be described but that vLLM 0.32 would not run.
 
-Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both
-values and what vLLM asks for; an empty list means that nothing known speaks against the engine. `assumed` has what neither the
-model's file nor the engine says. Sources: `layers/linear.py`,
+Sizes that do not divide one another are no error here, but vLLM asserts them at start. Each warning names the option, both values and
+vLLM's condition. `assumed` lists what neither the model's file nor the engine settles. Sources: `layers/linear.py`,
 `layers/mamba/mamba_mixer2.py`, `config/model.py`, `config/parallel.py`, `v1/worker/utils.py` (`select_common_block_size`),
 `get_supported_kernel_block_sizes` of the backends in `v1/attention/backends/`.
 """
@@ -23,7 +22,7 @@ BLOCK_COMPACT = ("LB", "BL")
 
 
 def warnings(model: Model, spec: EngineSpec) -> list[str]:
-    """Why vLLM 0.32 would not run this engine; empty if nothing known speaks against it."""
+    """Why vLLM 0.32 would not run this engine; empty if no reason is known."""
     plan = plan_pages(model, spec)
     found = [*_tensor_parallel(model, spec, plan), *_context_parallel(spec, plan), *_pages(model, spec, plan)]
     if 0 in (spec.stages or even_stages(model.num_layers, spec.pp)):
@@ -34,14 +33,14 @@ def warnings(model: Model, spec: EngineSpec) -> list[str]:
 
 
 def assumed(model: Model, spec: EngineSpec) -> list[str]:
-    """What is taken for granted of an engine; empty if all is in the model's file or in the engine, and nothing speaks against it."""
+    """What is assumed of an engine; empty if the model's file and the engine settle everything without contradiction."""
     depends = spec.dtype == NATIVE or any(layer.kind.is_state for layer in model.layers)
     if not model.cast_from or not depends:
         return [*model.doubts]
-    says = f"the model's file says {model.cast_from}, which vLLM 0.32 runs as {model.dtype}, on GPUs before SM80 as another"
+    cast = f"the model's file says {model.cast_from}, which vLLM 0.32 runs as {model.dtype}, on GPUs before SM80 as another"
     return [
         *model.doubts,
-        f"{says}; if the engine has a --dtype, give dtype= for the cache, or say it in a copy of the file",
+        f"{cast}; if the engine has a --dtype, give dtype= for the cache, or say it in a copy of the file",
     ]
 
 
@@ -58,7 +57,7 @@ def _tensor_parallel(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator
 
 
 def _sharded(kind: Kind) -> tuple[tuple[str, int, bool], ...]:
-    """What tensor parallelism splits: its name, its number, whether more ranks than that may share it."""
+    """What tensor parallelism splits: name, number, and whether more ranks than that number may share it."""
     match kind:
         case Attention():
             return (("KV head", kind.num_kv_heads, kind.value_size > 0),)  # inputs of convolutions are not copied
@@ -112,7 +111,7 @@ def _pages(model: Model, spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
 
 
 def _kernel_blocks(spec: EngineSpec, plan: PagePlan) -> Iterator[str]:
-    """What the kernels ask of pages. A group picks kernel blocks of its own, so one of shorter pages may have none of these."""
+    """Conditions of the kernels for pages. Each group picks its kernel blocks, so a group of shorter pages may have none of these."""
     tokens_of = {name: group.tokens_per_page for group in plan.groups for name in group.layers}
     paged = [layer for layer in plan.layers if isinstance(layer.kind, Attention | Latent | ScaledRows)]
     is_used = spec.kernel is not None and any(tokens_of[layer.name] % spec.kernel == 0 for layer in paged)

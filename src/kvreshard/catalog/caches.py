@@ -1,18 +1,20 @@
-"""Rules that make one cache of a decoder layer, by the fields of a file: what the words of `layers` mean.
+"""Rules that make one cache of a decoder layer from the fields of a file: the meaning of the words in `layers`.
 
-`USUAL` has the words that every family may use: `full`, `window`, `latent`, `indexer`. The others are made in the rows of `families` from
-`attention`, `latent`, `keys`, `ring` and `state`, with the fields that hold their sizes. A state has the model's dtype, its recurrent part
-the one that the row says (vLLM 0.32 `mamba_utils.py`).
+`USUAL` has the words of all families: `full`, `window`, `latent`, `indexer`. Rows of `families` make the others with `attention`, `latent`,
+`fixed`, `ring` and `state` from the fields that hold their sizes. Behind them are the sizes that a family's class computes from other fields,
+which rows name in `sets` and as sizes of a state, and changes of the fields before and of the caches after, for `prepare` and `arrange`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvreshard.catalog.config import PER_LAYER, Config
 from kvreshard.catalog.family import CacheRule, Source
-from kvreshard.catalog.layers import PACKED, ModelLayer, attention_layer, latent_layer
-from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, LinearState, Mamba1, Mamba2, Ring, ShortConv, indexer
+from kvreshard.catalog.layer_rules import with_pattern
+from kvreshard.catalog.layers import PACKED, ModelLayer, in_cache_dtypes
+from kvreshard.kinds import Attention, GatedDelta, Kind, Latent, Ring, ShortConv, indexer
 
 # vLLM 0.32 `mla/indexer.py`: fp8 keys, one float32 scale for each 128 of them.
 SCALED_CHANNELS = 128
@@ -22,6 +24,8 @@ PACKED_CHANNELS, PACKED_ROW_BYTES = 576, 656
 GLM_KERNEL_POOLS = 64
 # A bfloat16 row with three positions of 64 bits behind it (`QSAKeyStateCache`).
 POSITION_CHANNELS = 12
+# The hidden size of the Falcon file that had the newer architecture before there was a field for that.
+NEWER_HIDDEN_SIZE = 8192
 
 WindowRule = Callable[[Config, int], int | None]
 """Config and number of a layer -> tokens of its window."""
@@ -29,10 +33,11 @@ Heads = tuple[int, int, int | None]
 """KV heads, channels of K, channels of V (None: as many)."""
 HeadRule = Callable[[Config, int], Heads]
 """Config and number of a layer -> its heads."""
+DtypeRule = Callable[[Config], str]
 
 
 def no_window(_config: Config, _index: int) -> int | None:
-    """All tokens, whatever `sliding_window` says."""
+    """All tokens, whatever `sliding_window` is."""
     return None
 
 
@@ -43,7 +48,7 @@ def unwindowed(config: Config, _index: int) -> int | None:
 
 
 def tokens(source: Source, plus: int = 0) -> WindowRule:
-    """As many as a field says."""
+    """As many tokens as a field has, and `plus` more."""
     return lambda config, _index: config.number(source) + plus
 
 
@@ -71,20 +76,13 @@ usual_heads = heads(Config.num_kv_heads, Config.head_size)
 
 
 def attention(name: str = "attn", window: WindowRule = no_window, heads: HeadRule = usual_heads) -> CacheRule:
-    """K and V."""
+    """K and V, of all tokens or of a window."""
 
     def cache(config: Config, layer: str, index: int) -> ModelLayer:
         window_tokens = window(config, index)
         number, size, size_v = heads(config, index)
-        return attention_layer(
-            f"{layer}.{name}",
-            index,
-            num_kv_heads=number,
-            head_size=size,
-            dtype=config.dtype(),
-            window_tokens=window_tokens,
-            head_size_v=size_v,
-        )
+        own = Attention(number, size, config.dtype(), None if size_v == size else size_v, window_tokens)
+        return in_cache_dtypes(f"{layer}.{name}", index, own, "full" if window_tokens is None else "window")
 
     return cache
 
@@ -105,7 +103,7 @@ def gemma4_heads(config: Config, index: int) -> Heads:
 
 
 def other_heads(config: Config, index: int) -> Heads:
-    """Step-3.5: the usual fields as `attention_other_setting` has them."""
+    """Step-3.5: the usual fields, replaced by those in `attention_other_setting`."""
     return step_heads(config.with_fields(**config.part("attention_other_setting").fields), index)
 
 
@@ -147,8 +145,8 @@ def latent(name: str = "attn", *, packs: bool = True, least_rotated: int = 1) ->
     def cache(config: Config, layer: str, index: int) -> ModelLayer:
         channels = config.count("kv_lora_rank") + config.count("qk_rope_head_dim", at_least=least_rotated)
         has_packed = packs and channels == PACKED_CHANNELS
-        packed = Latent(channels, "uint8", PACKED, PACKED_ROW_BYTES) if has_packed else None
-        return latent_layer(f"{layer}.{name}", index, channels=channels, dtype=config.dtype(), packed=packed)
+        packed = {PACKED: Latent(channels, "uint8", PACKED, PACKED_ROW_BYTES)} if has_packed else {}
+        return in_cache_dtypes(f"{layer}.{name}", index, Latent(channels, config.dtype()), "latent", packed)
 
     return cache
 
@@ -164,13 +162,8 @@ def index_row(config: Config) -> tuple[int, int]:
 
 
 def fixed(name: str, kind: Callable[[Config], Kind], family: str = "latent") -> CacheRule:
-    """A cache that has one kind, whatever dtype the engine asks for."""
+    """A cache that has one kind, whatever dtype the engine has."""
     return lambda config, layer, index: ModelLayer(f"{layer}.{name}", index, kind(config), family)
-
-
-def state(name: str, kind: Callable[[Config], Kind]) -> CacheRule:
-    """A state per request."""
-    return fixed(name, kind, "state")
 
 
 def ring(name: str, kind: Callable[[Config], Kind]) -> CacheRule:
@@ -196,7 +189,7 @@ def pool_ring(config: Config) -> Kind:
 
 
 def plain_keys(source: Source) -> Callable[[Config], Kind]:
-    """An indexer's key per token, in the dtype of the model, whatever that of the cache."""
+    """An indexer's key per token, in bfloat16 whatever the dtype of the cache."""
     return lambda config: Latent(config.number(source), "bfloat16")
 
 
@@ -206,8 +199,8 @@ def group_keys(config: Config) -> Kind:
 
 
 def group_ring(config: Config) -> Kind:
-    """Qwen4-Exp: keys of the open group. In a multimodal model positions of several axes stand behind them; of a text model's own file
-    vLLM takes them out (`model_executor/models/config.py:890`).
+    """Qwen4-Exp: keys of the open group. In a multimodal model positions of several axes stand behind them; vLLM removes those from a text
+    model's own file (`model_executor/models/config.py:890`).
     """
     group, channels = config.count("indexer_compress_ratio"), config.count("indexer_head_dim")
     if config.outer is not None and config.part("rope_parameters").has("mrope_section"):
@@ -215,75 +208,40 @@ def group_ring(config: Config) -> Kind:
     return Ring(group, channels, "bfloat16", ("partial",), lap_entries=group)
 
 
-def position_conv(config: Config) -> Kind:
-    """Qwen4-Exp: `ple_conv_kernel_size` taps, each `ngram_size` tokens apart, of `hc_count` streams, whole on every rank."""
-    taps = (config.count("ple_conv_kernel_size", 4) - 1) * config.count("ngram_size", 3)
-    channels = config.count("hidden_size") * config.count("hc_count", 4)
-    return ShortConv(channels, taps + 1, config.dtype(), is_replicated=True)
+def state(name: str, kind: Callable[..., Kind], *sizes: Source, recurrent: DtypeRule | None = None) -> CacheRule:
+    """A state per request: its kind with these sizes, in the model's dtype. `recurrent`: the dtype of a second, recurrent part
+    (vLLM 0.32 `mamba_utils.py`).
+    """
+
+    def own(config: Config) -> Kind:
+        dtypes = [config.dtype(), *([] if recurrent is None else [recurrent(config)])]
+        return kind(*[config.number(size) for size in sizes], *dtypes)
+
+    return fixed(name, own, "state")
 
 
-def mamba2(
-    heads: Source,
-    head_size: Source,
-    groups: Source,
-    state_size: Source,
-    conv: Source,
-    *,
-    recurrent: tuple[str, str] | None = None,
-) -> Callable[[Config], Kind]:
-    """`recurrent`: the field with the dtype of the recurrent part, and its default; None for the model's."""
-
-    def kind(config: Config) -> Kind:
-        number, dtype = config.number, config.dtype()
-        recurrent_dtype = config.state_dtype(*recurrent) if recurrent else dtype
-        return Mamba2(
-            number(heads), number(head_size), number(groups), number(state_size), number(conv), dtype, recurrent_dtype
-        )
-
-    return kind
+def saved_dtype(field: str, default: str | None = None) -> DtypeRule:
+    """The dtype in a field; `auto` and an absent field are the default, None for the model's."""
+    return lambda config: config.state_dtype(field, default or config.dtype())
 
 
-def mamba1(channels: Source, state_size: Source, conv: Source) -> Callable[[Config], Kind]:
-    """All of it in the model's dtype."""
-
-    def kind(config: Config) -> Kind:
-        number, dtype = config.number, config.dtype()
-        return Mamba1(number(channels), number(state_size), number(conv), dtype, dtype)
-
-    return kind
-
-
-def gated_delta(config: Config) -> Kind:
-    """Gated delta attention, by the fields that Qwen's files have for it."""
-    return GatedDelta(
-        config.count("linear_num_key_heads"),
-        config.count("linear_num_value_heads"),
-        config.count("linear_key_head_dim"),
-        config.count("linear_value_head_dim"),
-        config.count("linear_conv_kernel_dim"),
-        config.dtype(),
-        config.state_dtype("mamba_ssm_dtype", config.dtype()),
-    )
-
-
-def kda(heads: Source, width: Source, conv: Source) -> Callable[[Config], Kind]:
+def kda(name: str, heads: Source, width: Source, conv: Source) -> CacheRule:
     """Delta attention with as many key as value heads, recurrent in float32 (vLLM 0.32 `kda_state_dtype`)."""
-
-    def kind(config: Config) -> Kind:
-        number, size, taps = (config.number(source) for source in (heads, width, conv))
-        return GatedDelta(number, number, size, size, taps, config.dtype(), "float32")
-
-    return kind
+    return state(name, GatedDelta, heads, heads, width, width, conv, recurrent=lambda _config: "float32")
 
 
-def linear_state(config: Config) -> Kind:
-    """Linear attention of the query heads."""
-    return LinearState(config.count("num_attention_heads"), config.head_size(), config.dtype())
-
-
-def short_conv(channels: Source) -> Callable[[Config], Kind]:
-    """LFM2's convolution."""
-    return lambda config: ShortConv(config.number(channels), config.count("conv_L_cache"), config.dtype())
+gated_delta = state(
+    "delta", GatedDelta, "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", recurrent=saved_dtype("mamba_ssm_dtype"),
+)  # fmt: skip
+"""Gated delta attention, by the fields of Qwen's files."""
+position_conv = state(
+    "ple",
+    partial(ShortConv, is_replicated=True),
+    lambda config: config.count("hidden_size") * config.count("hc_count", 4),
+    lambda config: (config.count("ple_conv_kernel_size", 4) - 1) * config.count("ngram_size", 3) + 1,
+)
+"""Qwen4-Exp: `ple_conv_kernel_size` taps, each `ngram_size` tokens apart, of `hc_count` streams, whole on every rank."""
 
 
 def attention_first(_config: Config, layers: Sequence[ModelLayer]) -> Sequence[ModelLayer]:
@@ -309,3 +267,94 @@ USUAL: Mapping[str, CacheRule] = {
     "latent": latent(),
     "indexer": fixed("indexer", scaled_keys),
 }
+
+
+def minicpm3_head_size(config: Config) -> int:
+    """Channels of K as they come out of the latent."""
+    return config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim")
+
+
+def deepseek_head_size(config: Config) -> int:
+    """As wide as in vLLM's `DeepseekAttention`, which ignores `head_dim`."""
+    return config.count("hidden_size") // config.count("num_attention_heads")
+
+
+def falcon_kv_heads(config: Config) -> int:
+    """`num_kv_heads` in the newer architecture, else one, or one per query head. The oldest files have no field for the architecture."""
+    is_newer = config.flag("new_decoder_architecture", False)
+    if config.model_type != "falcon":
+        is_newer = is_newer or config.count("hidden_size") == NEWER_HIDDEN_SIZE
+    num_heads = config.count("num_attention_heads")
+    shared = 1 if config.flag("multi_query", True) else num_heads
+    return config.count("num_kv_heads", num_heads) if is_newer else shared
+
+
+def bigcode_kv_heads(config: Config) -> int:
+    """All query heads share one K and V unless `multi_query` is false."""
+    return 1 if config.flag("multi_query", True) else config.count("num_attention_heads")
+
+
+def chatglm_kv_heads(config: Config) -> int:
+    """Groups of query heads share K and V with `multi_query_attention`."""
+    is_shared = config.flag("multi_query_attention", False)
+    return config.count("multi_query_group_num" if is_shared else "num_attention_heads")
+
+
+def step1_kv_heads(config: Config) -> int:
+    """One per group of query heads. In vLLM the presence of a name decides, even with null as its value."""
+    return config.count("num_attention_groups" if "num_attention_groups" in config.fields else "num_key_value_heads", 1)
+
+
+def zamba2_head_size(config: Config) -> int:
+    """Attention over the hidden states and the embeddings."""
+    default = 2 * config.count("hidden_size") // config.count("num_attention_heads")
+    return config.count("attention_head_dim", default)
+
+
+def zamba2_ssm_head_size(config: Config) -> int:
+    """`mamba_headdim`, else the inner size over the heads."""
+    inner = config.count("mamba_expand") * config.count("hidden_size")
+    return config.count("mamba_headdim", inner // config.count("n_mamba_heads"))
+
+
+def hidden_times(factor: str, *, unless: str | None = None) -> Callable[[Config], int]:
+    """The inner size of a state: the field `unless`, else the hidden size times a factor."""
+
+    def size(config: Config) -> int:
+        if unless is not None and config.has(unless):
+            return config.count(unless)
+        return config.count(factor) * config.count("hidden_size")
+
+    return size
+
+
+def ssm_head_size(inner_size: Callable[[Config], int]) -> Callable[[Config], int]:
+    """`mamba_d_head`; `auto` is the inner size over the heads, and any other must agree with it."""
+
+    def size(config: Config) -> int:
+        inner, heads = inner_size(config), config.count("mamba_n_heads")
+        width = inner // heads if config.fields.get("mamba_d_head") == "auto" else config.count("mamba_d_head")
+        if heads * width != inner:
+            fact = f"is {width} for {heads} heads, but the inner size is {inner}"
+            raise config.error("mamba_d_head", fact, "their product must be it")
+        return width
+
+    return size
+
+
+def nemotron_blocks(config: Config) -> Config:
+    """Layers of one block each, as many as are listed. Older files repeat the width as `attention_head_dim`, which transformers does not read."""
+    listing = with_pattern(config, "hybrid_override_pattern", "layers_block_type")
+    blocks = listing.fields.get("layers_block_type")
+    number = len(blocks) if isinstance(blocks, Sequence) and not isinstance(blocks, str) else 0
+    config.must_be("attention_head_dim", config.head_size())
+    return listing.with_fields(num_hidden_layers=config.count("num_hidden_layers", number or None))
+
+
+def refuse_listening(config: Config) -> Config:
+    """Voxtral's encoder of sound attends to earlier sound, so it has caches that the text part does not mention."""
+    raise config.error(
+        "model_type",
+        f"is '{config.model_type}', whose encoder of sound keeps caches beside the language model's",
+        "these are not described; ask an engine that runs for its layout (`kvreshard doctor --peer`)",
+    )

@@ -1,20 +1,20 @@
 """The fields of a Hugging Face config.json, read with their types and bounds checked.
 
-A `Config` is the dictionary of the language model with the path at which it lies (`text_config` of a multimodal model), so
-that an error can name the field as a person finds it in the file.
+A `Config` is the dictionary of the language model with its path in the file (`text_config` of a multimodal model), so that an error names
+the field as a person finds it.
 
-1. `language_part` finds that dictionary: the file itself, or what lies under the first of `NESTED`, in Qwen-Omni inside of `thinker_config`, in
+1. `language_part` finds that dictionary: the file itself, or the first of `NESTED` in it, in Qwen-Omni inside of `thinker_config`, in
    Moondream under `config.text`.
-2. Older families have other names for the same fields: `renamed` says which, and errors use the file's own names.
-3. transformers 5.19 may save what differs in some layers as `per_layer_config`: `of_layer` gives one layer's fields.
-4. Each getter takes a name, checks type and range, and gives the value; null counts as absent. `count` and `has` also take a path into an
-   object inside (`attn_config.kv_n_heads`).
-5. `dtype` is the one that vLLM 0.32 runs the model in where its own `--dtype` says nothing: what the file declares around the language model, else in it,
-   else for its encoder (`model_arch_config_convertor.py`); float32, and float16 of `NO_FLOAT16`, become bfloat16 (`config/model.py`).
+2. Older families have other names for the same fields: `renamed` maps them, and errors use the names of the file.
+3. transformers 5.19 saves the fields that differ between layers as `per_layer_config`: `of_layer` gives the fields of one layer.
+4. Each getter takes a name, checks type and range, and returns the value; null counts as absent. `count` and `has` also take a path into
+   an object (`attn_config.kv_n_heads`).
+5. `dtype` is the one in which vLLM 0.32 runs the model without `--dtype`: that of the file around the language model, else of the language
+   model, else of its encoder (`model_arch_config_convertor.py`); float32, and float16 of `NO_FLOAT16`, become bfloat16 (`config/model.py`).
 
-Refused: a field that is missing, of a wrong type or not positive, KV heads that do not divide the query heads, a list of layer types of another length than
-`num_hidden_layers` or with a type that the family does not know. Nothing is guessed: a default comes from the caller, or from the family's row
-(`family.Family`), which has those of transformers' classes.
+Refused: a field that is missing, of a wrong type or out of range, KV heads that do not divide the query heads, a list of layer types of
+another length than `num_hidden_layers` or with an unknown type. Nothing is guessed: a default comes from the caller, or from the family's
+row (`family.Family`), which has those of transformers' classes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvreshard.model import LayoutError
 
 # Where multimodal models keep the language model: transformers, and two families of older repositories.
 NESTED = ("text_config", "language_config", "llm_config")
-# Where models that hear and speak keep what has it (`Qwen3OmniMoeConfig.get_text_config`).
+# The object of audio models that has the language model (`Qwen3OmniMoeConfig.get_text_config`).
 SPEAKING = "thinker_config"
-# Types whose language model is an object inside of another.
+# Types whose language model is an object inside another.
 INSIDE: Mapping[str, str] = {"moondream3": "config.text"}
 SHOWN_CHARACTERS = 60
 DTYPE_NAMES = ("dtype", "torch_dtype")
@@ -43,16 +43,16 @@ UNTYPED: Mapping[str, str] = dict.fromkeys(("LongcatFlashForCausalLM", "LongcatF
 NO_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 CAST_TO = "bfloat16"
 PER_LAYER = "per_layer_config"
-# Far above every model there is: beyond, a description would take memory and time without end.
+# Far above every known model; a description beyond takes too much memory and time.
 MAX_LAYERS, MAX_COUNT = 10_000, 1 << 32
 _LAYER_NUMBER = re.compile("[0-9]{1,6}")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The fields of one language model. `path`: where in the file they lie, `outer`: fields of the file around it.
+    """The fields of one language model. `path`: where they lie in the file; `outer`: the fields of the file around them.
 
-    `names`: what the file calls the fields that it names otherwise. `family`: the row of its type, for what the file leaves out.
+    `names`: usual name -> name in the file. `family`: the row of its type, for fields that the file leaves out.
     """
 
     model: str
@@ -80,17 +80,17 @@ class Config:
         )
 
     def with_fields(self, **fields: Any) -> Config:
-        """The same with some fields said, or said otherwise."""
+        """The same with these values for some fields."""
         return replace(self, fields={**self.fields, **fields})
 
     def renamed(self, names: Mapping[str, str]) -> Config:
-        """The same, where the file calls some fields by other names: `names` by the usual one."""
-        there = {usual: own for usual, own in names.items() if self.has(own) or not self.has(usual)}
-        found = self.with_fields(**{usual: self.fields.get(own) for usual, own in there.items()})
-        return replace(found, names={**self.names, **there})
+        """The same with fields under their usual names. `names`: usual name -> name in the file."""
+        used = {usual: own for usual, own in names.items() if self.has(own) or not self.has(usual)}
+        found = self.with_fields(**{usual: self.fields.get(own) for usual, own in used.items()})
+        return replace(found, names={**self.names, **used})
 
     def of_layer(self, index: int) -> Config:
-        """The fields as `per_layer_config` has them for decoder layer `index`; its keys are layer numbers, as texts."""
+        """The fields of decoder layer `index`, with those of `per_layer_config`, whose keys are layer numbers as texts."""
         found = self.part(PER_LAYER).fields
         for key, fields in found.items():
             if not _LAYER_NUMBER.fullmatch(str(key)) or not isinstance(fields, Mapping):
@@ -118,7 +118,7 @@ class Config:
         return value
 
     def number(self, source: Source) -> int:
-        """What a row of the table says where a number is."""
+        """The number that a row of the table refers to."""
         match source:
             case str():
                 return self.count(source)
@@ -156,9 +156,9 @@ class Config:
                 )
         return tuple(allowed[entry] for entry in value)
 
-    def numbers(self, name: str, length: int, *, spare: int = 0) -> tuple[int, ...]:
-        """A list with one whole number per decoder layer, none negative; up to `spare` more are left out."""
-        value = self._list(name, "give one number per layer")
+    def numbers(self, name: str, length: int, *, spare: int = 0, null: int | None = None) -> tuple[int, ...]:
+        """A list with one whole number per decoder layer, none negative. Up to `spare` more entries are ignored. `null`: stands for null."""
+        value: list[Any] = [null if entry is None else entry for entry in self._list(name, "give one number per layer")]
         self._check_length(name, value, length, spare)
         for index, entry in enumerate(value):
             if isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
@@ -166,7 +166,7 @@ class Config:
         return tuple(value[:length])
 
     def positions(self, name: str, length: int, *, first: int = 1, needed: bool = True) -> frozenset[int]:
-        """A list of numbers of decoder layers, the first of which is `first`; each at most once. Absent is empty unless `needed`."""
+        """A list of decoder layers by number, counted from `first`, each at most once. An absent list is empty unless `needed`."""
         if not needed and not self.has(name):
             return frozenset()
         found: set[int] = set()
@@ -191,41 +191,36 @@ class Config:
             raise self.error(name, f"has {len(value)} entries for {length} decoder layers", "give one entry per layer")
 
     def element(self, name: str, index: int) -> Config:
-        """The fields of an object in a list; of anything else none."""
+        """The fields of an object in a list; none if the entry is no object."""
         value = self.fields[name][index]
         return Config(self.model, value if isinstance(value, Mapping) else {}, f"{self.path}{name}[{index}].")
 
     def part(self, name: str) -> Config:
-        """The fields of an object inside; an absent one has none."""
+        """The fields of an object; none if it is absent."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(name, f"is {_shown(value)}", "give an object with named fields")
         return Config(self.model, value or {}, f"{self.path}{name}.", self.outer)
 
     def must_be(self, name: str, *allowed: object) -> None:
-        """Refuse a field that would shape the cache in a way that is not described here; absent is always fine."""
+        """Refuse a field with another value than these, whose caches are not described. An absent field is accepted."""
         value = self.fields.get(name)
         if value is not None and value not in allowed:
             raise self.error(name, f"is {_shown(value)}", "caches of that shape are not described")
 
-    @property
-    def says_dtype(self) -> bool:
-        """Whether the file has a dtype, good or bad."""
-        return self._said_dtype() is not None
-
-    def _said_dtype(self) -> tuple[Config, str] | None:
-        """The first of the places in which vLLM looks that says a dtype, and the name of its field."""
+    def dtype_field(self) -> tuple[Config, str] | None:
+        """The first place where vLLM finds a dtype, good or bad, and the name of its field. None if the file has none."""
         around = Config(self.model, self.outer or {})
         encoders = [around.part(name) for name in ENCODERS if isinstance(around.fields.get(name), Mapping)]
-        said = ((place, name) for place in (around, self, *encoders) for name in DTYPE_NAMES if place.has(name))
-        return next(said, None)
+        found = ((place, name) for place in (around, self, *encoders) for name in DTYPE_NAMES if place.has(name))
+        return next(found, None)
 
     def declared_dtype(self) -> str:
         """The dtype that the file declares: `dtype`, or `torch_dtype` in older ones."""
-        said = self._said_dtype()
-        if said is None:
+        found = self.dtype_field()
+        if found is None:
             raise self.missing_dtype("add it to a copy of the file, as the model was made")
-        place, name = said
+        place, name = found
         value = place.fields[name]
         short = value.removeprefix("torch.") if isinstance(value, str) else value
         if not isinstance(short, str) or short not in DTYPE_BYTES:
@@ -233,7 +228,7 @@ class Config:
         return short
 
     def dtype(self) -> str:
-        """The dtype that vLLM runs the model in."""
+        """The dtype in which vLLM runs the model."""
         declared = self.declared_dtype()
         whole = self.fields if self.outer is None else self.outer
         is_cast = declared == "float32" or (declared == "float16" and whole.get("model_type") in NO_FLOAT16)
@@ -241,7 +236,7 @@ class Config:
 
     def missing_dtype(self, remedy: str) -> LayoutError:
         """Absent means float32 to transformers, but vLLM then reads the weights (`model_arch_config_convertor.py`)."""
-        return self.error("dtype", "is missing, and the weights that would say it are not read here", remedy)
+        return self.error("dtype", "is missing, and the weights that have it are not read here", remedy)
 
     def state_dtype(self, name: str, default: str) -> str:
         """The dtype of a recurrent state; `auto` is the default."""
@@ -253,7 +248,7 @@ class Config:
         return value
 
     def head_size(self) -> int:
-        """`head_dim`, else what the family has without it."""
+        """`head_dim`, else the default of the family."""
         known = self._default("head_dim", self.family.head_size)
         if known is not None or self.family.head_size != DERIVED:
             return self.count("head_dim", known)
@@ -265,7 +260,7 @@ class Config:
         return hidden // heads
 
     def num_kv_heads(self) -> int:
-        """`num_key_value_heads`, else what the family has without it."""
+        """`num_key_value_heads`, else the default of the family."""
         name = "num_key_value_heads"
         known, num_heads = self._default(name, self.family.kv_heads), self.count("num_attention_heads")
         num_kv_heads = self.count(name, num_heads if self.family.kv_heads == PER_QUERY_HEAD else known)
@@ -278,9 +273,7 @@ class Config:
         return num_kv_heads
 
     def _default(self, name: str, known: int | str | None) -> int | None:
-        """What the field says, or is known to be where it is absent. A null is not known where a number is: most classes then compute
-        what they otherwise know.
-        """
+        """The field, or the number `known` where it is absent. With a known number null is refused: most classes then compute another."""
         if self.has(name):
             return self.count(name)
         if not isinstance(known, int):
@@ -303,8 +296,8 @@ def language_part(model: str, raw: Mapping[str, Any]) -> Config:
         raw = {**raw, "model_type": known[0]} if known else raw
     path, around = "", raw
     if isinstance(raw.get(SPEAKING), Mapping):
-        said = {name: value for name in DTYPE_NAMES if (value := raw.get(name)) is not None}
-        path, around = f"{SPEAKING}.", {**raw, **raw[SPEAKING], **said}
+        dtypes = {name: value for name in DTYPE_NAMES if (value := raw.get(name)) is not None}
+        path, around = f"{SPEAKING}.", {**raw, **raw[SPEAKING], **dtypes}
     for name in NESTED:
         inner = around.get(name)
         if isinstance(inner, Mapping):

@@ -1,17 +1,17 @@
 """The dtype of caches that the engine leaves to the model (`dtype=auto`).
 
-As vLLM 0.32 resolves it, from `quantization_config` (or a file that stands for it, see `entries`):
+As vLLM 0.32 resolves it, from `quantization_config` (or `hf_quant_config.json`, see `entries`):
 
-1. ModelOpt's says `kv_cache_scheme` or `kv_cache_quant_algo`: fp8 is `fp8_e4m3`, for every cache that can store it; what vLLM does not know it
-   ignores (`utils/torch_utils.py`, `get_kv_cache_quant_algo_string`; `transformers_utils/model_arch_config_convertor.py` for its older form).
-2. compressed-tensors' `kv_cache_scheme` is fp8 for K and V per head (`layers/attention/attention.py`); latents keep the model's dtype.
-3. Else the dtype of the model; a family that has a form of its own (DeepSeek-V4) keeps it anyway.
-4. A file without a dtype: vLLM looks at the weights, which are not here, so the engine must say it. States have no other way to
-   know theirs.
+1. ModelOpt has `kv_cache_scheme` or `kv_cache_quant_algo`: fp8 is `fp8_e4m3`, for every cache that can store it; vLLM ignores unknown
+   values (`utils/torch_utils.py`, `get_kv_cache_quant_algo_string`; `transformers_utils/model_arch_config_convertor.py` for the older form).
+2. `kv_cache_scheme` of compressed-tensors is fp8 for K and V per head (`layers/attention/attention.py`); latents keep the model's dtype.
+3. Else the dtype of the model. A family with a form of its own (DeepSeek-V4) keeps that.
+4. A file without a dtype: vLLM reads the weights, which are not here, so the engine must give `dtype=`. States have no such option, so a
+   model with states needs a dtype in the file.
 
-An engine's own dtype wins. Refused, where the engine says `auto`: schemes that are not described. vLLM also takes fp8 for GLM-5 on a GPU of
-SM100 where nobody says anything, and packs the fp8 latents of sparse attention where FlashMLA reads them; both are options of the engine here
-(`dtype=fp8`, `dtype=fp8_ds_mla`).
+An engine's own dtype wins. With `auto`, schemes that are not described are refused. By itself vLLM also chooses fp8 for GLM-5 on a GPU of
+SM100, and packs the fp8 latents of sparse attention where FlashMLA reads them; here both are options of the engine (`dtype=fp8`,
+`dtype=fp8_ds_mla`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from kvreshard.catalog.layers import CACHE_DTYPES, NATIVE, Model, ModelLayer
 from kvreshard.kinds import Attention
 
 FP8 = "fp8_e4m3"
-# Two that a model may have: a cache that differs between them depends on what the file does not say.
+# Two dtypes that a model may have. A cache that differs between them depends on the dtype that the file lacks.
 ASSUMED = ("bfloat16", "float16")
 SCHEMES: Mapping[str, str] = {"fp8": FP8, "nvfp4": "nvfp4"}
 
 
 def read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
     """The model with the cache dtypes that its file declares. Raises LayoutError."""
-    model = _read_with_dtype(read, config) if config.says_dtype else _read_without_dtype(read, config)
+    model = _read_with_dtype(read, config) if config.dtype_field() else _read_without_dtype(read, config)
     outer = Config(config.model, config.outer if config.outer is not None else config.fields)
-    dtype, for_latents = _declared(outer) or (_of_compressed_tensors(config, outer), False)
+    of_modelopt = _of_modelopt(outer)
+    dtype = _of_compressed_tensors(config, outer) if of_modelopt is None else of_modelopt
     if dtype == NATIVE:
         return model
     declaring = config if config.has("quantization_config") else outer
-    layers = tuple(_in_dtype(declaring, layer, dtype, for_latents=for_latents) for layer in model.layers)
+    layers = tuple(_in_dtype(declaring, layer, dtype, for_latents=of_modelopt is not None) for layer in model.layers)
     return replace(model, layers=layers, declared=dtype)
 
 
@@ -48,20 +49,17 @@ def _read_with_dtype(read: Callable[[Config], Model], config: Config) -> Model:
 
 
 def _read_without_dtype(read: Callable[[Config], Model], config: Config) -> Model:
-    """What does not depend on the dtype is known; what does depend on it is the engine's to say."""
+    """The model of a file without a dtype: caches that depend on the dtype are undecided until the engine gives one."""
     model, other = (read(config.with_fields(dtype=dtype)) for dtype in ASSUMED)
+    remedy = "give the engine dtype=bfloat16 (or what the weights have), or add it to a copy of the file"
+    undecided = str(config.missing_dtype(remedy))
     layers = []
     for layer, twin in zip(model.layers, other.layers, strict=True):
         if layer.kind != twin.kind and not layer.kinds:
             raise config.missing_dtype(
                 "layers with a state have it; add it to a copy of the file, as the model was made"
             )
-        why = str(
-            config.missing_dtype(
-                "give the engine dtype=bfloat16 (or what the weights have), or add it to a copy of the file"
-            )
-        )
-        layers.append(layer if layer.kind == twin.kind else replace(layer, undecided=why))
+        layers.append(layer if layer.kind == twin.kind else replace(layer, undecided=undecided))
     return replace(model, layers=tuple(layers), dtype=NATIVE)
 
 
@@ -78,8 +76,8 @@ def _in_dtype(config: Config, layer: ModelLayer, dtype: str, *, for_latents: boo
     return layer.in_dtype(dtype)
 
 
-def _declared(outer: Config) -> tuple[str, bool] | None:
-    """What ModelOpt declares, and that it is for latents too; None if the file is not ModelOpt's."""
+def _of_modelopt(outer: Config) -> str | None:
+    """The dtype that ModelOpt declares, which holds for latents too. None if another tool wrote the file."""
     quantised = outer.part("quantization_config")
     inner = quantised.part("quantization") if isinstance(quantised.fields.get("quantization"), Mapping) else quantised
     method = str(quantised.fields.get("quant_method") or "").lower()
@@ -91,7 +89,7 @@ def _declared(outer: Config) -> tuple[str, bool] | None:
     scheme = next((part.fields[name] for name in names for part in (inner, quantised) if part.fields.get(name)), None)
     if isinstance(scheme, Mapping):
         scheme = _scheme_name(scheme)
-    return SCHEMES.get(scheme.lower(), NATIVE) if isinstance(scheme, str) else NATIVE, True
+    return SCHEMES.get(scheme.lower(), NATIVE) if isinstance(scheme, str) else NATIVE
 
 
 def _is_older(quantised: Config, inner: Config) -> bool:
@@ -110,7 +108,7 @@ def _scheme_name(scheme: Mapping[str, Any]) -> str:
 
 
 def _of_compressed_tensors(config: Config, outer: Config) -> str:
-    """vLLM takes one scale per tensor, or per head; the scales lie outside of the cache, but those of heads have another meaning."""
+    """The dtype that compressed-tensors declares. Refused later: scales per head, whose bytes mean something else than those per tensor."""
     for name in ("quantization_config", "compression_config"):
         for part in (outer.part(name), config.part(name)):
             method = str(part.fields.get("quant_method") or "").lower().replace("_", "-")

@@ -1,12 +1,12 @@
-"""The caches of DeepSeek-V4 and V4.1: windows of latents, latents that were compressed, and what a compressor needs.
+"""The caches of DeepSeek-V4 and V4.1: windows of latents, compressed latents, and the tokens that a compressor needs.
 
 | model types | caches of a layer, in order | source (vLLM 0.32) |
 |---|---|---|
 | `deepseek_v4` | a window; with ratio 4 or 128 also compressed latents and the window of their compressor; with 4 before all that the indexer's keys and their compressor's window | `models/deepseek_v4/attention.py`, `compressor.py` |
 | `deepseek_v41` | in layers of `kv_source_layer_ids` latents of every token or of every second one, an indexer's keys for as many where `index_source_layer_ids` has the layer too; a window; for every second one also the ring of the open pair. The layers behind read these | `models/deepseek_v41/attention.py`, `compressor.py` |
 
-The dtype of the cache decides the form of its latents, and the alignment of the pages of all caches. vLLM's default is `fp8_ds_mla`.
-A compressor keeps, per token and until it is compressed, values and scores in float32, with ratio 4 twice: of the previous and the own group.
+The dtype of the cache decides the form of its latents, and the page alignment of all caches. vLLM's default is `fp8_ds_mla`.
+A compressor keeps values and scores in float32 per token until the token is compressed, with ratio 4 twice: of the previous group and its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from kvreshard.catalog.caches import index_row
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.family import CacheRule
+from kvreshard.catalog.layer_rules import num_predicting
 from kvreshard.catalog.layers import PACKED, PACKED_FP4, PACKED_V4, ModelLayer
 from kvreshard.kinds import Kind, Latent, Ring, ScaledRows, indexer
 
@@ -41,14 +42,13 @@ V4_LAYERS: Mapping[int, str] = {
 }  # fmt: skip
 # Values and scores of the rows that the next step needs, before drafts; a ring has at least eight (`compressor.py:154`).
 V41_RING = Ring(2, 2 * CHANNELS, "float32", ("partial",), is_doubled=True, min_entries=8)
-# Layers that draft (DSpark, its only own method) where the file does not say how many (`nvidia/dspark.py:89`).
+# Layers that draft (DSpark, its only own method) of a file without their number (`nvidia/dspark.py:89`).
 V41_DRAFTING = 3
 
 
 def v4_layers(config: Config, num_layers: int) -> Sequence[str]:
     """By `compress_ratios`, which may also have those of the layers that predict."""
-    num_predicting = config.count("num_nextn_predict_layers", 0, at_least=0)
-    return [V4_LAYERS[ratio] for ratio in _ratios(config, num_layers, num_predicting, (0, 1, 4, 128))]
+    return [V4_LAYERS[ratio] for ratio in _ratios(config, num_layers, num_predicting(config), (0, 1, 4, 128))]
 
 
 def v41_layers(config: Config, num_layers: int) -> Sequence[str]:
@@ -65,13 +65,13 @@ def v41_layers(config: Config, num_layers: int) -> Sequence[str]:
     return layers
 
 
-def _ratios(config: Config, num_layers: int, num_predicting: int, known: Sequence[int]) -> Sequence[int]:
+def _ratios(config: Config, num_layers: int, spare: int, known: Sequence[int]) -> Sequence[int]:
     size, rotated = config.count("head_dim"), config.count("qk_rope_head_dim")
     if (size, rotated) != (CHANNELS, ROTATED):
         raise config.error(
             "head_dim", f"is {size}, of which {rotated} rotated", f"rows are known for {CHANNELS} and {ROTATED} only"
         )
-    ratios = config.numbers("compress_ratios", num_layers, spare=num_predicting)
+    ratios = config.numbers("compress_ratios", num_layers, spare=spare)
     for index, ratio in enumerate(ratios):
         if ratio not in known:
             names = f"{', '.join(map(str, known[:-1]))} and {known[-1]}"
@@ -88,7 +88,7 @@ def v41_drafting(config: Config, _layers: Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What tells V4 and V4.1 apart. Tokens of kernel blocks; a window's kernel block is its page."""
+    """V4 or V4.1: the forms of latents and the tokens of kernel blocks. A window's kernel block is its page."""
 
     forms: Forms
     kernel_tokens: int

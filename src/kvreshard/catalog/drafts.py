@@ -1,20 +1,20 @@
-"""The caches of a draft model, read from its file beside a given target.
+"""The caches of a draft model, read from its file for a given target.
 
-1. The fields are taken out of the form that the file has:
+1. The place of the fields depends on the form of the file:
 
 | form | where the fields are | source (vLLM 0.32) |
 |---|---|---|
 | `model_type` `eagle` | under `model`; those around it win | `transformers_utils/configs/eagle.py` |
-| `speculators_model_type` | under `transformer_layer_config`, of a Llama where that does not say | `configs/speculators/base.py`, `algos.py` |
+| `speculators_model_type` | under `transformer_layer_config`, a Llama without a type | `configs/speculators/base.py`, `algos.py` |
 | any other | as in the file of a model | `config/speculative.py` |
 
-2. The dtype is the target's, whatever the file says (`config/speculative.py:1297`).
+2. The dtype is the target's; that of the file is ignored (`config/speculative.py:1297`).
 3. DFlash and DSpark have windows of their own (`qwen3_dflash.py`, `_resolve_layer_attention`), Laguna's DFlash none (`laguna_dflash.py`).
-4. A layer whose class gives it no window of its own has that of the target, where all its layers have one, else none
+4. A layer without a window of its own has that of the target, if all layers of the target have the same one
    (`engine/arg_utils.py:2249`, `layers/attention/attention.py:266`).
 
-Refused: drafts that keep no cache, files of which vLLM takes the prediction layers only (the target has them: `spec=`), forms and drafts that
-are not described.
+Refused: drafts without caches, files of which vLLM uses the prediction layers only (the target has them: `spec=`), forms and drafts that are
+not described.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHELESS: Mapping[str, str] = {
     "mlp_speculator": "an MLP speculator keeps no cache, and vLLM 0.32 has none of them",
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "its layers read the cache of the target"),
 }
-# What `SpeculativeConfig.hf_config_override` makes a file of prediction layers of.
+# Model types of which `SpeculativeConfig.hf_config_override` uses the prediction layers only.
 PREDICTING = frozenset({
     "bailing_hybrid", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_v41", "dots3_note", "ernie4_5_moe", "exaone_moe", "exaone4_5",
     "glm4_moe", "glm4_moe_lite", "glm5_next", "glm_moe_dsa", "glm_ocr", "hy_v3", "hy_v4", "inkling_mm_model", "inkling_model", "intern_s2_preview",
@@ -80,15 +80,15 @@ def _unwrapped(name: str, raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if form not in SPECULATORS:
         raise outer.error("speculators_model_type", f"is {form!r}", f"known here are {', '.join(SPECULATORS)}")
     inner = {"model_type": "llama", **outer.part("transformer_layer_config").fields}
-    said = {key: raw[key] for key in ("dflash_config",) if key in raw}
-    # Nothing fills in what such a file leaves out: no class of transformers reads it.
+    dflash = {"dflash_config": raw["dflash_config"]} if "dflash_config" in raw else {}
+    # No class of transformers reads such a file, so nothing fills in fields that it lacks.
     part = Config(name, inner, "transformer_layer_config.")
     if part.model_type != "llama":
         for field in SHAPE_OF_HEADS:
             part.count(field)
     kind = "Eagle" if "eagle" in form else "DFlash"
     has_types = part.has("layer_types")
-    return {**inner, "use_sliding_window": has_types, **said, "architectures": [f"{kind}Speculator"]}
+    return {**inner, "use_sliding_window": has_types, **dflash, "architectures": [f"{kind}Speculator"]}
 
 
 def _eagle(inner: Mapping[str, Any]) -> list[str]:
@@ -118,7 +118,7 @@ def _check(config: Config) -> None:
 
 
 def _with_windows(config: Config) -> Config:
-    """The fields with the windows that the draft's class gives its layers."""
+    """The fields with the windows of the draft's class."""
     names = _architectures(config.fields)
     if LAGUNA in names:
         return config.with_fields(sliding_window=None, layer_types=None)
@@ -144,7 +144,7 @@ def _with_dflash_windows(config: Config) -> Config:
     types: Sequence[str] = ["full"] * number
     if config.has("layer_types"):
         types = config.entries("layer_types", number, LAYER_TYPES)
-    elif rule is not None and is_switched:  # their configuration classes write down the types
+    elif rule is not None and is_switched:  # their configuration classes list the types
         types = rule(config, number)
     if own.flag("use_swa", False) and "window" not in types:
         types = ("window",) * number
@@ -159,7 +159,7 @@ def _with_dflash_windows(config: Config) -> Config:
 
 
 def _window_of_all(target: Model) -> int | None:
-    """The window of a target of which every layer has the same, plain one."""
+    """The window of a target whose layers all have the same plain window."""
     own = [layer.kind for layer in target.layers if not layer.optional]
     found = {kind.window_tokens if isinstance(kind, Attention) and kind.value_size else None for kind in own}
     return found.pop() if len(found) == 1 else None

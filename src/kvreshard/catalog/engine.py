@@ -1,21 +1,21 @@
-"""The layout of an engine, from a model and the engine as a person writes it.
+"""The layout of an engine, from a model and an `EngineSpec`.
 
-1. Take the layers that this engine has (drafts, prediction layers) in the cache dtype that it asks for.
+1. Take the layers that this engine has (drafts, prediction layers) in its cache dtype.
 2. Cut them into pipeline stages: vLLM 0.32 spreads a remainder over the stages before the last (`distributed/utils.py`).
 3. Take every layer's page on the largest rank; next to states, widen the attention page (`paging`).
 4. Group and unify (`paging`), name the groups, then apply `page.<group>`.
 5. `kinds.assemble` lays out every rank; a rank with fewer heads than the largest has shorter pages, padded where they overlay.
 
-Groups are named by what they keep: `full`, `window`, `latent`, `compressor`, `state`, with a number where there are several
-(`window.0`). Names of layers and fields never depend on parallel sizes. Refused: stages that do not add up to the model's
-layers, `page.<group>` of a group that the engine does not have or that keeps states, `pcp` of models that have other caches than latents, and
-what `assemble` refuses. So are options of caches that the engine does not have: `draft` of a model without one, `conv`, `interior`.
+Groups are named by what they keep: `full`, `window`, `latent`, `compressor`, `state`, with a number where there are several (`window.0`).
+Names of layers and fields never depend on parallel sizes. Refused: stages that do not add up to the model's layers, options of caches or
+groups that the engine does not have (`draft`, `conv`, `interior`, `page.<group>`), `pcp` of models with other caches than latents, and
+what `assemble` refuses.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -29,11 +29,12 @@ from kvreshard.model.expect import expect
 
 DEFAULT_PAGES = 128
 CONVOLUTIONAL = (GatedDelta, Mamba1, Mamba2, ShortConv)
+PageBytes = Callable[[Kind, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """Everything that an engine decides about pages: its caches, their tables, order and inside."""
+    """The caches of an engine with their pages, block tables, order and inside."""
 
     layers: tuple[ModelLayer, ...]
     pages: tuple[LayerPage, ...]
@@ -50,47 +51,40 @@ def describe(model: Model, spec: EngineSpec, engine: str, num_pages: int | None 
         plan, stages = plan_pages(model, spec), stage_of_layers(model, spec)
     except LayoutError as error:
         raise LayoutError(f"engine '{engine}': {error}") from None
-    layers = [
-        Layer(
-            layer.name,
-            layer.kind,
-            stages[layer.index] if layer.index < model.num_layers else spec.pp - 1,
-            layer.optional,
-        )
-        for layer in plan.layers
-    ]
+    stage_of = dict(enumerate(stages))
+    layers = [Layer(one.name, one.kind, stage_of.get(one.index, spec.pp - 1), one.optional) for one in plan.layers]
+    pages = num_pages or spec.pages or DEFAULT_PAGES
     return assemble(
         engine,
         layers,
         plan.groups,
         grid_of(spec),
         order=plan.order,
-        num_pages=num_pages or spec.pages or DEFAULT_PAGES,
+        num_pages=pages,
         style=plan.style,
         null_page=NULL_PAGE,
     )
 
 
 def plan_pages(model: Model, spec: EngineSpec) -> PagePlan:
-    """Groups and page sizes of an engine, before any rank is laid out."""
+    """Groups and page sizes of an engine, before any rank is laid out. Raises LayoutError."""
     order = spec.order or model.default_order
     order = ALIASES.get(order, order)
     style = Style(spec.interior, spec.conv_dim_first, spec.spec, spec.kernel)
     layers = engine_layers(model, spec)
     _check_prefill_context(model, spec, layers)
     _check_style(model, spec, layers)
-    page_bytes = _PageBytes(spec, style)
+    page_bytes = _page_sizes(spec, style)
     page_tokens = _page_tokens(layers, spec.page or model.default_page, page_bytes)
-    pages = _layer_pages(layers, page_tokens, page_bytes)
+    padded = max((page_bytes(kind, page_tokens) for kind in _attention(layers)), default=0)
+    pages = tuple(_layer_page(layer, page_tokens, padded, style, page_bytes) for layer in layers)
     if not order.startswith("B") and any(page.base == "ring" for page in pages):
         raise LayoutError(
             f"engine option 'order={order}': vLLM keeps the rings of model '{model.name}' only in orders with pages outermost; use "
             f"{model.default_order}"
         )
     tables = group_layers(pages, block_outermost=order.startswith("B"))
-    names = _names(tables)
-    lengths = _overridden(names, tables, spec)
-    return PagePlan(layers, pages, _paged_groups(layers, tables, names, lengths, order, page_bytes), order, style)
+    return PagePlan(layers, pages, _paged_groups(layers, tables, spec, order, page_bytes), order, style)
 
 
 def engine_layers(model: Model, spec: EngineSpec) -> tuple[ModelLayer, ...]:
@@ -116,7 +110,7 @@ def _check_draft(model: Model, spec: EngineSpec) -> None:
 
 
 def _check_style(model: Model, spec: EngineSpec, layers: Sequence[ModelLayer]) -> None:
-    """Refuse what is asked of caches that the engine does not have."""
+    """Refuse options of caches that the engine does not have."""
     if spec.conv_dim_first and not any(isinstance(layer.kind, CONVOLUTIONAL) for layer in layers):
         raise LayoutError(
             f"engine option 'conv': dim-first, but model '{model.name}' has no convolution states; leave it out"
@@ -128,7 +122,7 @@ def _check_style(model: Model, spec: EngineSpec, layers: Sequence[ModelLayer]) -
 
 
 def _check_prefill_context(model: Model, spec: EngineSpec, layers: Sequence[ModelLayer]) -> None:
-    """vLLM 0.32 has PCP for caches of latents only (`v1/worker/gpu/pcp_manager.py:135`), so nothing says who would hold what of others."""
+    """Refuse PCP where some cache is no latent: vLLM 0.32 has none there, so its split is not defined (`v1/worker/gpu/pcp_manager.py:135`)."""
     for layer in layers if spec.pcp > 1 else ():
         kind = layer.kind
         if not isinstance(kind, Latent | ScaledRows) or kind.tokens_per_state > 1 or kind.window_tokens is not None:
@@ -156,7 +150,7 @@ def stage_of_layers(model: Model, spec: EngineSpec) -> tuple[int, ...]:
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage where nobody says otherwise: the remainder goes to the stages before the last, backwards.
+    """Layers per stage by default: the remainder goes to the stages before the last, backwards.
 
     >>> even_stages(61, 3), even_stages(43, 4)
     ((20, 21, 20), (11, 11, 11, 10))
@@ -165,67 +159,54 @@ def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(each + (1 <= num_stages - 1 - stage <= rest) for stage in range(num_stages))
 
 
-class _PageBytes:
-    """Bytes of one page of a kind on the largest rank of an engine."""
+def _page_sizes(spec: EngineSpec, style: Style) -> PageBytes:
+    """Kind and tokens -> bytes of one page on the largest rank of the engine."""
+    grid = grid_of(spec)
+    places = [grid.place(rank) for rank in range(grid.stage_ranks)]
 
-    def __init__(self, spec: EngineSpec, style: Style) -> None:
-        grid = grid_of(spec)
-        self._places = [grid.place(rank) for rank in range(grid.stage_ranks)]
-        self._style = style
-        self.of = cache(self._of)
+    @cache
+    def page_bytes(kind: Kind, tokens: int) -> int:
+        return max(sum(tensor.aligned_page_bytes for tensor in kind.tensors(place, style, tokens)) for place in places)
 
-    def capacity(self, ring: Ring) -> int:
-        return ring.capacity(self._style)
-
-    def _of(self, kind: Kind, tokens: int) -> int:
-        return max(
-            sum(tensor.aligned_page_bytes for tensor in kind.tensors(place, self._style, tokens))
-            for place in self._places
-        )
+    return page_bytes
 
 
-def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _PageBytes) -> int:
-    """The engine's page length: as asked for, or as many tokens as a state needs. Drafts have no say in it."""
+def _page_tokens(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: PageBytes) -> int:
+    """Tokens of the engine's page: those of its option, or as many as a state needs. Drafts do not count."""
     states = [layer.kind for layer in layers if _base(layer.kind) == "state" and not layer.optional]
     attention = _attention(layers)
     if not states or not attention:
         return page_tokens
     return hybrid_page_tokens(
         page_tokens,
-        max(page_bytes.of(kind, 1) for kind in states),
-        max(page_bytes.of(kind, 1) for kind in attention),
+        max(page_bytes(kind, 1) for kind in states),
+        max(page_bytes(kind, 1) for kind in attention),
         latent=not any(isinstance(kind, Attention) for kind in attention),
     )
 
 
-def _layer_pages(layers: Sequence[ModelLayer], page_tokens: int, page_bytes: _PageBytes) -> tuple[LayerPage, ...]:
-    """Every layer's page as vLLM's specs have it before grouping: states padded to the attention page."""
-    padded = max((page_bytes.of(kind, page_tokens) for kind in _attention(layers)), default=0)
-    pages = []
-    for layer in layers:
-        kind, base = layer.kind, _base(layer.kind)
-        tokens = layer.page_tokens or page_tokens
-        if kind.is_state:
-            tokens = page_bytes.capacity(kind) if isinstance(kind, Ring) else 0
-        size = page_bytes.of(kind, tokens)
-        pages.append(
-            LayerPage(
-                layer.name,
-                layer.family,
-                base,
-                kind,
-                tokens,
-                max(size, padded) if base == "state" else size,
-                kind.window_tokens,
-                rows=not isinstance(kind, Attention),
-                replicated=isinstance(kind, ShortConv) and kind.is_replicated,
-            )
-        )
-    return tuple(pages)
+def _layer_page(layer: ModelLayer, page_tokens: int, padded: int, style: Style, page_bytes: PageBytes) -> LayerPage:
+    """A layer's page as vLLM's specs have it before grouping. A state is padded to `padded` bytes."""
+    kind, base = layer.kind, _base(layer.kind)
+    tokens = layer.page_tokens or page_tokens
+    if kind.is_state:
+        tokens = kind.capacity(style) if isinstance(kind, Ring) else 0
+    size = page_bytes(kind, tokens)
+    return LayerPage(
+        layer.name,
+        layer.family,
+        base,
+        kind,
+        tokens,
+        max(size, padded) if base == "state" else size,
+        kind.window_tokens,
+        rows=not isinstance(kind, Attention),
+        replicated=isinstance(kind, ShortConv) and kind.is_replicated,
+    )
 
 
 def _attention(layers: Sequence[ModelLayer]) -> list[Kind]:
-    """The caches that states are padded to: those of every token, one entry each, of the model itself."""
+    """The caches to whose pages states are padded: those of the model itself with one entry for every token."""
     return [
         layer.kind
         for layer in layers
@@ -234,69 +215,64 @@ def _attention(layers: Sequence[ModelLayer]) -> list[Kind]:
 
 
 def _base(kind: Kind) -> str:
-    """What decides with which others a layer may share a table."""
+    """`LayerPage.base` of a kind."""
     if kind.is_state:
         return "ring" if isinstance(kind, Ring) else "state"
     return "full" if kind.window_tokens is None else "window"
 
 
-def _names(tables: Sequence[TableGroup]) -> tuple[str, ...]:
-    """The family of each table, with a number where there are several."""
-    totals, used = Counter(map(_family, tables)), Counter[str]()
-    names = []
-    for family in map(_family, tables):
-        names.append(family if totals[family] == 1 else f"{family}.{used[family]}")
-        used[family] += 1
-    return tuple(names)
-
-
 def _family(table: TableGroup) -> str:
-    """What the group keeps; a table of several families keeps everything of all tokens."""
+    """What the pages of a table keep. A table of several families keeps all tokens."""
     return next(iter(table.families)) if len(table.families) == 1 else "full"
 
 
-def _overridden(names: Sequence[str], tables: Sequence[TableGroup], spec: EngineSpec) -> tuple[int, ...]:
-    """Tokens per page of each group, after `page.<group>`: a whole name wins over a family."""
-    asked = dict(spec.page_of)
-    families = [_family(table) for table in tables]
-    known = list(dict.fromkeys([*names, *families]))
-    for wanted in asked:
-        if wanted not in known:
-            raise unknown("engine option 'page.<group>': group", wanted, known)
-        if wanted.split(".")[0] in ("state", "ring"):
-            raise LayoutError(
-                f"engine option 'page.{wanted}': the page of a state holds it whole, that of a ring all its entries; override "
-                "another group"
-            )
-    return tuple(
-        asked.get(name, asked.get(family, table.tokens_per_page))
-        for name, family, table in zip(names, families, tables, strict=True)
-    )
+def _names(families: Sequence[str]) -> list[str]:
+    """The family of each table, with a number where there are several."""
+    totals, used = Counter(families), Counter[str]()
+    names = []
+    for family in families:
+        names.append(family if totals[family] == 1 else f"{family}.{used[family]}")
+        used[family] += 1
+    return names
 
 
 def _paged_groups(
-    layers: Sequence[ModelLayer],
-    tables: Sequence[TableGroup],
-    names: Sequence[str],
-    lengths: Sequence[int],
-    order: str,
-    page_bytes: _PageBytes,
+    layers: Sequence[ModelLayer], tables: Sequence[TableGroup], spec: EngineSpec, order: str, page_bytes: PageBytes
 ) -> tuple[PagedGroup, ...]:
-    """Groups for `assemble`, padded only where the largest rank's pages are too short.
+    """Groups for `assemble`, with the page lengths of `page.<group>`, and padded only where the largest rank's pages are too short.
 
     A page that cannot be padded (in an order that cuts it into heads) is thus not refused for a rank with fewer heads.
     """
+    families = [_family(table) for table in tables]
+    names, page_of = _names(families), dict(spec.page_of)
+    _check_overrides(page_of, list(dict.fromkeys([*names, *families])))
+    lengths = [
+        page_of.get(name, page_of.get(family, table.tokens_per_page))
+        for name, family, table in zip(names, families, tables, strict=True)
+    ]
     kinds = {layer.name: layer.kind for layer in layers}
-    own = [
-        [page_bytes.of(kinds[layer.name], tokens) for layer in table.layers]
+    sizes_of = [
+        [page_bytes(kinds[layer.name], tokens) for layer in table.layers]
         for table, tokens in zip(tables, lengths, strict=True)
     ]
     overridden = any(table.tokens_per_page != tokens for table, tokens in zip(tables, lengths, strict=True))
-    overlaid = max(size for sizes in own for size in sizes) if order[0] == "L" and len(tables) > 1 else 0
+    overlaid = max(size for sizes in sizes_of for size in sizes) if order[0] == "L" and len(tables) > 1 else 0
     groups = []
-    for name, table, tokens, sizes in zip(names, tables, lengths, own, strict=True):
+    for name, table, tokens, sizes in zip(names, tables, lengths, sizes_of, strict=True):
         planned = overlaid if overridden else table.page_bytes or 0
         is_short = any(size < planned for size in sizes)
         members = tuple(layer.name for layer in table.layers)
         groups.append(PagedGroup(name, members, max(tokens, 1), planned if is_short else 0))
     return tuple(groups)
+
+
+def _check_overrides(page_of: Mapping[str, int], known: Sequence[str]) -> None:
+    """Refuse `page.<group>` of a group or family that the engine does not have, or whose pages have no length to choose."""
+    for group in page_of:
+        if group not in known:
+            raise unknown("engine option 'page.<group>': group", group, known)
+        if group.split(".")[0] in ("state", "ring"):
+            raise LayoutError(
+                f"engine option 'page.{group}': the page of a state holds it whole, that of a ring all its entries; override "
+                "another group"
+            )

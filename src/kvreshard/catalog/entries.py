@@ -1,11 +1,11 @@
 """The models of the catalog, with the sources of their numbers, and the loading of any other from its config.json.
 
-`configs/<id>.json` holds the fields of a model's config.json that shape its caches, `configs/<id>.draft.json` those of a draft
-that comes with it, `configs/SOURCES.json` where they were found and what could not be confirmed.
+`configs/<id>.json` has the fields of a model's config.json that shape its caches, `configs/<id>.draft.json` those of its draft,
+`configs/SOURCES.json` the sources and what could not be confirmed.
 
-`load` takes an id, the path of a config.json (a pipe too, which is read once), or a directory that holds one. Where a config.json declares no quantisation,
-`hf_quant_config.json` beside it does, as for vLLM 0.32 (`transformers_utils/config.py:894`). Refused: a name that is none of these (the nearest id is named), a
-file that is no JSON object.
+`load` takes an id, the path of a config.json (a pipe too, which is read once), or a directory with one. If a config.json declares no
+quantisation, `hf_quant_config.json` beside it does, as in vLLM 0.32 (`transformers_utils/config.py:894`). Refused: an unknown name (the error
+has the nearest id), a file that is no JSON object.
 """
 
 from __future__ import annotations
@@ -66,18 +66,9 @@ class Entry:
         """The fields of its file."""
         return _packaged(f"{self.id}.json")
 
-    @property
-    def model_type(self) -> str:
-        return self.load().model_type
-
-    @property
-    def geometry(self) -> str:
-        """Its caches in one line."""
-        return geometry(self.load())
-
 
 def load(model: str, draft: str | None = None) -> Model:
-    """The model of an id or a path; with `draft` (an id or a path too), its caches behind. Raises LayoutError."""
+    """The model of an id or a path, with the caches of `draft` (an id or a path too) behind its own. Raises LayoutError."""
     found = MODELS[model].load() if model in MODELS else _from_path(model, read_model)
     if draft is None:
         return found
@@ -137,15 +128,13 @@ def _from_path(model: str, read: Callable[[str, Mapping[str, Any]], Model]) -> M
     except RecursionError:
         raise LayoutError(f"config '{path}': is nested too deep for a config.json; give another file") from None
     except OSError as error:
-        raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
+        where = error.filename or path
+        raise LayoutError(f"config '{where}': cannot be read ({error.strerror}); check the path") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise LayoutError(f"config '{path}': cannot be read ({error.strerror}); check the path") from error
+    with path.open("rb") as file:
+        content = file.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
         raise LayoutError(f"config '{path}': more than {MAX_CONFIG_BYTES} bytes are no config.json; give another path")
     return _parse(str(path), content)
@@ -177,18 +166,8 @@ def _parse(name: str, text: bytes) -> dict[str, Any]:
     return found
 
 
-def _entries() -> dict[str, Entry]:
-    return {
-        name: Entry(
-            name,
-            facts["model"],
-            tuple(facts["sources"]),
-            facts.get("unconfirmed", {}),
-            tuple(facts.get("notes", ())),
-        )
-        for name, facts in _packaged("SOURCES.json").items()
-    }
-
-
-MODELS: Mapping[str, Entry] = _entries()
+MODELS: Mapping[str, Entry] = {
+    name: Entry(name, known["model"], tuple(known["sources"]), known["unconfirmed"], tuple(known.get("notes", ())))
+    for name, known in _packaged("SOURCES.json").items()
+}
 """Every model of the catalog, by id."""

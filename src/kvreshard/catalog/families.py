@@ -1,19 +1,19 @@
 """The table of model families: one row per `model_type`, in the form that `family.Family` describes.
 
-To add a model, add its row; `docs/howto/add-a-model.md` says how. Numbers of `kv_heads` and `head_size` are the defaults of transformers 5.19's
-configuration classes (`models/*/configuration_*.py`), or of vLLM 0.32's model where the class has no such field; `tests/vllm/test_defaults.py` compares
-each with its class. The comment above a row names the class, or the file of vLLM 0.32, that the other columns follow.
+To add a model, add its row (`docs/howto/add-a-model.md`). Numbers of `kv_heads` and `head_size` are the defaults of transformers 5.19's
+configuration classes (`models/*/configuration_*.py`), or of vLLM 0.32's model where the class has no such field; `tests/vllm/test_defaults.py`
+compares each with its class. The comment above a row names the class, or the file of vLLM 0.32, that the other columns follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from kvreshard.catalog import caches as cache
 from kvreshard.catalog import deepseek_v4 as v4
-from kvreshard.catalog import family_layers as rules
-from kvreshard.catalog import field_rules as fields
+from kvreshard.catalog import layer_rules as rules
 from kvreshard.catalog.caches import attention, heads, latent, state, tokens
 from kvreshard.catalog.config import Config
 from kvreshard.catalog.family import DERIVED, PER_QUERY_HEAD, Family
@@ -26,22 +26,26 @@ from kvreshard.catalog.layer_rules import (
     ON,
     SWITCHED,
     Windows,
-    alike,
     every,
     listed,
     mtp,
     mtp_behind,
     mtp_like_first,
+    numbered,
     one,
     sharing,
+    uniform,
 )
+from kvreshard.kinds import LinearState, Mamba1, Mamba2, ShortConv
 
+mamba1 = partial(state, "mamba", Mamba1, recurrent=Config.dtype)
+mamba2 = partial(state, "mamba", Mamba2, recurrent=Config.dtype)
 # fmt: off
 GPT_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 UNWINDOWED = attention(window=cache.unwindowed)
-ALL_FULL = alike("full")
+ALL_FULL = uniform("full")
 DELTA_LAYERS = listed(rules.STATE_TYPES, every("full_attention_interval", others="state"))
-DELTA_CACHES = {"full": UNWINDOWED, "state": state("delta", cache.gated_delta)}
+DELTA_CACHES = {"full": UNWINDOWED, "state": cache.gated_delta}
 QWEN3_5 = Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", "mtp_num_hidden_layers", 1), kv_heads=4, head_size=256)
 MINIMAX_M3 = Family(
     layers=rules.minimax_m3, predicts=mtp("indexer full", "num_mtp_modules", 1), expects={"sliding_window": ()}, page_tokens=128,
@@ -51,7 +55,7 @@ CONV_LAYERS = listed({"conv": "state", "full_attention": "full"}, rules.lfm2)
 ATTENTION: Mapping[str, Family] = {
     # By `layer_types`, else one window for all layers.
     "llama": Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, left_out={"sliding_window": 4096}),
+    "mistral": Family(layers=BY_TYPE, kv_heads=8, head_size=DERIVED, if_absent={"sliding_window": 4096}),
     "starcoder2": Family(layers=BY_TYPE, kv_heads=2, head_size=DERIVED),
     **dict.fromkeys(("phi3", "granite", "granitemoe", "olmo", "olmo2"), Family(layers=BY_TYPE, kv_heads=PER_QUERY_HEAD, head_size=DERIVED)),
     **dict.fromkeys(("granitemoeshared", "phi3_v", "phi4mm", "phimoe"), Family(layers=BY_TYPE, head_size=DERIVED)),
@@ -80,33 +84,34 @@ ATTENTION: Mapping[str, Family] = {
     # `AfmoeConfig`.
     "afmoe": Family(layers=listed(LAYER_TYPES, every("global_attn_every_n_layers", 4, others="window")), kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Cohere2Config`, `commandr.py`, `cohere2_moe.py`: a token sees `sliding_window` tokens beside itself.
-    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), unsaid={"sliding_window": 4096},
+    "cohere2": Family(layers=listed(LAYER_TYPES, every("sliding_window_pattern", 4, others="window")), if_null={"sliding_window": 4096},
                       caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
-    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), unsaid={"sliding_window": 4096},
+    "cohere2_moe": Family(layers=listed(LAYER_TYPES, rules.cohere2_moe), if_null={"sliding_window": 4096},
                           caches={"window": attention(window=tokens("sliding_window", 1))}, kv_heads=PER_QUERY_HEAD, head_size=128),
     # `Exaone4Config`, `exaone_moe.py`.
-    "exaone4": Family(layers=rules.exaone4, left_out={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+    "exaone4": Family(layers=rules.exaone4, if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     "exaone_moe": Family(layers=rules.exaone4, predicts=mtp_like_first, expects={"sliding_windows": (), "mtp_layer_types": ()},
-                         left_out={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
+                         if_absent={"sliding_window": 4096}, kv_heads=32, head_size=DERIVED),
     # `Llama4TextConfig`, `llama4.py`.
     **dict.fromkeys(("llama4", "llama4_text"), Family(
         layers=listed({"full_attention": "full", "chunked_attention": "chunk"}, rules.llama4), caches={"chunk": attention(window=cache.chunk)},
         kv_heads=8, head_size=128)),
     # `minicpm3.py`: K and V are cached as they come out of the latent, V as wide as K.
-    "minicpm3": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": "num_attention_heads", "head_dim": fields.minicpm3_head_size}),
+    "minicpm3": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": "num_attention_heads", "head_dim": cache.minicpm3_head_size}),
     # `minimax_m2.py`, which drops the `num_mtp_modules`.
     "minimax_m2": Family(layers=rules.minimax_m2, expects={"sliding_window": ()}, kv_heads=8, head_size=128),
     # `configs/muse_glimmer.py`.
-    "muse_glimmer_text": Family(layers=rules.muse_glimmer, unsaid={"sliding_window": 2048}, kv_heads=2, head_size=128),
+    "muse_glimmer_text": Family(layers=rules.muse_glimmer, if_null={"sliding_window": 2048}, kv_heads=2, head_size=128),
     # `plamo3.py`.
-    "plamo3": Family(layers=rules.plamo3, caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
+    "plamo3": Family(layers=numbered("interleaved_sliding_window", lambda tokens: "window" if tokens else "full", null=0),
+                     caches={"window": attention(window=cache.listed_tokens("interleaved_sliding_window"))}),
     # `iquest_loopcoder.py`: all layers run `loop_num` times.
-    "iquestloopcoder": Family(layers=Windows(switch=ON), arrange=cache.with_loops, unsaid={"loop_num": 2, "loop_window_size": 64}, head_size=DERIVED),
+    "iquestloopcoder": Family(layers=Windows(switch=ON), arrange=cache.with_loops, if_null={"loop_num": 2, "loop_window_size": 64}, head_size=DERIVED),
     # `SmolLM3Config`.
     "smollm3": Family(layers=rules.smollm3, kv_heads=4, head_size=DERIVED),
     # `Gemma3TextConfig`, `Gemma3nTextConfig`, `Gemma4TextConfig`, `gemma4.py`.
     **dict.fromkeys(("gemma3", "gemma3_text"), Family(
-        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), unsaid={"num_attention_heads": 8, "sliding_window": 4096},
+        layers=listed(LAYER_TYPES, every("sliding_window_pattern", 6, others="window")), if_null={"num_attention_heads": 8, "sliding_window": 4096},
         expects={"use_bidirectional_attention": (False,)}, kv_heads=4, head_size=256)),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), Family(layers=sharing(listed(LAYER_TYPES)), kv_heads=2, head_size=256)),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), Family(
@@ -123,27 +128,27 @@ ATTENTION: Mapping[str, Family] = {
                        kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     "exaone": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED),
     # KV heads in a way of their own: `falcon.py`, `configs/falcon.py`, `GPTBigCodeConfig`, `chatglm.py`, `DbrxConfig`, `step1.py`, `step3_text.py`.
-    "falcon": Family(layers=ALL_FULL, sets={"num_key_value_heads": fields.falcon_kv_heads}, head_size=DERIVED),
+    "falcon": Family(layers=ALL_FULL, sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED),
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), Family(
         layers=ALL_FULL, names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"},
-        sets={"num_key_value_heads": fields.falcon_kv_heads}, head_size=DERIVED)),
-    "gpt_bigcode": Family(layers=Windows(switch=ON), names=GPT_NAMES, sets={"num_key_value_heads": fields.bigcode_kv_heads}, head_size=DERIVED),
+        sets={"num_key_value_heads": cache.falcon_kv_heads}, head_size=DERIVED)),
+    "gpt_bigcode": Family(layers=Windows(switch=ON), names=GPT_NAMES, sets={"num_key_value_heads": cache.bigcode_kv_heads}, head_size=DERIVED),
     "chatglm": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "num_layers"},
-                      sets={"num_key_value_heads": fields.chatglm_kv_heads, "head_dim": None}, head_size=DERIVED),
+                      sets={"num_key_value_heads": cache.chatglm_kv_heads, "head_dim": None}, head_size=DERIVED),
     "dbrx": Family(layers=ALL_OR_NONE, names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"},
                    sets={"num_key_value_heads": "attn_config.kv_n_heads"}, head_size=DERIVED),
     # `nemotron_nas.py`: layers found by a search.
     "nemotron-nas": Family(layers=rules.nas, caches={"full": attention(heads=cache.block_heads)}, head_size=DERIVED),
-    "step1": Family(layers=Windows(switch=ON), sets={"num_key_value_heads": fields.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
+    "step1": Family(layers=Windows(switch=ON), sets={"num_key_value_heads": cache.step1_kv_heads, "head_dim": None}, head_size=DERIVED),
     "step3_text": Family(layers=ALL_OR_NONE, sets={"num_key_value_heads": 1}, head_size=256),
-    # `configs/moondream3.py`, which knows what the file leaves out.
+    # `configs/moondream3.py`, which has defaults for absent fields.
     **dict.fromkeys(("moondream3", "moondream3_text"), Family(
         layers=ALL_FULL, sets={"head_dim": None}, head_size=DERIVED,
         names={"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "hidden_size": "dim"},
-        unsaid={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
+        if_null={"n_layers": 24, "n_heads": 32, "n_kv_heads": 32, "dim": 2048})),
     # Windows with KV heads of their own: `mimo_v2.py`, `mimo_v2_mtp.py` (one layer predicts), `models/inkling/nvidia/`, `step3p5.py`.
     **dict.fromkeys(("mimo_v2_flash", "mimo_v2"), Family(
-        layers=rules.mimo_v2, predicts=one("window"), numbered_on=True,
+        layers=numbered("hybrid_layer_pattern", lambda entry: "window" if entry == 1 else "full"), predicts=one("window"), numbered_on=True,
         caches={"full": attention(heads=heads("num_key_value_heads", "head_dim", ("v_head_dim", "head_dim"))),
                 "window": attention(window=tokens(("sliding_window_size", "sliding_window")),
                                     heads=heads("swa_num_key_value_heads", "swa_head_dim", ("swa_v_head_dim", "swa_head_dim")))})),
@@ -158,18 +163,18 @@ ATTENTION: Mapping[str, Family] = {
                 "other_full": attention(heads=cache.other_heads),
                 "other_window": attention(window=tokens("sliding_window"), heads=cache.other_heads)}),
     # `whisper_causal.py`
-    **dict.fromkeys(("voxtral_realtime", "voxtral_realtime_text"), Family(layers=ALL_FULL, prepare=fields.refuse_listening)),
+    **dict.fromkeys(("voxtral_realtime", "voxtral_realtime_text"), Family(layers=ALL_FULL, prepare=cache.refuse_listening)),
 }
 """K and V of heads in every layer, all of them or the last ones."""
 
 LATENTS: Mapping[str, Family] = {
     # `deepseek_v2.py`.
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), Family(
-        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, fields.deepseek_head_size))})),
+        layers=rules.deepseek, predicts=mtp_like_first, caches={"full": attention(window=cache.unwindowed, heads=heads(Config.num_kv_heads, cache.deepseek_head_size))})),
     # `AXK1.py`, `glm4_moe_lite.py`, `openpangu.py`, `sarvam.py`.
-    **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=alike("latent"), predicts=mtp("latent"))),
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "pangu_ultra_moe", "sarvam_mla"), Family(layers=uniform("latent"), predicts=mtp("latent"))),
     # `longcat_flash.py`: two attentions in a layer, one in a layer that predicts.
-    "longcat_flash": Family(layers=alike("first second"), predicts=mtp("latent"), names={"num_hidden_layers": "num_layers"},
+    "longcat_flash": Family(layers=uniform("first second"), predicts=mtp("latent"), names={"num_hidden_layers": "num_layers"},
                             caches={"first": latent("attn.0"), "second": latent("attn.1")}),
     # `deepseek_v32/attention.py`.
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(layers=rules.sparse, predicts=mtp("indexer latent"), page_tokens=64)),
@@ -189,40 +194,41 @@ STATES: Mapping[str, Family] = {
     **dict.fromkeys(("glm5_next", "glm5_next_text"), Family(
         layers=listed(rules.sparse_types("indexer tail latent"), every(4, others="state", last="indexer tail latent")),
         predicts=mtp("indexer tail latent"), page_tokens=128, order="BLHNC",
-        caches={"state": state("kda", cache.kda(("linear_attn_config.num_heads", "linear_num_heads"), ("linear_attn_config.head_dim", "linear_head_dim"),
-                                          ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"))),
+        caches={"state": cache.kda("kda", ("linear_attn_config.num_heads", "linear_num_heads"), ("linear_attn_config.head_dim", "linear_head_dim"),
+                                   ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim")),
                 "indexer": cache.fixed("indexer", cache.pooled_keys), "tail": cache.ring("tail", cache.pool_ring), "latent": latent(packs=False, least_rotated=0)})),
     # `models/qwen4_exp/common/qsa_cache.py`.
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), Family(
         layers=rules.qwen4_exp, predicts=rules.mtp_qwen4_exp, order="BLHNC", kv_heads=2, head_size=256,
-        caches={"state": state("delta", cache.gated_delta), "ple": state("ple", cache.position_conv), "open_keys": cache.ring("open_keys", cache.group_ring),
+        caches={"state": cache.gated_delta, "ple": cache.position_conv, "open_keys": cache.ring("open_keys", cache.group_ring),
                 "indexer": cache.fixed("indexer", cache.group_keys)})),
     # `NemotronHConfig`. The inner size is heads x head size, not `expand` x hidden size.
     "nemotron_h": Family(
-        prepare=fields.nemotron_blocks, layers=listed(rules.BLOCKS, field="layers_block_type"), predicts=rules.mtp_nemotron, kv_heads=8, head_size=128,
-        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba2(
-            "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", recurrent=("mamba_ssm_cache_dtype", "float32")))}),
+        prepare=cache.nemotron_blocks, layers=listed(rules.BLOCKS, field="layers_block_type"), predicts=rules.mtp_nemotron, kv_heads=8, head_size=128,
+        caches={"full": UNWINDOWED, "state": state(
+            "mamba", Mamba2, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
+            recurrent=cache.saved_dtype("mamba_ssm_cache_dtype", "float32"))}),
     # `GraniteMoeHybridConfig`.
     "granitemoehybrid": Family(
-        layers=listed(rules.BLOCKS), unsaid={"mamba_expand": 2}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED,
-        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba2(
-            "mamba_n_heads", fields.ssm_head_size(fields.hidden_times("mamba_expand")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv"))}),
+        layers=listed(rules.BLOCKS), if_null={"mamba_expand": 2}, kv_heads=PER_QUERY_HEAD, head_size=DERIVED,
+        caches={"full": UNWINDOWED, "state": mamba2(
+            "mamba_n_heads", cache.ssm_head_size(cache.hidden_times("mamba_expand")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv")}),
     # `FalconH1Config`: each layer is both, attention registered first.
     "falcon_h1": Family(
-        layers=alike("full state"), expects={"attn_layer_indices": ()}, kv_heads=8, head_size=DERIVED,
-        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba2(
-            "mamba_n_heads", fields.ssm_head_size(fields.hidden_times("mamba_expand", unless="mamba_d_ssm")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv"))}),
+        layers=uniform("full state"), expects={"attn_layer_indices": ()}, kv_heads=8, head_size=DERIVED,
+        caches={"full": UNWINDOWED, "state": mamba2(
+            "mamba_n_heads", cache.ssm_head_size(cache.hidden_times("mamba_expand", unless="mamba_d_ssm")), "mamba_n_groups", "mamba_d_state", "mamba_d_conv")}),
     # `JambaConfig`.
     "jamba": Family(
         layers=rules.jamba, kv_heads=8, head_size=DERIVED,
-        caches={"full": UNWINDOWED, "state": state("mamba", cache.mamba1(fields.hidden_times("mamba_expand"), "mamba_d_state", "mamba_d_conv"))}),
+        caches={"full": UNWINDOWED, "state": mamba1(cache.hidden_times("mamba_expand"), "mamba_d_state", "mamba_d_conv")}),
     # `Zamba2Config`, `zamba2.py`: a state in every layer; attention has K and V per query head, and is registered before all states.
     "zamba2": Family(
         layers=listed({"mamba": "state", "linear_attention": "state", "hybrid": "full state"}, field="layers_block_type"), arrange=cache.attention_first,
-        sets={"num_key_value_heads": "num_attention_heads", "head_dim": fields.zamba2_head_size},
-        unsaid={"n_mamba_heads": 8, "mamba_expand": 2, "mamba_ngroups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
-        caches={"state": state("mamba", cache.mamba2("n_mamba_heads", fields.zamba2_ssm_head_size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv"))}),
-    # `Qwen3NextConfig`, `OlmoHybridConfig`. vLLM takes one layer that predicts where a Qwen file does not say.
+        sets={"num_key_value_heads": "num_attention_heads", "head_dim": cache.zamba2_head_size},
+        if_null={"n_mamba_heads": 8, "mamba_expand": 2, "mamba_ngroups": 1, "mamba_d_state": 64, "mamba_d_conv": 4},
+        caches={"state": mamba2("n_mamba_heads", cache.zamba2_ssm_head_size, "mamba_ngroups", "mamba_d_state", "mamba_d_conv")}),
+    # `Qwen3NextConfig`, `OlmoHybridConfig`. vLLM takes one layer that predicts for a Qwen file without their number.
     "qwen3_next": Family(layers=DELTA_LAYERS, caches=DELTA_CACHES, predicts=mtp("full", default=1), kv_heads=2, head_size=256),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), QWEN3_5),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), replace(QWEN3_5, kv_heads=2)),
@@ -231,28 +237,28 @@ STATES: Mapping[str, Family] = {
     # `KimiLinearConfig`. Older files keep the sizes of delta attention in an object.
     **dict.fromkeys(("kimi_linear", "kimi_k3"), Family(
         layers=listed({"linear_attention": "state", "full_attention": "latent"}, rules.kimi_linear), predicts=mtp("latent"),
-        caches={"state": state("kda", cache.kda(
-            ("linear_num_heads", "linear_attn_config.num_heads"), ("linear_head_dim", "linear_attn_config.head_dim"),
-            ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size")))})),
+        caches={"state": cache.kda(
+            "kda", ("linear_num_heads", "linear_attn_config.num_heads"), ("linear_head_dim", "linear_attn_config.head_dim"),
+            ("linear_conv_kernel_dim", "linear_attn_config.short_conv_kernel_size"))})),
     # `bailing_moe_linear.py`, `bailing_moe_v3.py`.
     "bailing_hybrid": Family(
-        layers=rules.bailing, predicts=mtp("latent"), unsaid={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, head_size=DERIVED,
-        caches={"linear": state("linear", cache.linear_state), "latent": latent(packs=False),
-                "delta": state("linear", cache.kda("num_attention_heads", Config.head_size, "short_conv_kernel_size"))}),
+        layers=rules.bailing, predicts=mtp("latent"), if_null={"kv_lora_rank": 512, "qk_rope_head_dim": 64}, head_size=DERIVED,
+        caches={"linear": state("linear", LinearState, "num_attention_heads", Config.head_size), "latent": latent(packs=False),
+                "delta": cache.kda("linear", "num_attention_heads", Config.head_size, "short_conv_kernel_size")}),
     # `Lfm2Config`, `lfm2.py`, `lfm2_moe.py`.
     "lfm2": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
-                   caches={"full": UNWINDOWED, "state": state("short_conv", cache.short_conv(("conv_dim", "hidden_size")))}),
+                   caches={"full": UNWINDOWED, "state": state("short_conv", ShortConv, ("conv_dim", "hidden_size"), "conv_L_cache")}),
     "lfm2_moe": Family(layers=CONV_LAYERS, kv_heads=8, head_size=DERIVED,
-                       caches={"full": UNWINDOWED, "state": state("short_conv", cache.short_conv("hidden_size"))}),
+                       caches={"full": UNWINDOWED, "state": state("short_conv", ShortConv, "hidden_size", "conv_L_cache")}),
     # `Mamba2Config`: the inner size is heads x head size. `MambaConfig`.
-    "mamba2": Family(layers=alike("state"), caches={"state": state("mamba", cache.mamba2(
-        "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"))}),
-    **dict.fromkeys(("mamba", "falcon_mamba"), Family(layers=alike("state"), caches={"state": state("mamba", cache.mamba1(
-        fields.hidden_times("expand", unless="intermediate_size"), "state_size", "conv_kernel"))})),
+    "mamba2": Family(layers=uniform("state"), caches={"state": mamba2(
+        "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")}),
+    **dict.fromkeys(("mamba", "falcon_mamba"), Family(layers=uniform("state"), caches={"state": mamba1(
+        cache.hidden_times("expand", unless="intermediate_size"), "state_size", "conv_kernel")})),
 }
 """States, alone or beside attention."""
 
-# Types whose files may be read as plain attention (`unknown`), and of which no more is known than the head size of a file that leaves it out.
+# Types of which only the default head size is known. Their files are read as plain attention, where nothing speaks against it (`read`).
 HEAD_SIZES: Mapping[int | str, tuple[str, ...]] = {
     128: ("cwm", "glm", "helium", "higgs_audio_v2", "mellum", "paddleocr_vl_text", "qwen2_5_omni_talker", "qwen3_omni_moe_talker_code_predictor",
           "qwen3_vl_text", "seed_oss", "solar_open"),

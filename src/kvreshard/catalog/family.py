@@ -1,19 +1,19 @@
-"""The form of a row of `families.FAMILIES`: what a `config.json` of one `model_type` means for the caches.
+"""The form of a row of `families.FAMILIES`, which describes the caches of one `model_type`.
 
 A row has columns of data and, where a family needs them, small functions:
 
-| column | what it says |
+| column | content |
 |---|---|
-| `layers` | the caches of every decoder layer, as words: `"full"`, `"full state"`, `""` for none (`layer_rules`, `family_layers`) |
-| `caches` | what a word means, where it is not one of `caches.USUAL` |
+| `layers` | the caches of every decoder layer, as words: `"full"`, `"full state"`, `""` for none (`layer_rules`) |
+| `caches` | the meaning of words that are not in `caches.USUAL` (`caches`) |
 | `predicts` | the caches of every layer that predicts tokens (MTP), as words |
-| `kv_heads`, `head_size` | of a file that leaves `num_key_value_heads` or `head_dim` out |
-| `names` | what the file calls a usual field: `{"num_hidden_layers": "n_layer"}` |
-| `left_out`, `unsaid` | values of fields that a file leaves out, or that it leaves out or has as null |
-| `sets` | fields that the family computes, whatever the file says of them; None is null |
-| `expects` | the values of a field of which the caches are described; any other is refused |
-| `page_tokens`, `order` | what vLLM takes where the engine says nothing |
-| `prepare`, `arrange` | what is none of these: a change of the fields before, of the caches after |
+| `kv_heads`, `head_size` | defaults for `num_key_value_heads` and `head_dim` |
+| `names` | usual field -> its name in the file: `{"num_hidden_layers": "n_layer"}` |
+| `if_absent`, `if_null` | defaults of fields that are absent, or absent or null |
+| `sets` | fields that the family computes, whatever value the file has; None is null |
+| `expects` | the values of a field whose caches are described; any other is refused |
+| `page_tokens`, `order` | vLLM's defaults for the engine |
+| `prepare`, `arrange` | anything else: a change of the fields before, of the caches after |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PredictionRule = Callable[["Config", Sequence[str]], Sequence[str]]
 CacheRule = Callable[["Config", str, int], "ModelLayer"]
 """Config, name and number of a decoder layer -> one of its caches."""
 Source = int | str | tuple[str, ...] | Callable[["Config"], int]
-"""A number, a field that has it, the first field of several that is there, or a function that computes it."""
+"""A number, the field that has it, several fields of which the first present one has it, or a function that computes it."""
 
 PER_QUERY_HEAD = "num_attention_heads"
 """For `kv_heads`: as many KV heads as query heads."""
@@ -55,11 +55,11 @@ def _as_registered(_config: Config, layers: Sequence[ModelLayer]) -> Sequence[Mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One row. Two rows are equal if their rules are, whatever their defaults. Without `layers` only the head size of the type is known.
+    """One row. Two rows with the same rules are equal, whatever their defaults. Without `layers` only the head size of the type is known.
 
-    `numbered_on`: layers that predict are numbered on from the model's (`layers.61`) instead of apart (`mtp.0`).
-    `one_per_draft`: the engine makes as many layers that predict as it speculates tokens. `reads_per_layer`: its rules read what a file lists
-    per layer (`per_layer_config`); of other families such a file is refused.
+    `numbered_on`: layers that predict continue the numbers of the model's (`layers.61`) instead of their own (`mtp.0`).
+    `one_per_draft`: the engine makes as many layers that predict as it speculates tokens. `reads_per_layer`: its rules read
+    `per_layer_config`; other families refuse a file that has it.
     """
 
     layers: LayerRule | None = None
@@ -72,8 +72,8 @@ class Family:
     kv_heads: int | str | None = field(default=None, compare=False)
     head_size: int | str | None = field(default=None, compare=False)
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
-    left_out: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    unsaid: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    if_absent: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    if_null: Mapping[str, Any] = field(default_factory=dict, compare=False)
     page_tokens: int = 16
     order: str = "LBNHC"
     numbered_on: bool = False

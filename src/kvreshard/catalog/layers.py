@@ -1,9 +1,9 @@
 """A model's caches, layer by layer, before any engine has chosen sizes.
 
-A `Model` lists its caches in the order in which vLLM 0.32 registers them, since grouping and the order of tensors in a page
-follow it. A `ModelLayer` is one cache: a decoder layer may have several (attention and a state, a latent and its indexer).
+A `Model` lists its caches in the order in which vLLM 0.32 registers them, because grouping and the order of tensors in a page follow it. A
+`ModelLayer` is one cache: a decoder layer may have several (attention and a state, a latent and its indexer).
 
-`family` says what a cache's block table keeps, and names its group:
+`family` is what the block table of a cache keeps, and names its group:
 
 | family | pages keep |
 |---|---|
@@ -14,8 +14,8 @@ follow it. A `ModelLayer` is one cache: a decoder layer may have several (attent
 | `ring` | the same, in one page per request (DeepSeek-V4.1, GLM-5-Next, Qwen4-Exp) |
 | `state` | one state |
 
-The dtype of a cache is the engine's choice, so a layer has a kind of its own (`auto`: the model's, or what its file declares) and one for
-each dtype that it can be asked for. Refused: a dtype that no layer of the model can store.
+The engine chooses the dtype of a cache. So a layer has its own kind (`auto`: the model's dtype, or the one that its file declares) and one
+for each other dtype that it can store. Refused: a dtype that no layer of the model can store.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ PACKED_FP4, PACKED_V4 = "nvfp4_ds_mla", "fp8_ds_mla_v4"
 CACHE_DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3")
 # vLLM 0.32: an fp8 cache has one scale per tensor, a parameter of the layer that lies outside of the cache.
 PER_TENSOR = "scale-per-tensor"
+NO_KINDS: Mapping[str, Kind] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayer:
     """One cache of decoder layer `index`. Drafts are `optional` and lie on the last pipeline stage.
 
-    `predicts`: an own prediction layer of the model (MTP), which exists only while the engine speculates `min_drafts` tokens or more.
+    `predicts`: a prediction layer of the model itself (MTP), which exists only if the engine speculates at least `min_drafts` tokens.
     `page_tokens`: tokens of a page, where the model and not the engine sets them.
-    `undecided`: why the file alone does not give `kind`, an error to raise where the engine does not say a dtype.
+    `undecided`: why the file alone does not give `kind`; the error where the engine has no dtype.
     """
 
     name: str
@@ -58,7 +59,7 @@ class ModelLayer:
     undecided: str = ""
 
     def kind_for(self, dtype: str) -> Kind:
-        """The kind in a cache of `dtype`; a layer that cannot store it keeps its own. Raises LayoutError if that is not known."""
+        """The kind in a cache of `dtype`; a layer that cannot store it keeps its own. Raises LayoutError if that is undecided."""
         if dtype not in self.kinds and self.undecided:
             raise LayoutError(self.undecided)
         return self.kinds.get(dtype, self.kind)
@@ -72,8 +73,8 @@ class ModelLayer:
 class Model:
     """A model's caches. `num_layers`: decoder layers, with and without caches; pipeline stages are cut from them.
 
-    `dtype`: what vLLM runs the model in, `auto` if the file does not say it; `cast_from`: what the file says, where that is another;
-    `declared`: of the caches, where the file says another. `doubts`: what in the file speaks against how it was read.
+    `dtype`: in which vLLM runs the model, `auto` if the file has none; `cast_from`: the dtype of the file, where vLLM runs another;
+    `declared`: the dtype of the caches, where the file declares one. `doubts`: contradictions in the file.
     """
 
     name: str
@@ -112,43 +113,21 @@ class Model:
             )
 
 
-def attention_layer(
-    name: str,
-    index: int,
-    *,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: str,
-    window_tokens: int | None = None,
-    head_size_v: int | None = None,
+def in_cache_dtypes(
+    name: str, index: int, own: Attention | Latent, family: str, more: Mapping[str, Kind] = NO_KINDS
 ) -> ModelLayer:
-    """A layer of K and V, full or with a window. `head_size_v`: channels of V, None for as many as K has."""
-    narrow = None if head_size_v == head_size else head_size_v
-    own = Attention(num_kv_heads, head_size, dtype, head_size_v=narrow, window_tokens=window_tokens)
-    kinds = _in_cache_dtypes(own)
-    return ModelLayer(name, index, kinds.get(dtype, own), "full" if window_tokens is None else "window", kinds)
-
-
-def _in_cache_dtypes(own: Attention | Latent) -> dict[str, Kind]:
-    return {
+    """A layer that stores every dtype of `CACHE_DTYPES`, by default that of `own`; `more`: its kinds in other dtypes."""
+    kinds: dict[str, Kind] = {
         dtype: replace(own, dtype=dtype, quantisation=PER_TENSOR if dtype.startswith("fp8") else "")
         for dtype in CACHE_DTYPES
     }
-
-
-def latent_layer(name: str, index: int, *, channels: int, dtype: str, packed: Kind | None = None) -> ModelLayer:
-    """A layer of latents; `packed` is its kind for the dtype `fp8_ds_mla`."""
-    own = Latent(channels, dtype)
-    kinds = _in_cache_dtypes(own)
-    if packed is not None:
-        kinds[PACKED] = packed
-    return ModelLayer(name, index, kinds.get(dtype, own), "latent", kinds)
+    return ModelLayer(name, index, kinds.get(own.dtype, own), family, {**kinds, **more})
 
 
 def as_draft(model: Model, draft: Model) -> Model:
     """`model` with the layers of `draft` behind its own: `draft.<i>.<cache>`, optional, on the last stage.
 
-    A draft's own drafts are left out. What the model's file declares of caches holds for the draft's (vLLM has one cache dtype).
+    A draft's own drafts are left out. The cache dtype that the model's file declares holds for the draft too (vLLM has one).
     """
     added = tuple(
         replace(

@@ -1,17 +1,17 @@
-"""Block tables of an engine: which layers share one, and how many tokens a page of each spans.
+"""Block tables of an engine: the layers that share one, and the tokens that its pages span.
 
-What vLLM 0.32 does (`v1/core/kv_cache_utils.py`, `platforms/interface.py`), as functions of page bytes:
+As vLLM 0.32 forms them (`v1/core/kv_cache_utils.py`, `platforms/interface.py`), as functions of page bytes:
 
 1. `hybrid_page_tokens`: next to states, the attention page is widened until it holds a state; states are padded to it.
-2. All layers alike, or of one base and page length: one group, pages of unequal bytes side by side.
+2. All layers equal, or of one base and page length: one group, pages of unequal bytes side by side.
 3. Unequal pages in a block-outermost order: `_pack`. Layers of one base and page length form a bucket, pages keep their
    sizes, and large buckets are split so that no group needs many more bytes per page than the others.
 4. Else `_unify` to the largest page (more tokens where it divides, padding where not), then `_split` buckets of equal layers
    into groups of about as many layers as the smallest bucket has.
 
-Layers come in order of registration, and so do groups. A latent whose page does not divide the largest is not supported
-by vLLM: next to plain windows these become full; else it is padded here, and `unifies` says so. Uneven parallel sizes
-never start in vLLM; page bytes are then those of the largest rank.
+Layers are in order of registration, and so are groups. vLLM does not support a latent whose page does not divide the largest: next to
+plain windows these become full; else it is padded here, and `unifies` is false. vLLM does not start with uneven parallel sizes; page
+bytes are then those of the largest rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NEARLY_EQUAL = 1.5
 
 @dataclass(frozen=True, slots=True)
 class LayerPage:
-    """One layer's page before grouping, on the largest rank. `tokens_per_page` is 0 for states, and what it holds for a ring.
+    """One layer's page before grouping, on the largest rank. `tokens_per_page` is 0 for states, and the capacity of a ring.
 
     `base`: 'full', 'window', 'ring' or 'state', which never share a table. `rows`: a latent, read in whole rows. `replicated`: a state
-    that every rank has whole. Layers of equal `spec` and page are interchangeable.
+    that is whole on every rank. Layers of equal `spec` and page are interchangeable.
     """
 
     name: str
@@ -111,7 +111,7 @@ def unifies(layers: Sequence[LayerPage]) -> bool:
 
 
 def _sharing(layer: LayerPage) -> tuple[Hashable, ...]:
-    """What layers have in common that one block table can serve."""
+    """Equal for layers that one block table can serve."""
     match layer.base:
         case "window":
             return layer.base, layer.tokens_per_page, layer.window_tokens, layer.rows
@@ -126,7 +126,7 @@ def _shareable(layers: Sequence[LayerPage]) -> bool:
 
 
 def _without_windows(layers: Sequence[LayerPage]) -> tuple[LayerPage, ...] | None:
-    """Plain windows next to latents, kept like full attention; None where that does not give one table."""
+    """The layers with plain windows kept like full attention, next to latents; None where that does not give one table."""
     if not any(layer.base == "window" for layer in layers) or any(
         layer.base == "window" and layer.rows for layer in layers
     ):
@@ -171,30 +171,14 @@ def _split(layers: Sequence[LayerPage]) -> tuple[TableGroup, ...]:
     return tuple(groups)
 
 
-@dataclass(frozen=True, slots=True)
 class _Bucket:
     """Layers that one table could serve, by page bytes. A repeat is one layer of each page size."""
 
-    layers: tuple[LayerPage, ...]
-
-    @property
-    def by_size(self) -> dict[int, list[LayerPage]]:
-        sizes: dict[int, list[LayerPage]] = {}
-        for layer in self.layers:
-            sizes.setdefault(layer.page_bytes, []).append(layer)
-        return sizes
-
-    @property
-    def counts(self) -> Counter[int]:
-        return Counter(layer.page_bytes for layer in self.layers)
-
-    @property
-    def num_repeats(self) -> int:
-        return max(self.counts.values())
-
-    @property
-    def balanced(self) -> bool:
-        return len(set(self.counts.values())) == 1
+    def __init__(self, layers: Sequence[LayerPage]) -> None:
+        self.layers = tuple(layers)
+        self.counts = Counter(layer.page_bytes for layer in layers)
+        self.num_repeats = max(self.counts.values())
+        self.balanced = len(set(self.counts.values())) == 1
 
     def widest_bytes(self, num_groups: int) -> int:
         return sum(-(-count // num_groups) * size for size, count in self.counts.items())
@@ -202,7 +186,8 @@ class _Bucket:
     def split(self, num_groups: int) -> list[TableGroup]:
         if num_groups == 1:
             return [TableGroup(self.layers)]
-        repeats = list(zip(*self.by_size.values(), strict=True))
+        sizes = [[layer for layer in self.layers if layer.page_bytes == size] for size in self.counts]
+        repeats = list(zip(*sizes, strict=True))
         return [
             TableGroup(tuple(layer for repeat in repeats[index::num_groups] for layer in repeat))
             for index in range(num_groups)
@@ -214,7 +199,7 @@ def _pack(layers: Sequence[LayerPage]) -> tuple[TableGroup, ...]:
     parts: dict[Hashable, list[LayerPage]] = {}
     for layer in layers:
         parts.setdefault(_sharing(layer), []).append(layer)
-    buckets = [_Bucket(tuple(part)) for part in parts.values()]
+    buckets = [_Bucket(part) for part in parts.values()]
     floor = max((b.num_repeats for b in buckets if b.balanced and len(b.counts) > 1), default=0)
     repeats = _least_padding([b.num_repeats for b in buckets if b.balanced], floor) if floor else 0
 

@@ -1,10 +1,11 @@
 """Reads the caches of a model from its parsed config.json, by the row of its family.
 
 1. Take the language model's part of the file (`config.language_part`). Its `model_type` names the row; a multimodal model has the type of its text
-   part, or its own where that says none.
-2. Fill in what the row knows of fields that the file calls otherwise or leaves out.
+   part, or its own where that part has none.
+2. Fill in what the row knows of fields that the file names differently or leaves out.
 3. The row's rule gives the words of each layer, each word a cache.
-4. A type without a row is read as plain attention only if nothing in the file can shape the cache otherwise (`unknown`).
+4. A type without a row is read as plain attention, if the file has its heads and the width of one, and no field that may shape the cache
+   otherwise (`SHAPING`).
 5. The dtype of the caches is the model's, unless the file declares another (`declared`).
 
 Raises LayoutError naming the field, its value and the remedy.
@@ -24,14 +25,27 @@ from kvreshard.catalog.families import FAMILIES
 from kvreshard.catalog.family import Family
 from kvreshard.catalog.layer_rules import ON, Windows
 from kvreshard.catalog.layers import Model, ModelLayer
-from kvreshard.catalog.unknown import check_unknown
 from kvreshard.model.text import escaped
 
 WINDOW = "sliding_window"
 QUERY_HEADS = "num_attention_heads"
-# What may differ between layers without shaping a cache.
+# Fields that may differ between layers without shaping a cache.
 HARMLESS_PER_LAYER = (QUERY_HEADS, "intermediate_size", "num_experts", "num_local_experts")
 UNKNOWN_LAYERS = Windows(switch=ON)
+# Words of a field name that may mean a cache other than K and V per head: another model type may mean anything by them.
+SHAPING = re.compile(
+    r"lora_rank|mamba|ssm|conv|linear_|window|layer_types|pattern|hybrid|index_|compress|kv_shared|cross|attn_layer|"
+    r"state|chunk|global|block_type|recurr|rwkv|v_head|value_head|latent|multi_query|new_decoder|text_config|encoder|"
+    r"nextn|mtp|rope_head|nope_head|_interval|kv_channel|v_channels|param_sink|num_kv_heads|attn_type|attention_type|layer_group|time_mix|"
+    r"retention|sparse_att|no_rope_layer|per_layer|cycles|loop_|block_configs|attention_groups|share_q|"
+    r"attention_head_dim|attn_head_dim|qk_head_dim|key_head_dim|head_size|kv_(heads|groups|dim|size|layers)|d_kv|n_kv|head_kv|query_group|"
+    r"(^|_)(cla|mla|mqa|gqa|swa|nsa|kda|dsa|yoco|gla)(_|$)|share_kv|kv_shar|shared_kv|reuse_|indexer|mixer|local_(att|layer)|rnn|delta_"
+)
+HARMLESS = re.compile(r"^rope_|^quantization|initializer|^output_|^mlp_|moe|_coef$")
+WINDOW_FIELDS = ("sliding_window", "max_window_layers")
+CROSS_LAYER_FIELDS = ("cla_share_factor",)
+# Other names of the width, harmless with the same value.
+WIDTH_FIELDS = ("attention_head_dim", "attn_head_dim", "qk_head_dim", "v_head_dim", "head_size")
 _ROLE = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)\Z")
 
 
@@ -53,7 +67,7 @@ def read_config(config: Config) -> Model:
 
 def _read(config: Config) -> Model:
     if config.family.layers is None:
-        check_unknown(config)
+        _check_unknown(config)
     config = _filled(config)
     family, num_layers = config.family, config.count("num_hidden_layers")
     words = (family.layers or UNKNOWN_LAYERS)(config, num_layers)
@@ -68,23 +82,25 @@ def _read(config: Config) -> Model:
         for one in _caches(config, name, index, predicted):
             layers.append(replace(one, optional=True, predicts=True, min_drafts=min_drafts))
     has_heads = any(not layer.kind.is_state for layer in layers)
+    layers = list(family.arrange(config, layers))
+    heads = config.count(QUERY_HEADS) if has_heads else None
     return Model(
         config.model,
         config.model_type,
         num_layers,
-        tuple(family.arrange(config, layers)),
+        tuple(layers),
         config.dtype(),
-        default_page=family.page_tokens,
-        default_order=family.order,
-        num_query_heads=config.count(QUERY_HEADS) if has_heads else None,
+        family.page_tokens,
+        family.order,
+        heads,
     )
 
 
 def _filled(config: Config) -> Config:
     """The fields under their usual names, with those that the row knows without the file."""
     family = config.family
-    unsaid = {name: value for name, value in family.unsaid.items() if not config.has(name)}
-    config = config.with_fields(**{**family.left_out, **config.fields, **unsaid}).renamed(family.names)
+    if_null = {name: value for name, value in family.if_null.items() if not config.has(name)}
+    config = config.with_fields(**{**family.if_absent, **config.fields, **if_null}).renamed(family.names)
     config = family.prepare(config)
     computed = {name: None if source is None else config.number(source) for name, source in family.sets.items()}
     for name, allowed in family.expects.items():
@@ -99,10 +115,10 @@ def _caches(config: Config, name: str, index: int, words: str) -> Iterator[Model
 
 
 def _doubts(config: Config) -> Iterator[str]:
-    """Architectures of another type than the one that was read. Types with the same rules of their own have equal caches."""
+    """Architectures of another type than `model_type`, unless both types have the same rules."""
     around = config.fields if config.outer is None else config.outer
     listed = around.get("architectures")
-    own = {_bare(str(said)) for fields in (config.fields, around) if (said := fields.get("model_type"))}
+    own = {_bare(str(kind)) for fields in (config.fields, around) if (kind := fields.get("model_type"))}
     for name in listed if isinstance(listed, list) else ():
         base = _bare(_ROLE.sub("", name)) if isinstance(name, str) else ""
         other = next(
@@ -116,17 +132,17 @@ def _doubts(config: Config) -> Iterator[str]:
 
 
 def _are_kin(family: Family, other: Family) -> bool:
-    """Whether the rules are the same: of rows that were written as one. Rules of plain attention alone do not count, many unlike families have no others."""
+    """Whether both rows have the same rules, more than those of plain attention, which many unlike families have."""
     return family == other and family != Family(layers=family.layers)
 
 
 def _bare(name: str) -> str:
-    """A type or an architecture without what tells their spellings apart."""
+    """A type or an architecture without the differences of their spellings."""
     return name.lower().replace("_", "").replace("-", "").removesuffix("text")
 
 
 def _check_per_layer(config: Config) -> None:
-    """Refuse layers that differ from the others in what shapes a cache."""
+    """Refuse layers that differ from the others in a field that shapes a cache."""
     for layer, fields in config.part(PER_LAYER).fields.items():
         for name in fields if isinstance(fields, Mapping) else ():
             if name not in HARMLESS_PER_LAYER or (name == QUERY_HEADS and not config.has("num_key_value_heads")):
@@ -135,3 +151,37 @@ def _check_per_layer(config: Config) -> None:
                     "differs from the other layers'",
                     f"caches that differ so are not described for model type '{config.model_type}'",
                 )
+
+
+def _check_unknown(config: Config) -> None:
+    """Raises LayoutError unless the file names its heads and nothing in it can shape the cache otherwise."""
+    has_width = config.has("head_dim") or config.family.head_size is not None
+    understood = _understood(config, config.head_size() if has_width else None)
+    for name, value in config.fields.items():
+        if value in (None, False, 0, []) or name in understood or HARMLESS.search(name) or not SHAPING.search(name):
+            continue
+        raise config.error(
+            name,
+            f"is set, and model type '{config.model_type}' is not known",
+            "the field may shape the cache, so this is not read as plain attention; use a model of a known type",
+        )
+    # Families have different defaults for these.
+    for name, is_known in (("num_key_value_heads", config.has("num_key_value_heads")), ("head_dim", has_width)):
+        if not is_known:
+            raise config.error(
+                name,
+                f"is missing, and model type '{config.model_type}' is not known",
+                "it shapes the cache; add it to a copy of the file, as the model was made",
+            )
+
+
+def _understood(config: Config, width: int | None) -> set[str]:
+    """Fields that may be set, though in another model they would shape the cache."""
+    found = {"num_key_value_heads", "layer_types"}
+    if config.has("layer_types"):
+        found |= {"sliding_window"}
+    if not config.flag("use_sliding_window", True):
+        found |= set(WINDOW_FIELDS)
+    if not config.flag("use_cla", True):
+        found |= set(CROSS_LAYER_FIELDS)
+    return found | {name for name in WIDTH_FIELDS if config.fields.get(name) == width}

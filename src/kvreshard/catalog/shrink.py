@@ -1,13 +1,13 @@
-"""A model of many layers made one of few that a test can hold in memory.
+"""Shrinks a model to few layers that fit into memory for a test.
 
-Whole decoder layers are left out; heads, widths, dtypes and bytes per page of those that stay are the model's own.
+Whole decoder layers are left out; the others keep their heads, widths, dtypes and bytes per page.
 
-1. The first decoder layer of every sort stays (a sort: the caches of a layer, by kind), then the earliest others.
-2. Drafts and prediction layers stay. Names stay too, so `layers.5.attn` of the small model is that of the large one.
-3. Decoder layers are counted anew for pipeline stages, layers without caches are not counted.
+1. The first decoder layer of every sort stays (a sort: the kinds of a layer's caches), then the earliest others.
+2. Drafts and prediction layers stay. Names stay, so `layers.5.attn` is the same layer in both models.
+3. Pipeline stages count the decoder layers that are left and have caches.
 
-What changes with the number of layers: how many groups a hybrid has and how many layers are in each (the smallest
-bucket decides), and with that the bytes of a block; tokens and bytes of a layer's page do not.
+With fewer layers a hybrid may have other groups (the smallest bucket decides), and so other bytes per block. Tokens and bytes of a
+layer's page stay the same.
 """
 
 from __future__ import annotations
@@ -28,23 +28,19 @@ def shrink(model: Model, max_layers: int) -> Model:
     for layer in model.layers:
         if not layer.optional:
             by_index.setdefault(layer.index, []).append(layer)
-    if len(by_index) <= max_layers:
-        max_layers = len(by_index)
     first_of_sort: dict[tuple[tuple[str, Kind], ...], int] = {}
     for index, caches in sorted(by_index.items()):
         first_of_sort.setdefault(tuple((cache.family, cache.kind) for cache in caches), index)
-    kept = set(first_of_sort.values())
-    for index in sorted(by_index):
-        if len(kept) < max_layers:
-            kept.add(index)
-    place = {index: number for number, index in enumerate(sorted(kept))}
+    first = list(first_of_sort.values())
+    others = sorted(by_index.keys() - set(first))[: max(0, max_layers - len(first))]
+    number_of = {index: number for number, index in enumerate(sorted([*first, *others]))}
     layers = tuple(
-        replace(layer, index=len(kept) if layer.optional else place[layer.index])
+        replace(layer, index=len(number_of) if layer.optional else number_of[layer.index])
         for layer in model.layers
-        if layer.optional or layer.index in kept
+        if layer.optional or layer.index in number_of
     )
-    note = f"shrunk to {len(kept)} of {model.num_layers} decoder layers"
-    return replace(model, num_layers=len(kept), layers=layers, notes=(*model.notes, note))
+    note = f"shrunk to {len(number_of)} of {model.num_layers} decoder layers"
+    return replace(model, num_layers=len(number_of), layers=layers, notes=(*model.notes, note))
 
 
 def fit_stages(spec: EngineSpec, num_layers: int) -> EngineSpec:

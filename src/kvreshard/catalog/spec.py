@@ -1,25 +1,26 @@
-"""An engine as a person writes it, and what is wrong with what was written.
+"""The options of an engine, and the text in which a user writes them.
 
-`tp=4,pp=2,dcp=2,page=16,order=HND`: keys and values, in any order; what is left out is vLLM 0.32's default.
+`tp=4,pp=2,dcp=2,page=16,order=HND`: keys and values, in any order; defaults are vLLM 0.32's.
 
 | key | value |
 |---|---|
 | `tp` | tensor-parallel ranks |
 | `pp` | pipeline stages, or the decoder layers of each: `pp=20+21+20` |
 | `dcp`, `interleave` | ranks that share the sequence, and how many tokens each takes in turn |
-| `pcp` | ranks that a prompt is computed on; they hold the same, or share the sequence where `dcp` says so too |
+| `pcp` | ranks of prefill context parallelism; they hold the same, or with `dcp` share the sequence |
 | `page` | tokens per manager block on one rank, before page sizes of a hybrid are unified |
-| `page.<group>` | the same for one group, or one family of groups (`page.window`), after they are |
+| `page.<group>` | the same for one group, or one family of groups (`page.window`), after unification |
 | `order` | `NHD`, `HND`, or an order of dimensions, block-outermost ones too |
 | `conv` | convolution states `dim-first` or `dim-last` |
-| `dtype` | of the cache; `auto` is what the model's file declares (`declared`), else the model's |
-| `spec` | speculative tokens; above 0, a model's own prediction layers cache too |
-| `draft` | `on` or `off`: whether a separate draft model's layers are there; left out: if the model has one |
+| `dtype` | of the cache; `auto` is the one that the model's file declares (`declared`), else the model's |
+| `spec` | speculative tokens; above 0, a model's own prediction layers have caches too |
+| `draft` | `on` or `off`: whether the layers of a separate draft model exist; by default if the model has one |
 | `interior`, `kernel` | the inside of an attention page; tokens of a kernel block |
 | `pages` | pages of the pool |
 
-Refused: a text that says nothing, an empty part, a part that changes nothing of this engine (`interleave` without `dcp`; more in `engine`), a key or a value with a typo (the nearest one is named), a key given twice, sizes that are not
-positive whole numbers in ASCII digits, more ranks than any engine has.
+Refused: an empty text or part, an option that changes nothing (`interleave` without `dcp`; more in `engine`), an unknown key or value (the
+error names the nearest), a key given twice, sizes that are not whole numbers in ASCII digits within their bounds, more ranks than
+`MAX_RANKS`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ CONVOLUTIONS: Mapping[str, bool] = {"dim-first": True, "dim-last": False}
 SIZES = ("tp", "pp", "dcp", "interleave", "pcp", "page", "kernel", "pages")
 MAX_SIZE = 1 << 32
 MAX_DIGITS = 20
-# Of a word that a person typed, in a message.
+# Characters of a user's word in an error.
 MAX_SHOWN = 60
-# A description names every rank of an engine; four times the largest that is known.
+# A description lists every rank; this is four times the largest known engine.
 MAX_RANKS = 1024
 MAX_DRAFTS = 1024
 SWITCH: Mapping[str, bool] = {"on": True, "off": False}
@@ -58,7 +59,7 @@ DTYPES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as a person writes it. `stages`: decoder layers per pipeline stage, empty for vLLM's own division."""
+    """The options of an engine. `stages`: decoder layers per pipeline stage, empty for vLLM's own division. Raises LayoutError."""
 
     tp: int = 1
     pp: int = 1
@@ -78,13 +79,14 @@ class EngineSpec:
     pages: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in SIZES}
+        sizes = {name: getattr(self, name) for name in (*SIZES, "spec")}
         sizes |= {f"page.{group}": tokens for group, tokens in self.page_of}
         sizes |= {f"pp (stage {number})": size for number, size in enumerate(self.stages)}
         for key, value in sizes.items():
-            if value is not None and not 0 < value <= MAX_SIZE:
-                bound = "positive" if value <= 0 else f"at most {MAX_SIZE}"
-                raise LayoutError(f"engine option '{key}': {value}; a size must be {bound}")
+            least, most = (0, MAX_DRAFTS) if key == "spec" else (1, MAX_SIZE)
+            if value is not None and not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most}"
+                raise LayoutError(f"engine option '{key}': {value}; must be {bound}")
         if (num_ranks := self.tp * self.pp * self.pcp) > MAX_RANKS:
             more = f" x pcp={self.pcp}" if self.pcp > 1 else ""
             raise LayoutError(
@@ -92,9 +94,6 @@ class EngineSpec:
             )
         if self.pages == 1:
             raise LayoutError("engine option 'pages': 1; page 0 stands for no page, so a pool has at least 2")
-        if not 0 <= self.spec <= MAX_DRAFTS:
-            bound = "must be 0 or more" if self.spec < 0 else f"at most {MAX_DRAFTS}"
-            raise LayoutError(f"engine option 'spec': {self.spec} speculative tokens; {bound}")
         if self.stages and len(self.stages) != self.pp:
             raise LayoutError(
                 f"engine option 'pp': {counted(self.pp, 'stage')}, but the layers of {len(self.stages)} are given"
@@ -109,7 +108,7 @@ class EngineSpec:
                 raise unknown(f"engine option '{key}': value", value, known)
 
     def _check_sequence(self) -> None:
-        """What vLLM 0.32 asks of DCP (`config/parallel.py:588`)."""
+        """The conditions of vLLM 0.32 for DCP (`config/parallel.py:588`)."""
         if self.interleave > 1 and self.dcp == 1:
             raise LayoutError(
                 f"engine option 'interleave': {self.interleave}, but without dcp no ranks share the sequence; leave it out, or give dcp"
@@ -138,28 +137,28 @@ class EngineSpec:
 
 
 def parse_engine(text: str) -> EngineSpec:
-    """The engine that `text` writes. Raises LayoutError naming key, value, what is allowed and the nearest match."""
+    """The engine of a text. Raises LayoutError naming key, value, the allowed values and the nearest match."""
     expect(text, str, "an engine", "as in 'tp=4,page=16'")
     given: dict[str, Any] = {}
     page_of: dict[str, int] = {}
-    seen: set[str] = set()
+    keys: set[str] = set()
     words = [part.strip() for part in text.split(",")]
     if not all(words):
         what = (
-            "has a comma with nothing beside it; leave the comma out, and see"
+            "has a comma with nothing beside it; leave the comma out"
             if any(words)
-            else "says nothing; write tp=1 for one rank, and see"
+            else "is empty; write tp=1 for one rank"
         )
-        raise LayoutError(f"engine '{escaped(text, MAX_SHOWN)}': {what} whether a variable of the shell is unset")
+        raise LayoutError(f"engine '{escaped(text, MAX_SHOWN)}': {what}, and check whether a shell variable is unset")
     for word in words:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or not value:
             raise LayoutError(
                 f"engine option '{escaped(word, MAX_SHOWN)}': needs a value, as in tp=4; known keys: {', '.join(engine_keys())}"
             )
-        if key in seen:
+        if key in keys:
             raise LayoutError(f"engine option '{escaped(key, MAX_SHOWN)}': is given twice; give it once")
-        seen.add(key)
+        keys.add(key)
         if key.startswith("page.") and len(key) > len("page."):
             page_of[key.removeprefix("page.")] = _count(key, value)
         elif key == "pp" and "+" in value:
@@ -178,19 +177,16 @@ def parse_engine(text: str) -> EngineSpec:
 
 
 def engine_keys() -> list[str]:
-    """Every key that an engine may be written with."""
+    """Every key of an engine text."""
     return [*_READERS, "page.<group>"]
 
 
-def _count(key: str, value: str, at_least: int = 1) -> int:
+def _count(key: str, value: str) -> int:
     if not re.fullmatch(r"-?[0-9]+", value):  # int() takes 1_0, +2 and digits of other scripts too
         raise LayoutError(f"engine option '{key}': '{escaped(value, MAX_SHOWN)}' is not a whole number")
     if len(value) > MAX_DIGITS:
-        raise LayoutError(f"engine option '{key}': a number of {len(value)} digits; a size must be at most {MAX_SIZE}")
-    number = int(value)
-    if number < at_least:
-        raise LayoutError(f"engine option '{key}': {number}; must be at least {at_least}")
-    return number
+        raise LayoutError(f"engine option '{key}': a number of {len(value)} digits; must be at most {MAX_SIZE}")
+    return int(value)
 
 
 def _one_of(known: Mapping[str, Any]) -> Callable[[str, str], Any]:
@@ -204,7 +200,7 @@ def _one_of(known: Mapping[str, Any]) -> Callable[[str, str], Any]:
 
 
 def unknown(what: str, value: str, known: Iterable[str], more: str = "") -> LayoutError:
-    """The error for a name that is none of `known`; says which of them is nearest."""
+    """The error for a name that is none of `known`, with the nearest of them."""
     names = list(known)
     near = difflib.get_close_matches(value.casefold(), [name.casefold() for name in names], 1, 0.5)
     hint = next((f"; did you mean '{name}'?" for name in names if near and name.casefold() == near[0]), "")
@@ -212,11 +208,10 @@ def unknown(what: str, value: str, known: Iterable[str], more: str = "") -> Layo
 
 
 _READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
-    **{name: (name, _count) for name in SIZES},
+    **{name: (name, _count) for name in (*SIZES, "spec")},
     "order": ("order", _one_of({name: name for name in (*ALIASES, *ORDERS)})),
     "conv": ("conv_dim_first", _one_of(CONVOLUTIONS)),
     "dtype": ("dtype", _one_of(DTYPES)),
-    "spec": ("spec", lambda key, value: _count(key, value, 0)),
     "draft": ("draft", _one_of(SWITCH)),
     "interior": ("interior", _one_of({name: name for name in INTERIORS})),
 }

@@ -1,4 +1,4 @@
-"""From layers, groups and an order of dimensions to the layout of a whole engine.
+"""Assembles the layout of a whole engine from its layers, groups and order of dimensions.
 
 Every rank keeps one buffer. Each group starts at byte 0 of it, so groups overlay; within a group, tensors of equal shape
 form a block of logical shape (L layers, B pages, H slots, N states, C cell bytes) whose memory order is the engine's:
@@ -11,9 +11,9 @@ form a block of logical shape (L layers, B pages, H slots, N states, C cell byte
 | `BLNHC`, `BLHNC` | block-outermost | contiguous; the layers of a page side by side |
 | `BHLNC` | block-outermost | one piece per head |
 
-1. Per rank, take the layers of its pipeline stage, and the page shape of each from its kind.
+1. A rank has the layers of its pipeline stage; the kind of each gives the shape of its page.
 2. Groups that overlay in a layer-outermost order get equal page strides: smaller pages are padded.
-3. Strides follow from the order; kinds turn them into fields; slabs say which bytes belong to a page.
+3. The order gives the strides, the kinds make fields of them, and slabs list the bytes that belong to a page.
 
 The orders and the overlaying are vLLM 0.32's (`v1/kv_cache_layout.py`, `KVCacheTensor`). Refused: an order that cannot hold
 padded or unequal pages, a layer in no group or in two, tensors that end outside their region.
@@ -25,8 +25,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvreshard.kinds.page import Kind, PageView, Piece, Style, TensorShape
+from kvreshard.kinds.page import Kind, PageView, Style, TensorShape
 from kvreshard.kinds.place import Place
+from kvreshard.kinds.ring import Ring
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard, Slab
 from kvreshard.model.changed import replace
 
@@ -40,7 +41,7 @@ REGION = "kv"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's cache: its kind, the pipeline stage that holds it, and whether a peer may lack it."""
+    """One layer's cache: its kind, the pipeline stage that holds it, and whether a peer may lack the cache."""
 
     name: str
     kind: Kind
@@ -96,10 +97,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of one layer in one group, with where it starts and its strides. All in bytes."""
+    """One tensor of one layer in one group: the bytes of its page with padding, where it starts, and its strides in bytes."""
 
     layer: str
     shape: TensorShape
+    padded: int
     offset: int
     page_stride: int
     slot_step: int
@@ -184,11 +186,12 @@ def _group(
     kinds = [by_name[name].kind for name in group.layers]
     if len({kind.is_state for kind in kinds}) > 1:
         raise LayoutError(f"group '{group.name}': mixes states and tokens; give each a group of its own")
-    capacity = getattr(kinds[0], "capacity", None)
-    if capacity is not None:
-        tokens: int | None = capacity(style) * getattr(kinds[0], "tokens_per_state", 1)
-    else:
-        tokens = None if kinds[0].is_state else group.tokens_per_page * grid.dcp_size
+    first = kinds[0]
+    tokens: int | None = None
+    if isinstance(first, Ring):
+        tokens = first.capacity(style) * first.tokens_per_state
+    elif not first.is_state:
+        tokens = group.tokens_per_page * grid.dcp_size
     windows = {kind.window_tokens for kind in kinds}
     window = None if None in windows else max(w for w in windows if w is not None)
     return Group(group.name, POOL, num_pages, tokens, null_page, window)
@@ -224,18 +227,17 @@ def _rank(
     placed = {group.name: _place_tensors(shapes[group.name], order, num_pages, block_bytes) for group in groups}
     _check_overlay(order, placed)
     for group in groups:
-        tensors = placed[group.name]
         by_layer: dict[str, dict[str, _Tensor]] = {}
-        for tensor in tensors:
+        for tensor in placed[group.name]:
             by_layer.setdefault(tensor.layer, {})[tensor.shape.name] = tensor
+            slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes)))
         for name, own in by_layer.items():
             views = {key: _view(tensor, style) for key, tensor in own.items()}
             for piece in by_name[name].kind.pieces(name, place, style, views):
-                shards.append(_shard(piece, own[piece.tensor], group.name))
+                tensor = own[piece.tensor]
+                geometry = Geometry(group.name, tensor.page_stride, piece.axes)
+                shards.append(Shard(piece.field.name, REGION, tensor.offset + piece.offset_bytes, geometry))
                 fields.setdefault(piece.field.name, replace(piece.field, optional=by_name[name].optional))
-        padded = {(name, shape.name): stride for name, shape, stride in shapes[group.name]}
-        for tensor in tensors:
-            slabs.update(dict.fromkeys(_slabs(tensor, order, block_bytes, padded[tensor.layer, tensor.shape.name])))
     size = block_bytes * num_pages
     regions = (Region(REGION, address, size),) if size else ()
     return Rank.of(number, grid.labels(number), regions, tuple(slabs), tuple(shards))
@@ -260,7 +262,8 @@ def _place_tensors(
             shape, padded, len(names), order, num_pages, block_bytes
         )
         for index, name in enumerate(names):
-            tensors.append(_Tensor(name, shape, offset + index * layer_step, page_stride, slot_step, state_step))
+            start = offset + index * layer_step
+            tensors.append(_Tensor(name, shape, padded, start, page_stride, slot_step, state_step))
         offset += padded * len(names) * (num_pages if order[0] == "L" else 1)
     return tensors
 
@@ -316,13 +319,7 @@ def _view(tensor: _Tensor, style: Style) -> PageView:
     return PageView(shape, slot_step, tensor.state_step, kernel, kernel_bytes)
 
 
-def _shard(piece: Piece, tensor: _Tensor, group: str) -> Shard:
-    return Shard(
-        piece.field.name, REGION, tensor.offset + piece.offset_bytes, Geometry(group, tensor.page_stride, piece.axes)
-    )
-
-
-def _slabs(tensor: _Tensor, order: str, block_bytes: int, padded: int) -> list[Slab]:
+def _slabs(tensor: _Tensor, order: str, block_bytes: int) -> list[Slab]:
     if order[0] == "B":
         return [Slab(POOL, REGION, 0, block_bytes, block_bytes)]
     if _order_of(tensor.shape, order) == "LHBNC":
@@ -331,4 +328,4 @@ def _slabs(tensor: _Tensor, order: str, block_bytes: int, padded: int) -> list[S
             Slab(POOL, REGION, tensor.offset + slot * tensor.slot_step, tensor.page_stride, size)
             for slot in range(tensor.shape.slots)
         ]
-    return [Slab(POOL, REGION, tensor.offset, tensor.page_stride, padded)]
+    return [Slab(POOL, REGION, tensor.offset, tensor.page_stride, tensor.padded)]

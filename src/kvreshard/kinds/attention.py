@@ -1,8 +1,8 @@
-"""Full attention and sliding windows: which K and V of which heads lie where in a page?
+"""Attention over heads, full or with a sliding window: K and V of every token.
 
-Two fields per layer, `<layer>.k` and `<layer>.v`, axes (token, head, channel); one where V has no channels, of caches that keep
-something else per token and head. Grouped-query attention with more ranks than KV heads gives the same head to several ranks. What
-differs between engines is the inside of a page, `interior`:
+Two fields per layer, `<layer>.k` and `<layer>.v`, axes (token, head, channel); only the first where V has no
+channels (caches of something else per token and head). With more ranks than KV heads, several ranks hold the same head. Engines differ in
+the inside of a page, `interior`:
 
 | interior | slots x cell | where a value lies |
 |---|---|---|
@@ -13,14 +13,15 @@ differs between engines is the inside of a page, `interior`:
 | `planes-kt` | heads x (K then V) | per page and head K channel after channel, then V token after token |
 | `tiles` | heads x (K then V) | per page and head K in tiles of 16 tokens, channels in pairs; V in tiles of 16 channels, tokens in pairs |
 
-`planes-kt` and `tiles` are what vLLM 0.32's CPU attention stores for its `vec` and `amx` instruction sets, found by writing
-labelled values through its operator. Refused: `slots` with K and V of different width, `tiles` that do not fill up.
+vLLM 0.32's CPU attention stores `planes-kt` with its `vec` instructions and `tiles` with `amx`; labelled values written through its
+operator show it. Refused: `slots` with K and V of different width, `tiles` that are not full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvreshard.kinds.page import PageView, Piece, Style, TensorShape, dtype_bytes, encoding, states_per_page
 from kvreshard.kinds.place import Place, size, whole
@@ -34,6 +35,7 @@ TILE = 16
 class Attention:
     """`num_kv_heads` heads of the whole model, `head_size` channels of K, `head_size_v` of V (None: as many; 0: there is no V)."""
 
+    is_state: ClassVar[bool] = False
     num_kv_heads: int
     head_size: int
     dtype: str
@@ -48,10 +50,6 @@ class Attention:
         if self.head_size_v is not None and self.head_size_v < 0:
             raise LayoutError(f"attention with {self.head_size_v} channels of V: must not be negative")
         dtype_bytes(self.dtype)
-
-    @property
-    def is_state(self) -> bool:
-        return False
 
     @property
     def value_size(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvreshard.kinds.page import PageView, Piece, Style, TensorShape, dtype_bytes, encoding, states_per_page
 from kvreshard.kinds.place import Place, whole
@@ -20,6 +21,7 @@ from kvreshard.model import Axis, AxisMap, Digit, Field, LayoutError
 class Latent:
     """`channels` values of `dtype` per state, or `row_bytes` packed bytes of encoding `quantisation`."""
 
+    is_state: ClassVar[bool] = False
     channels: int
     dtype: str
     quantisation: str = ""
@@ -39,10 +41,6 @@ class Latent:
             )
         if self.row_bytes is not None and not self.quantisation:
             raise LayoutError("latent cache with packed rows needs the name of its quantisation")
-
-    @property
-    def is_state(self) -> bool:
-        return False
 
     @property
     def cell_bytes(self) -> int:

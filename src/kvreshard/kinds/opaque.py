@@ -1,13 +1,15 @@
-"""A page whose inside is not known: equal whole pages may be copied, everything else must be refused.
+"""Pages whose inside is not known. Equal whole pages are copied; anything else is refused.
 
-| kind | one field per layer, `<layer>.page` | what a request moves |
+One field per layer, `<layer>.page`:
+
+| `tokens_per_page` | axes | what a request moves |
 |---|---|---|
-| `Opaque` | axes (token, part, byte) | whole pages of `tokens_per_page` tokens; a partial last page is moved whole |
-| `OpaqueState` | axes (part, byte) | the one page that holds a state |
+| a number | (token, part, byte) | whole pages; a partial last page is moved whole |
+| None | (part, byte) | the one page per request: a state, a ring |
 
-Each tensor-parallel rank is one `part`, so that other parallel sizes, page sizes or page bytes differ in an extent or in
-tokens per index, and the match refuses them with both values. Bytes count in the order in which they lie in memory; a page
-that an engine keeps in several pieces is given as that many slots.
+Each tensor-parallel rank is one `part`. So engines of other parallel sizes, page sizes or page bytes differ in an extent or in
+tokens per index, and the match refuses them with both values. Bytes count in memory order; a page that an engine keeps in several
+pieces has that many slots.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ class Opaque:
     """`page_bytes` bytes per page of `tokens_per_page` tokens on each rank; `tag` names backend and quantisation."""
 
     page_bytes: int
-    tokens_per_page: int
+    tokens_per_page: int | None
     tag: str
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.page_bytes <= 0 or self.tokens_per_page <= 0 or not self.tag:
+        if self.page_bytes <= 0 or (self.tokens_per_page is not None and self.tokens_per_page <= 0) or not self.tag:
             raise LayoutError(
                 f"opaque page of {self.page_bytes} bytes, {self.tokens_per_page} tokens, tag '{self.tag}': needs positive "
                 "sizes and the name of what wrote it"
@@ -40,64 +42,26 @@ class Opaque:
 
     @property
     def is_state(self) -> bool:
-        return False
+        return self.tokens_per_page is None
 
     def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
-        if tokens_per_page != self.tokens_per_page:
+        if self.tokens_per_page not in (None, tokens_per_page):
             raise LayoutError(
                 f"opaque page '{self.tag}' spans {self.tokens_per_page} tokens, the engine's pages {tokens_per_page}"
             )
         return (TensorShape(TENSOR, 1, 1, self.page_bytes),)
 
     def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
-        axis = Axis("token", None, self.tokens_per_page, keep_partial=True)
-        token = AxisMap("token", Interval(0, None), (Digit(None, 1, 0),))
-        return (_page(layer, place, views[TENSOR], self.tag, ((axis, token),)),)
-
-
-@dataclass(frozen=True, slots=True)
-class OpaqueState:
-    """A state, ring or other page per request of `page_bytes` bytes on each rank; `tag` names what wrote it."""
-
-    page_bytes: int
-    tag: str
-
-    def __post_init__(self) -> None:
-        if self.page_bytes <= 0 or not self.tag:
-            raise LayoutError(
-                f"opaque state of {self.page_bytes} bytes, tag '{self.tag}': needs a positive size and the name of what "
-                "wrote it"
-            )
-
-    @property
-    def is_state(self) -> bool:
-        return True
-
-    @property
-    def window_tokens(self) -> int | None:
-        return None
-
-    def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
-        return (TensorShape(TENSOR, 1, 1, self.page_bytes),)
-
-    def pieces(self, layer: str, place: Place, style: Style, views: Mapping[str, PageView]) -> tuple[Piece, ...]:
-        return (_page(layer, place, views[TENSOR], self.tag, ()),)
-
-
-def _page(layer: str, place: Place, view: PageView, tag: str, sequence: tuple[tuple[Axis, AxisMap], ...]) -> Piece:
-    """The page's bytes, in `slots` pieces, behind the sequence axis if there is one."""
-    page_bytes = view.shape.page_bytes
-    piece_bytes = page_bytes // view.shape.slots
-    axes = (
-        *sequence,
-        (
-            Axis("part", place.tp_size),
+        view = views[TENSOR]
+        page_bytes, num_slots = view.shape.page_bytes, view.shape.slots
+        axes = [Axis("part", place.tp_size), Axis("byte", page_bytes)]
+        maps = [
             AxisMap("part", Interval(place.tp_rank, place.tp_rank + 1), (Digit(1, 0, 0),)),
-        ),
-        (
-            Axis("byte", page_bytes),
-            AxisMap("byte", whole(page_bytes), (Digit(piece_bytes, 0, 1), Digit(view.shape.slots, 0, view.slot_step))),
-        ),
-    )
-    field = Field(f"{layer}.{TENSOR}", tuple(axis for axis, _ in axes), 1, f"opaque/{tag}")
-    return Piece(TENSOR, field, tuple(mapped for _, mapped in axes), 0)
+            AxisMap(
+                "byte", whole(page_bytes), (Digit(page_bytes // num_slots, 0, 1), Digit(num_slots, 0, view.slot_step))
+            ),
+        ]
+        if self.tokens_per_page is not None:
+            axes.insert(0, Axis("token", None, self.tokens_per_page, keep_partial=True))
+            maps.insert(0, AxisMap("token", Interval(0, None), (Digit(None, 1, 0),)))
+        return (Piece(TENSOR, Field(f"{layer}.{TENSOR}", tuple(axes), 1, f"opaque/{self.tag}"), tuple(maps), 0),)

@@ -1,4 +1,4 @@
-"""Which option of vLLM 0.32 sets how a field of these kinds is stored (`config/cache.py`)?
+"""The option of vLLM 0.32 that sets how a field is stored (`config/cache.py`).
 
 | field | option |
 |---|---|

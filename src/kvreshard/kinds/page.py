@@ -1,8 +1,8 @@
-"""How does a kind say what its page looks like, without knowing where pages lie?
+"""What every cache kind implements, and the shapes in which it describes a page without knowing where pages lie.
 
-An engine stores a layer as one or more tensors of logical shape (pages, slots, states, cell): `TensorShape`. It picks an
-order of these dimensions and hands back a `PageView`, the byte steps that the order gives. From the views a kind makes
-its `Piece`s: fields with what the rank holds of them and where they lie in a page.
+An engine stores a layer as one or more tensors of logical shape (pages, slots, states, cell): `TensorShape`. Its
+order of these dimensions gives a `PageView`, the byte steps inside a page. From the views a kind makes its `Piece`s: fields, with
+what the rank holds of them and where that lies in the page.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Piece:
 
 
 class Kind(Protocol):
-    """What every cache kind answers. A kind is frozen data: two layers of equal kind have equal pages."""
+    """A cache kind. It is frozen data: two layers of equal kind have equal pages."""
 
     def __hash__(self) -> int: ...
 
@@ -103,7 +103,7 @@ class Kind(Protocol):
 
 
 def states_per_page(tokens_per_page: int, tokens_per_state: int, what: str) -> int:
-    """How many states a page of so many tokens holds. Raises LayoutError if it is not a whole number."""
+    """States in a page of `tokens_per_page` tokens. Raises LayoutError if that is not a whole number; `what` names the cache."""
     if tokens_per_page <= 0 or tokens_per_page % tokens_per_state:
         raise LayoutError(
             f"{what}: a page of {tokens_per_page} tokens is not a positive multiple of {tokens_per_state} tokens per state; "
@@ -113,7 +113,7 @@ def states_per_page(tokens_per_page: int, tokens_per_state: int, what: str) -> i
 
 
 def encoding(dtype: str, quantisation: str = "") -> str:
-    """The tag of what bytes mean: dtype, and quantisation with its scales where there is one."""
+    """The tag of what bytes mean: the dtype, with the quantisation and its scales if there is one."""
     return f"{dtype}/{quantisation}" if quantisation else dtype
 
 

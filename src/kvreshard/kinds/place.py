@@ -1,6 +1,6 @@
-"""Where in its engine's grid is the rank that is described, and what does that rank hold of an axis?
+"""The place of a rank in its engine, and what a rank at that place holds of an axis.
 
-A place is given, never looked up: a peer's layout is described by the same call as our own.
+A place is an argument, never looked up, so a peer's layout is described by the same call as our own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Place:
         return self.tp_rank % self.dcp_size
 
     def tokens(self, tokens_per_state: int = 1) -> Ownership:
-        """The tokens of the sequence that this rank holds, counted in states."""
+        """Tokens of the sequence on this rank, counted in states. Raises LayoutError where the interleave cuts a state."""
         if self.dcp_size == 1:
             return Interval(0, None)
         if self.interleave % tokens_per_state:
@@ -50,7 +50,7 @@ class Place:
         return Cyclic(self.dcp_rank * run, run, self.dcp_size * run)
 
     def heads(self, num_heads: int) -> Interval:
-        """KV heads on this rank: ranks that share the sequence hold the same ones."""
+        """KV heads on this rank; ranks that share the sequence hold the same heads."""
         return split_evenly(num_heads, self.tp_size // self.dcp_size, self.tp_rank // self.dcp_size)
 
     def part(self, extent: int) -> Interval:
@@ -64,7 +64,7 @@ def whole(extent: int) -> Interval:
 
 
 def size(interval: Interval) -> int:
-    """How many coordinates an interval with an end holds. Raises LayoutError for one without."""
+    """The number of coordinates of an interval. Raises LayoutError for one without an end."""
     if interval.stop is None:
         raise LayoutError(f"interval {interval} has no end, so no size")
     return interval.stop - interval.start

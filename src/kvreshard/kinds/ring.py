@@ -2,13 +2,14 @@
 
 A field per part of a token, `<layer>.<part>`, axes (token, channel), whole on every rank. The page holds `capacity` entries of each part; token
 t lies in entry t mod capacity. Its lap digit advances nothing; `bind` checks that the live tokens fit both capacities.
-Entries that speculation adds are capacity of that engine alone: the other side's ring may be shorter or longer.
+Speculation widens the ring of its own engine only, so two engines may have rings of different length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvreshard.kinds.page import PageView, Piece, Style, TensorShape, dtype_bytes
 from kvreshard.kinds.place import Place, whole
@@ -24,6 +25,7 @@ class Ring:
     A ring has whole laps of `lap_entries`: as many as are needed or, with `is_doubled`, the next power of two; at least `min_entries`.
     """
 
+    is_state: ClassVar[bool] = True
     live_tokens: int
     channels: int
     dtype: str
@@ -40,10 +42,6 @@ class Ring:
                 f"ring of {self.live_tokens} tokens x {len(self.parts)} parts x {self.channels} channels, laps of "
                 f"{self.lap_entries}: sizes must be positive"
             )
-
-    @property
-    def is_state(self) -> bool:
-        return True
 
     @property
     def window_tokens(self) -> int | None:

@@ -1,7 +1,6 @@
 """Quantised rows with their scales apart: all rows of a kernel block, then all their scales.
 
-Two fields per layer, whole on every rank, axes (token, channel) counted in bytes: the rows and the scales. A state's two
-parts are far apart, and regrouping tokens needs exactly this description.
+Two fields per layer, the rows and the scales, whole on every rank, axes (token, channel) counted in bytes.
 
 | cache (vLLM 0.32) | row | scales | kernel block |
 |---|---|---|---|
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvreshard.kinds.page import PageView, Piece, Style, TensorShape, states_per_page
 from kvreshard.kinds.place import Place, whole
@@ -29,6 +29,7 @@ TENSOR = "rows"
 class ScaledRows:
     """`row_bytes` of values and `scale_bytes` of scales per state of `tokens_per_state` tokens."""
 
+    is_state: ClassVar[bool] = False
     row_bytes: int
     scale_bytes: int
     quantisation: str
@@ -47,10 +48,6 @@ class ScaledRows:
                 f"state, kernel blocks of {self.kernel_tokens} tokens, pages aligned to {self.page_alignment_bytes}: sizes "
                 "must be positive"
             )
-
-    @property
-    def is_state(self) -> bool:
-        return False
 
     def tensors(self, place: Place, style: Style, tokens_per_page: int) -> tuple[TensorShape, ...]:
         states = states_per_page(tokens_per_page, self.tokens_per_state, "quantised rows")

@@ -1,16 +1,16 @@
-"""At which page and byte does a held coordinate lie?
+"""Address maps: the page and the byte of each coordinate that a rank holds of an axis.
 
-An `AxisMap` takes the local index of a coordinate (its index among those that the rank holds), writes it in mixed
-radix, innermost digit first, and each digit advances some pages and some bytes:
+An `AxisMap` writes the local index of a coordinate (its index among those that the rank holds) in mixed radix, innermost
+digit first. Each digit advances some pages and some bytes:
 
     local = d0 + extent0 * (d1 + extent1 * (d2 + ...))
     page  = sum(d_i * page_step_i)        byte = sum(d_i * byte_step_i)
 
 One digit describes an ordinary axis, two describe a page or a tile, a last digit that advances nothing is the lap of
-a ring. Maps of different axes add up, and the page is looked up in a request's block table last.
+a ring. Pages and bytes of different axes add up; the sum of pages is an index into a request's block table.
 
 On a sequence axis (no end) the digits are, in order: those inside a page, at most one that advances one page per step,
-at most one lap. Everything else is refused at birth.
+at most one lap. Anything else raises LayoutError.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Digit(msgspec.Struct, frozen=True):
         return f"{extent} every {self.page_step} pages and {self.byte_step} bytes"
 
 
-def told(digits: Iterable[Digit]) -> str:
-    """Digits in one line, innermost first."""
+def digits_text(digits: Iterable[Digit]) -> str:
+    """Digits in one line for an error, innermost first."""
     return ", then ".join(map(str, digits))
 
 
@@ -59,20 +59,20 @@ def canonical(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
 
     Post-condition: every local index has the page and byte that it had.
     """
-    kept: list[Digit] = []
+    merged: list[Digit] = []
     for digit in digits:
         if digit.extent == 1:
             continue
-        last = kept[-1] if kept else None
+        last = merged[-1] if merged else None
         if last is not None and last.extent is not None:
             continues_bytes = digit.byte_step == last.byte_step * last.extent
             continues_pages = digit.page_step == last.page_step * last.extent
             if continues_bytes and continues_pages and (digit.byte_step or digit.page_step):
                 extent = None if digit.extent is None else last.extent * digit.extent
-                kept[-1] = Digit(extent, last.page_step, last.byte_step)
+                merged[-1] = Digit(extent, last.page_step, last.byte_step)
                 continue
-        kept.append(digit)
-    return tuple(kept) or (Digit(1, 0, 0),)
+        merged.append(digit)
+    return tuple(merged) or (Digit(1, 0, 0),)
 
 
 class AxisMap(msgspec.Struct, frozen=True, dict=True, cache_hash=True):
@@ -113,15 +113,15 @@ class AxisMap(msgspec.Struct, frozen=True, dict=True, cache_hash=True):
 
     @cached_property
     def ring_pages(self) -> int | None:
-        """In how many pages a ring wraps; None if the pages go on without end."""
+        """Pages after which a ring starts over; None if it is no ring."""
         if self.digits[-1].extent is not None or self.digits[-1].page_step:
             return None
         return math.prod([digit.extent or 1 for digit in self.digits if digit.page_step])
 
     @cached_property
     def page_loops(self) -> tuple[tuple[int, int], ...]:
-        """Step in bytes and count of every digit that repeats inside a page, each cut to the values that a held coordinate really takes (an
-        upper bound where they mix).
+        """Step in bytes and count of every digit that repeats inside a page. A count is at most the values that the digit takes for held
+        coordinates (an upper bound where digits mix).
         """
         held, loops = self.num_held, []
         for digit in self.digits:
@@ -177,5 +177,5 @@ class AxisMap(msgspec.Struct, frozen=True, dict=True, cache_hash=True):
         ):
             raise LayoutError(
                 f"axis '{self.axis}': its digits must be those inside a page, then one that steps by one page, "
-                f"then at most one lap; it has {told(self.digits)}"
+                f"then at most one lap; it has {digits_text(self.digits)}"
             )

@@ -1,6 +1,6 @@
-"""Which option of an engine sets how a field is stored? For messages, which name the remedy.
+"""The engine option that sets how a field is stored, for the remedy in an error.
 
-This room does not know what fields keep. The room that does (`kinds`) announces how to find the option.
+This room does not know what fields keep. The room that does (`kinds`) registers a function that finds the option.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _finders: list[Finder] = []
 
 
 def announce(find: Finder) -> Finder:
-    """Ask `find` too; it gives an empty text for fields that it does not know."""
+    """Register `find`, which returns an empty text for fields that it does not know."""
     _finders.append(find)
     return find
 
 
 def remedy_for(field: Field) -> str:
-    """What to do where two engines store a field differently.
+    """The remedy where two engines store a field differently.
 
     >>> from kvreshard.model.field import Axis
     >>> remedy_for(Field("a", (Axis("channel", 2),), 2, "bfloat16")).startswith("use the same ")

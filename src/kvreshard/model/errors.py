@@ -1,7 +1,6 @@
-"""What can be wrong with a layout, a pair of layouts, a request or a message?
+"""The exceptions for a bad layout, pair of layouts, request or message.
 
-One exception type per question, all below `KvReshardError`, so that a command or a connector catches one name.
-Every message names the fact, both sides and the remedy; nothing here carries a traceback to a person.
+All are below `KvReshardError`, so that a command or a connector catches one name. Every message names the fact, both values and the remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ class KvReshardError(Exception):
 
 
 class UsageError(KvReshardError, TypeError):
-    """A function was given something of another type than it takes: a tuple in place of a `PageTable`, a dictionary in place of a layout."""
+    """An argument of another type than the function takes: a tuple for a `PageTable`, a dictionary for a layout."""
 
 
 class LayoutError(KvReshardError):
@@ -28,4 +27,4 @@ class BindError(KvReshardError):
 
 
 class WireError(KvReshardError):
-    """Bytes or JSON from elsewhere are not a layout: truncated, oversized, of another version, of a wrong type."""
+    """Bytes or JSON from a peer or a file cannot be read: truncated, oversized, of another version, of a wrong type."""

@@ -1,4 +1,4 @@
-"""Says what is expected where something else is given: a value of another type, or a key with a typo."""
+"""Errors for a value of another type and for a key with a typo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvreshard.model.errors import UsageError
 
 
 def expect(value: object, wanted: type | tuple[type, ...], what: str, remedy: str) -> None:
-    """Raises UsageError unless `value`, which `what` names, is one of `wanted`. `remedy`: how to make one."""
+    """Raises UsageError unless `value` is one of `wanted`. `what`: its name in the error; `remedy`: how to make one."""
     if not isinstance(value, wanted):
         types = wanted if isinstance(wanted, tuple) else (wanted,)
         names = " or ".join(one.__name__ for one in types)
@@ -19,7 +19,7 @@ def expect(value: object, wanted: type | tuple[type, ...], what: str, remedy: st
 
 
 def did_you_mean(error: Exception, message_type: type) -> str:
-    """After an error of decoding `message_type`: the key that an unknown one is near to, or nothing.
+    """A hint for an error of decoding `message_type`: the known key nearest to an unknown one, or nothing.
 
     >>> class Engine(msgspec.Struct, forbid_unknown_fields=True):
     ...     fields: int

@@ -1,6 +1,6 @@
-"""Name and version of a form (a layout, engine metadata, a flight record), which a reader checks before it looks at anything else.
+"""Name and version of a form (a layout, engine metadata, a flight record), which a reader checks first.
 
-This release reads version 1 of each form and no other. `docs/wire.md` says what a later release owes to this one.
+This release reads version 1 of each form and no other. `docs/wire.md` states what later releases must read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from kvreshard.model.errors import WireError
 from kvreshard.model.text import plain
 
-# Both encodings take the same numbers: JSON knows larger ones, which could be read and not be written again.
+# The numbers that msgpack can write. JSON has larger ones, which could be read and not be written again.
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 # A place in a list of the same message.
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -20,13 +20,13 @@ SAME_RELEASE = "run the same release of kvreshard on both sides"
 
 
 class Head(msgspec.Struct):
-    """What is read first of every form."""
+    """The part of every form that is read first."""
 
     form: str
     version: int
 
     def check(self, form: str, version: int, remedy: str = SAME_RELEASE) -> None:
-        """Raises WireError for another form, or another version than the one that this side reads, naming both."""
+        """Raises WireError for another form or version, naming both."""
         if self.form != form:
             raise WireError(f"message is a '{plain(self.form, 80)}', not a '{form}'")
         if self.version != version:

@@ -1,4 +1,4 @@
-"""Does an engine's layout hold together by itself?
+"""Checks that an engine's layout is consistent by itself.
 
 1. Names are unique and every reference (field, group, region, pool) resolves.
 2. Each shard has exactly its field's axes, holds coordinates inside the extents, and pages as long as its group's.
@@ -7,7 +7,7 @@
 4. Each shard's cells lie inside slabs of its group's pool, no two cells share a byte, neither within a shard nor
    between shards of one group.
 
-Steps 2 and 4 are done once per distinct geometry, not per layer, and their work is bounded: a layout may come from anybody.
+Steps 2 and 4 run once per distinct geometry, not per layer, and their work is bounded: a layout may come from anybody.
 Raises LayoutError with both values and the remedy.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -25,23 +26,23 @@ from numpy.typing import NDArray
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.ownership import Cyclic
 from kvreshard.model.page_runs import MAX_RUNS_PER_PAGE, page_loops, page_runs
+from kvreshard.model.rank import MAX_ADDRESS, Geometry, Group, Rank, RankTemplate, ShardPlace
 from kvreshard.model.slab_check import check_slabs
 
 Int64s = NDArray[np.int64]
-# Over all distinct geometries. 512 ranks of a hundred kinds of layer have some millions; these take seconds.
+# Over all distinct geometries. 512 ranks with a hundred kinds of layer have some millions; this bound takes seconds.
 MAX_RUNS_PER_LAYOUT = 1 << 24
-# Over all pairs of shards that lie in one another: looking at a pair, sorting its runs. Over all shards in several slabs: their runs.
+# Over all pairs of shards whose extents overlap: comparing a pair, sorting its runs. Over all shards in several slabs: their runs.
 MAX_PAIR_WORK = 1 << 28
 LOOK_COST, SORT_COST, RUN_COST, PLACE_COST = 16, 1024, 4, 8
 
 
 class Page(NamedTuple):
-    """One page of a shard: its byte runs, shape (n, 2), relative to its first cell, and from where to where they reach.
+    """One page of a shard: its byte runs, shape (n, 2), relative to its first cell, and their first and last byte.
 
-    `number`: equal for equal runs. `form`: equal where group and page stride are equal too.
+    `number`: equal for equal runs. `form`: equal if group and page stride are equal too.
     """
 
     number: int
@@ -51,53 +52,57 @@ class Page(NamedTuple):
     stop: int
 
 
-def check_layout(layout: EngineLayout) -> None:
-    """Raises LayoutError unless the layout holds together."""
-    _unique(f"engine '{layout.engine}': field", [field.name for field in layout.fields])
-    _unique(f"engine '{layout.engine}': group", [group.name for group in layout.groups])
-    _unique(f"engine '{layout.engine}': rank", [str(rank.rank) for rank in layout.ranks])
-    if not layout.ranks:
-        raise LayoutError(f"engine '{layout.engine}': has no ranks")
+def check_layout(
+    engine: str, fields: Sequence[Field], groups: Sequence[Group], ranks: Sequence[Rank], kind_of: Mapping[str, int]
+) -> None:
+    """Raises LayoutError unless the layout is consistent. `kind_of`: field -> a number that fields of equal form share."""
+    _unique(f"engine '{engine}': field", [field.name for field in fields])
+    _unique(f"engine '{engine}': group", [group.name for group in groups])
+    _unique(f"engine '{engine}': rank", [str(rank.rank) for rank in ranks])
+    if not ranks:
+        raise LayoutError(f"engine '{engine}': has no ranks")
     pages_of_pool: dict[str, int] = {}
-    for group in layout.groups:
+    for group in groups:
         if pages_of_pool.setdefault(group.pool, group.num_pages) != group.num_pages:
             raise LayoutError(
                 f"group '{group.name}': {group.num_pages} pages, but another group of pool '{group.pool}' has "
                 f"{pages_of_pool[group.pool]}; groups of one pool share its pages"
             )
-    pages, pairs = _Pages(layout), _Pairs(layout.engine)
-    # Most ranks have one template: what it says is looked at once.
+    group_by_name = {group.name: group for group in groups}
+    pages, pairs = _Pages(engine, fields, group_by_name, kind_of), _Pairs(engine)
+    # Most ranks share one template, which is checked once.
     kinds_of: dict[RankTemplate, _Kinds] = {}
     checked: set[object] = set()
-    for rank in layout.ranks:
+    for rank in ranks:
         kinds = kinds_of.get(rank.template)
         if kinds is None:
-            _check_references(layout, rank)
+            _check_references(groups, kind_of, rank)
             check_slabs(rank, pages_of_pool)
-            kinds = kinds_of[rank.template] = _Kinds.of(rank.template, layout)
+            kinds = kinds_of[rank.template] = _Kinds.of(rank.template, kind_of)
         _check_regions(rank)
         _check_numbers(rank, kinds)
         found = [pages.of(rank, field, rank.geometries[number]) for field, number in kinds.fields]
         placed = rank.template, *(page.form for page in found)
         if placed not in checked:
-            _check_places(layout, rank, [found[kind] for kind in kinds.which], pairs)
+            _check_places(group_by_name, rank, [found[kind] for kind in kinds.which], pairs)
             checked.add(placed)
 
 
 class _Kinds(NamedTuple):
-    """The shards of a template by shape of their field and number of their geometry: a field and the number of each kind, in the order of
-    their first shards, and which kind each shard has.
+    """The shards of a template by kind, which is the shape of the field and the number of the geometry.
+
+    `fields`: a field and the number of each kind, in the order of their first shards; `which`: the kind of each shard.
     """
 
     fields: list[tuple[str, int]]
     which: list[int]
 
     @staticmethod
-    def of(template: RankTemplate, layout: EngineLayout) -> _Kinds:
+    def of(template: RankTemplate, kind_of: Mapping[str, int]) -> _Kinds:
         numbers: dict[tuple[int, int], int] = {}
         fields, which = [], []
         for shard in template.shards:
-            kind = layout.kind_of[shard.field], shard.geometry
+            kind = kind_of[shard.field], shard.geometry
             if kind not in numbers:
                 numbers[kind] = len(numbers)
                 fields.append((shard.field, shard.geometry))
@@ -106,10 +111,13 @@ class _Kinds(NamedTuple):
 
 
 class _Pages:
-    """The pages of each distinct geometry, checked once (step 2), and the bytes that they have."""
+    """The page of each distinct geometry, checked once (step 2)."""
 
-    def __init__(self, layout: EngineLayout) -> None:
-        self._layout, self._num_runs = layout, 0
+    def __init__(
+        self, engine: str, fields: Sequence[Field], groups: Mapping[str, Group], kind_of: Mapping[str, int]
+    ) -> None:
+        self._engine, self._groups, self._kind_of, self._num_runs = engine, groups, kind_of, 0
+        self._fields = {field.name: field for field in fields}
         self._known: dict[tuple[int, Geometry], Page] = {}
         self._of_loops: dict[object, tuple[int, Int64s]] = {}
         self._numbers: dict[bytes, int] = {}
@@ -118,16 +126,16 @@ class _Pages:
 
     def of(self, rank: Rank, name: str, geometry: Geometry) -> Page:
         """A page of a field. Raises LayoutError."""
-        kind = self._layout.kind_of[name]
+        kind = self._kind_of[name]
         known = self._known.get((kind, geometry))
         if known is None:
             known = self._known[kind, geometry] = self._check(rank, name, geometry, kind)
         return known
 
     def _check(self, rank: Rank, name: str, geometry: Geometry, kind: int) -> Page:
-        layout, field = self._layout, self._layout.field_by_name[name]
+        field = self._fields[name]
         where = f"rank {rank.rank}, field '{field.name}'"
-        group = layout.group_by_name.get(geometry.group)
+        group = self._groups.get(geometry.group)
         if group is None:
             raise LayoutError(f"{where}: group '{geometry.group}' is not listed")
         self._check_geometry(where, field, kind, geometry, group)
@@ -135,7 +143,7 @@ class _Pages:
         self._num_runs += prod([count for _, count in loops])
         if self._num_runs > MAX_RUNS_PER_LAYOUT:
             raise LayoutError(
-                f"{where}: the pages of engine '{layout.engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
+                f"{where}: the pages of engine '{self._engine}' have more than {MAX_RUNS_PER_LAYOUT} separate "
                 "pieces over all its kinds of shards; more are refused"
             )
         key = run_bytes, loops
@@ -147,7 +155,7 @@ class _Pages:
         return Page(number, form, runs, int(runs[0, 0]), int(runs[-1, 1]))
 
     def _check_geometry(self, where: str, field: Field, kind: int, geometry: Geometry, group: Group) -> None:
-        """Geometries mostly share all of their maps but one, and each map is looked at once per kind of field."""
+        """Geometries mostly share all of their maps but one, so each map is checked once per kind of field."""
         got, wanted = [axis.axis for axis in geometry.axes], [axis.name for axis in field.axes]
         if got != wanted:
             raise LayoutError(f"{where}: its shard maps axes {got}, the field has {wanted}")
@@ -164,40 +172,41 @@ class _Pages:
             )
 
 
-def _check_places(layout: EngineLayout, rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
+def _check_places(groups: Mapping[str, Group], rank: Rank, pages: list[Page], pairs: _Pairs) -> None:
     """Step 4 for one rank; `pages` of its shards."""
     by_group: defaultdict[str, list[tuple[ShardPlace, Page]]] = defaultdict(list)
+    group_of = [geometry.group for geometry in rank.geometries]
     for shard, page in zip(rank.template.shards, pages, strict=True):
-        by_group[rank.geometries[shard.geometry].group].append((shard, page))
+        by_group[group_of[shard.geometry]].append((shard, page))
     for name, members in by_group.items():
-        _check_inside_slabs(rank, layout.group_by_name[name].pool, members, pairs)
+        _check_inside_slabs(rank, groups[name].pool, members, pairs)
         _check_disjoint(rank, members, pairs)
 
 
 def _unique(what: str, names: list[str]) -> None:
     if len(set(names)) == len(names):
         return
-    seen = set[str]()
+    known = set[str]()
     for name in names:
-        if name in seen:
+        if name in known:
             raise LayoutError(f"{what} '{name}' is given twice; names must be unique")
-        seen.add(name)
+        known.add(name)
 
 
-def _check_references(layout: EngineLayout, rank: Rank) -> None:
+def _check_references(groups: Sequence[Group], kind_of: Mapping[str, int], rank: Rank) -> None:
     """Step 1 for one template: names, and where shards begin."""
     template = rank.template
     if len(template.regions) != len(template.region_bytes):
         raise LayoutError(f"rank {rank.rank}: {len(template.region_bytes)} sizes for {len(template.regions)} regions")
     _unique(f"rank {rank.rank}: region", list(template.regions))
     _unique(f"rank {rank.rank}: field", [shard.field for shard in template.shards])
-    pools = {group.pool for group in layout.groups}
+    pools = {group.pool for group in groups}
     sizes = dict(zip(template.regions, template.region_bytes, strict=True))
     for slab in template.slabs:
         if slab.pool not in pools or slab.region not in sizes:
             raise LayoutError(f"rank {rank.rank}: slab of pool '{slab.pool}' in region '{slab.region}': unknown name")
     for shard in template.shards:
-        if shard.field not in layout.kind_of:
+        if shard.field not in kind_of:
             raise LayoutError(f"rank {rank.rank}: shard of field '{shard.field}', which the engine does not list")
         size = sizes.get(shard.region)
         if size is None:
@@ -220,7 +229,7 @@ def _check_regions(rank: Rank) -> None:
     end, are_in_order = 0, True
     for address, size in zip(rank.addresses, sizes, strict=True):
         if address < 0 or size <= 0 or address + size > MAX_ADDRESS:
-            _ = rank.regions  # says of which one
+            _ = rank.regions  # raises, with the name of the region
         are_in_order = are_in_order and address >= end
         end = address + size
     if are_in_order:
@@ -243,7 +252,7 @@ def _check_numbers(rank: Rank, kinds: _Kinds) -> None:
 
 
 def _check_map(where: str, axis: Axis, mapped: AxisMap) -> int | None:
-    """Whether a map fits its axis; tokens that a page of it spans, None where it has an end."""
+    """Tokens that a page of the sequence spans, None for another axis. Raises LayoutError where the map does not fit its axis."""
     where = f"{where}, axis '{axis.name}'"
     owned, num_indices = mapped.owned, mapped.indices_per_page
     if axis.extent is not None:
@@ -272,11 +281,13 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, P
             by_place[slab.region, slab.page_stride_bytes].append((slab.offset_bytes, stop))
     for slabs in by_place.values():
         slabs.sort()
+    starts_of = {place: [start for start, _ in slabs] for place, slabs in by_place.items()}
     for shard, page in members:
         stride, offset = rank.geometries[shard.geometry].page_stride_bytes, shard.offset_bytes
-        slabs = by_place.get((shard.region, stride), [])
-        # A page that lies in one slab from its first byte to its last needs no look at what is between.
-        last = bisect_right(slabs, offset + page.start, key=_first_byte) - 1
+        place = shard.region, stride
+        slabs = by_place.get(place, [])
+        # Most pages lie in one slab from their first byte to their last, so their runs need not be compared.
+        last = bisect_right(starts_of.get(place, []), offset + page.start) - 1
         if last >= 0 and offset + page.stop <= slabs[last][1]:
             continue
         pairs.place(len(page.runs))
@@ -289,32 +300,28 @@ def _check_inside_slabs(rank: Rank, pool: str, members: list[tuple[ShardPlace, P
             )
 
 
-def _first_byte(slab: tuple[int, int]) -> int:
-    return slab[0]
-
-
 def _is_outside(slabs: Int64s, runs: Int64s) -> bool:
-    """Whether one of the runs lies in no slab, whole; both of shape (n, 2), start and stop."""
+    """Whether one of the runs is not inside a slab; both have shape (n, 2), start and stop."""
     place = np.searchsorted(slabs[:, 0], runs[:, 0], side="right") - 1
     return bool(((place < 0) | (runs[:, 1] > slabs[np.maximum(place, 0), 1])).any())
 
 
 class _Pairs:
-    """Pairs of shards that were compared, and what that and finding their slabs cost so far."""
+    """Pairs of shards that were compared, and the work that is left for comparing them and finding their slabs."""
 
     def __init__(self, engine: str) -> None:
         self._engine, self._left = engine, MAX_PAIR_WORK
-        self._seen: set[tuple[object, ...]] = set()
+        self._compared: set[tuple[object, ...]] = set()
 
     def is_new(self, key: tuple[object, ...], num_runs: int) -> bool:
-        """Whether the pair still has to be compared. Raises LayoutError when there are too many."""
-        is_new = key not in self._seen
+        """Whether the pair has not been compared yet. Raises LayoutError when there are too many."""
+        is_new = key not in self._compared
         self._spend(SORT_COST + RUN_COST * num_runs if is_new else LOOK_COST, "one another to compare")
-        self._seen.add(key)
+        self._compared.add(key)
         return is_new
 
     def place(self, num_runs: int) -> None:
-        """So many runs of a shard are to be found in slabs. Raises LayoutError when there are too many."""
+        """Count `num_runs` runs to find in slabs. Raises LayoutError when there are too many."""
         self._spend(SORT_COST + PLACE_COST * num_runs, "pieces in several slabs to find")
 
     def _spend(self, cost: int, what: str) -> None:

@@ -1,8 +1,8 @@
 """Loggers whose lines are one line each, whatever they quote.
 
-Request ids, engine names and what a peer answers come from others. A line break among them would write a log line of its own, and a
-control character what a terminal obeys. `get_logger` gives a module's logger; what its records quote is escaped and cut before any
-handler sees it. Tracebacks stay as they are.
+Request ids, engine names and answers of a peer come from others. A line break in them would write a log line of its own, and a terminal
+obeys control characters. `get_logger` returns a module's logger, which escapes and cuts the arguments of its records before any
+handler gets them. Tracebacks stay as they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ranks describe themselves one by one: what is the whole engine that they are parts of?
+"""Merges the layouts in which ranks describe themselves into the layout of the whole engine.
 
-1. Ranks are put in the order of their numbers; no number may come twice.
-2. Fields are the union; a name that several parts have must mean the same field. Order: first appearance over the ranks.
-3. Groups are equal by name. A part that holds nothing of a group (a pipeline stage without such layers) cannot know what
-   the group's pages span, so it has a say about the pool and its pages only.
+1. Ranks are ordered by number; no number may come twice.
+2. Fields are the union, in the order of first appearance over the ranks. Fields of one name must be equal.
+3. Groups of one name must be equal. A part that holds nothing of a group (a pipeline stage without such layers) does not know
+   the tokens of its pages and its window, so only its pool and number of pages are compared.
 
 Refused with both values and the remedy: parts of different engines, a rank given twice, fields or groups that differ.
 """
@@ -16,7 +16,8 @@ from itertools import pairwise
 from kvreshard.model.changed import replace
 from kvreshard.model.errors import LayoutError
 from kvreshard.model.field import Field
-from kvreshard.model.layout import EngineLayout, Group, Rank
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.rank import Group, Rank
 
 
 def merge_ranks(parts: Sequence[EngineLayout]) -> EngineLayout:

@@ -1,15 +1,14 @@
-"""Which coordinates of one axis does a rank hold?
+"""Ownership: the coordinates of one axis that a rank holds.
 
-Two answers cover every engine: a half-open `Interval` (heads, channels, all tokens), and a `Cyclic` set (context
-parallelism: `run` consecutive coordinates out of every `step`). Both answer the same four questions, on whole NumPy
-arrays, so that nobody asks which of the two it is:
+A half-open `Interval` (heads, channels, all tokens), or a `Cyclic` set (context parallelism: `run` consecutive coordinates
+out of every `step`). Both have the same members, on whole NumPy arrays, so that callers need not distinguish them:
 
-1. `contains`: is a coordinate held;
-2. `to_local` / `to_global`: its index among the held ones, and back;
-3. `edges`: where does membership change within a window;
-4. `count_below`: how many held coordinates lie below a bound.
+1. `contains`: whether a coordinate is held;
+2. `to_local`, `to_global`: its index among the held ones, and back;
+3. `edges`: where membership changes within a window;
+4. `count_below`: held coordinates below a bound.
 
-Refused at birth: empty, negative or overlapping sets.
+Empty, negative or overlapping sets raise LayoutError.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from kvreshard.model.errors import LayoutError
 
 Coordinates = NDArray[np.int64]
-# Coordinates, sizes and their sums stay far from where an int64 wraps around, whatever a peer says.
+# Coordinates, sizes and their sums stay far from where an int64 wraps around, whatever a peer sends.
 MAX_SIZE = 1 << 48
 
 

@@ -1,22 +1,19 @@
-"""Which bytes of a page does a shard have?
+"""The byte runs of a shard in one page, which `layout_check` compares with slabs and other shards.
 
-A page repeats runs of bytes by loops, one per digit of its axis maps; listed, sorted and merged they are what is compared with slabs and
-with other shards. Refused, as LayoutError: pages of more than `MAX_RUNS_PER_PAGE` pieces, pages that reach too far, two cells that share a byte.
+A page repeats a run of bytes by loops, one per digit of its axis maps. Refused, as LayoutError: pages of more than `MAX_RUNS_PER_PAGE`
+pieces, pages that reach too far, two cells that share a byte.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.address import told
+from kvreshard.model.address import digits_text
 from kvreshard.model.errors import LayoutError
-
-if TYPE_CHECKING:
-    from kvreshard.model.layout import Geometry
+from kvreshard.model.rank import Geometry
 
 Int64s = NDArray[np.int64]
 # A page of 4096 tokens x 128 heads: beyond it the page would not fit any engine's memory either.
@@ -30,7 +27,7 @@ Loops = tuple[tuple[int, int], ...]
 
 
 def page_loops(element_bytes: int, geometry: Geometry) -> tuple[int, Loops]:
-    """How a page repeats its runs: bytes of one, and the loops."""
+    """Bytes of one run, and the loops that repeat it in a page."""
     run_bytes = element_bytes
     loops = sorted([loop for mapped in geometry.axes for loop in mapped.page_loops])
     num_joined = 0
@@ -60,7 +57,7 @@ def page_runs(where: str, geometry: Geometry, run_bytes: int, loops: Loops) -> I
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)
     starts.sort()
     if len(starts) > 1 and int(np.diff(starts).min()) < run_bytes:
-        strides = "; ".join(f"axis '{mapped.axis}' has {told(mapped.digits)}" for mapped in geometry.axes)
+        strides = "; ".join(f"axis '{mapped.axis}' has {digits_text(mapped.digits)}" for mapped in geometry.axes)
         raise LayoutError(f"{where}: two cells of one page share bytes; check the steps: {strides}")
     breaks = np.flatnonzero(np.diff(starts) != run_bytes)
     first = np.concatenate([[0], breaks + 1])

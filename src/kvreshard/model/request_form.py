@@ -1,7 +1,7 @@
-"""How is one request written down between processes and in files: block tables, intervals, new pages?
+"""The form of one request between processes and in files: block tables, intervals, new pages.
 
 `to_form` and `from_form` are inverses. The form is strict data for msgspec: numbers are not negative and stay far from where
-they wrap around. Refused: tables that are not ones (BindError, from `tables`).
+an int64 wraps around. Bad block tables raise BindError (`tables`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
 
 
 class TableForm(msgspec.Struct):
-    """A `PageTable` as it is written."""
+    """A `PageTable` in a message or file."""
 
     pages: list[Count]
     num_tokens: Count
@@ -27,7 +27,7 @@ class TableForm(msgspec.Struct):
 
 
 class RequestForm(msgspec.Struct):
-    """A `Request` as it is written."""
+    """A `Request` in a message or file."""
 
     src_tables: dict[str, TableForm]
     dst_tables: dict[str, TableForm]
@@ -36,7 +36,7 @@ class RequestForm(msgspec.Struct):
 
 
 def to_form(request: Request) -> RequestForm:
-    """A request as it is written."""
+    """The form of a request."""
 
     def tables(of: Mapping[str, PageTable]) -> dict[str, TableForm]:
         return {name: TableForm(table.pages.tolist(), table.num_tokens, table.first_page) for name, table in of.items()}
@@ -50,7 +50,7 @@ def to_form(request: Request) -> RequestForm:
 
 
 def from_form(form: RequestForm) -> Request:
-    """A request as it was meant. Raises BindError."""
+    """The request of a form. Raises BindError."""
 
     def tables(of: dict[str, TableForm]) -> dict[str, PageTable]:
         return {name: PageTable(table.pages, table.num_tokens, table.first_page) for name, table in of.items()}

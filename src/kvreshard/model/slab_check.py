@@ -1,4 +1,4 @@
-"""Checks that the slabs of a rank lie in their regions with every page of their pools, and that no two pages own one byte."""
+"""Checks that the slabs of a rank lie in their regions for every page of their pools, and that no two pages share a byte."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from kvreshard.model.errors import LayoutError
-from kvreshard.model.layout import Rank, Slab
+from kvreshard.model.rank import Rank, Slab
 
 
 def check_slabs(rank: Rank, pages_of_pool: Mapping[str, int]) -> None:
-    """Raises LayoutError unless every slab lies in its region and shares no byte with another; names are checked before."""
+    """Raises LayoutError unless every slab lies in its region and shares no byte with another. Names are already checked."""
     by_region: defaultdict[str, list[Slab]] = defaultdict(list)
     sizes = dict(zip(rank.template.regions, rank.template.region_bytes, strict=True))
     for slab in rank.slabs:

@@ -1,8 +1,8 @@
-"""Where do one request's tokens lie in one engine's pages?
+"""Block tables and requests: where the tokens of a request lie in both engines, and which of them to move.
 
-A `PageTable` is one group's block table for one request. Lists are never aligned by their tails (lookahead adds pages
-at the end, windows drop pages at the front), so a table says which logical page its first entry is and how many tokens
-are valid. A `Request` says, per destination group, which token intervals to move.
+A `PageTable` is one group's block table for one request. It has the logical page of its first entry and the number of
+valid tokens, because two tables cannot be aligned by their ends: lookahead adds pages behind, windows drop pages in front.
+A `Request` has the token intervals to move per destination group.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvreshard.model.expect import expect
 class PageTable(msgspec.Struct, frozen=True, eq=False):
     """One group's pages of one request.
 
-    `pages`: page ids, shape (n,), in logical order. `first_page`: logical index of `pages[0]`; states and rings always
-    start at page 0, whatever it says. `num_tokens`: tokens of
-    the request that the pages hold (source) or hold once loaded (destination); for a state, the tokens it has absorbed.
+    `pages`: page ids, shape (n,), in logical order. `first_page`: logical index of `pages[0]`, ignored for states and rings, which
+    start at page 0. `num_tokens`: tokens of the request that the pages hold (source) or hold once loaded (destination); for a
+    state, the tokens it has absorbed.
     """
 
     pages: NDArray[np.int64]

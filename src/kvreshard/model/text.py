@@ -1,7 +1,7 @@
-"""Which texts of a peer may stand in a message or a log?
+"""Texts of peers and users in messages and logs.
 
-A name with a line break writes a log line of its own, and one of a megabyte fills the log. So names are refused at birth
-(`Name`, for msgspec's decoders), and every other text that came from outside is made `plain` before it is shown.
+A name with a line break writes a log line of its own, and one of a megabyte fills the log. So msgspec's decoders refuse bad
+names (`Name`), and every other text from outside is made `plain` or `escaped` before it is shown.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ MAX_NAME = 256
 MAX_SHOWN = 400
 
 # Control characters, line and paragraph separators, the marks that reverse the direction of writing, and halves of characters, which
-# JSON can say ("\ud800") and no message can carry.
+# JSON can write ("\ud800") and no message can carry.
 _UNSEEN = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _unseen = re.compile(f"[{_UNSEEN}]")
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=rf"^[^{_UNSEEN}]*\Z")]
 
-# What is one of thousands that are read: each pattern costs 0.3 us, so these are looked at together. See `check_names`.
+# A name among thousands: a pattern costs 0.3 us each, so `check_names` checks them together.
 ShortText = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
 
 def is_name(text: str) -> bool:
-    """Whether a peer would take it for a `Name`."""
+    """Whether a peer would accept it as a `Name`."""
     return len(text) <= MAX_NAME and not _unseen.search(text)
 
 
 def check_names(texts: Collection[str]) -> None:
-    """Raises ValueError for a `ShortText` that could not be a `Name`."""
+    """Raises ValueError for a `ShortText` that is no `Name`."""
     if not _unseen.search("".join(texts)):
         return
     wrong = next(text for text in texts if _unseen.search(text))
@@ -49,7 +49,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def escaped(text: object, limit: int | None = None) -> str:
-    """What a person typed, in one line of at most `limit` characters and a mark; what cannot be seen is written as in Python.
+    """The text in one line of at most `limit` characters and a mark; invisible characters are written as in Python.
 
     >>> escaped("tp=2,\\x1b[31m"), escaped("x" * 70, 3)
     ('tp=2,\\\\x1b[31m', 'xxx... (70 characters)')
@@ -60,7 +60,7 @@ def escaped(text: object, limit: int | None = None) -> str:
 
 
 def plain(text: object, limit: int = MAX_SHOWN) -> str:
-    """The text in one line of at most `limit` characters and a mark; what cannot be seen becomes `?`."""
+    """The text in one line of at most `limit` characters and a mark; invisible characters become `?`."""
     whole = str(text)
     shown = _unseen.sub("?", whole[:limit])
     return shown if len(whole) <= limit else f"{shown}... ({len(whole)} characters)"

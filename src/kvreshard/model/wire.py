@@ -1,10 +1,10 @@
 """The wire form of an engine's layout: msgpack between engines, JSON for people and tools.
 
-`docs/wire.md` describes every key, with test vectors. In JSON each rank says its regions, slabs and shards. In msgpack ranks that differ only in
-their addresses, and in what they hold of each axis, have one template (`layout.RankTemplate`); the rest is the same.
+`docs/wire.md` describes every key, with test vectors. In JSON each rank lists its regions, slabs and shards. In msgpack ranks that differ only
+in their addresses, and in what they hold of each axis, share a template (`layout.RankTemplate`). The rest is the same.
 
-1. `decode` reads name and version first (`form`); another version is refused with both numbers.
-2. The body is decoded strictly by type and within the bounds below, then becomes an `EngineLayout`, which checks itself.
+1. `decode` reads form and version first (`form`) and refuses others with both numbers.
+2. It decodes the body strictly by type and within the bounds below. The body becomes an `EngineLayout`, which checks itself.
 
 Geometries are written once, under a key. Refused: messages above `MAX_MESSAGE_BYTES`, longer lists and texts than the bounds, unknown forms and
 keys, wrong types, references that do not resolve. Raises WireError, or LayoutError when a well-formed layout is wrong.
@@ -21,10 +21,11 @@ import msgspec
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.expect import did_you_mean, expect
-from kvreshard.model.field import Axis, Field
+from kvreshard.model.field import MAX_AXES, Field
 from kvreshard.model.form import Head, Number, Whole
-from kvreshard.model.layout import EngineLayout, Geometry, Group, Rank, RankTemplate, Region, Shard, ShardPlace, Slab
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.rank import Geometry, Group, PerRank, Rank, RankTemplate, Region, Shard, Slab
 from kvreshard.model.text import Name, ShortText, check_names, plain
 
 FORM, COMPACT_FORM = "kvreshard.layout", "kvreshard.layout.compact"
@@ -34,18 +35,16 @@ MAX_MESSAGE_BYTES = 64 << 20
 # What a peer can make us compute grows with these. The largest engine that is planned for has 512 ranks; a model has some
 # hundred layers of a few fields each.
 MAX_RANKS = 1024
-MAX_FIELDS = MAX_PER_RANK = 1 << 14
+MAX_FIELDS = 1 << 14
 MAX_GROUPS = 256
 MAX_GEOMETRIES = 1 << 16
 MAX_SHARDS = 1 << 18
-MAX_AXES = 16
 
 Encoding = Literal["msgpack", "json"]
 Place = Annotated[dict[Name, Whole], msgspec.Meta(max_length=MAX_AXES)]
-Slabs = Annotated[tuple[Slab, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
 
 
-class _Owned(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class _Owned(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """An interval (`start`, `stop`; without `stop`: all from `start` on) or a cyclic set (`start`, `run`, `step`)."""
 
     start: Whole
@@ -54,46 +53,22 @@ class _Owned(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     step: Whole | None = None
 
 
-class _Digit(msgspec.Struct, forbid_unknown_fields=True):
+class _Digit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent: Whole | None
     page_step: Whole
     byte_step: Whole
 
 
-class _AxisMap(msgspec.Struct, forbid_unknown_fields=True):
+class _AxisMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     axis: Name
     owned: _Owned
-    digits: Annotated[list[_Digit], msgspec.Meta(max_length=MAX_AXES)]
+    digits: Annotated[tuple[_Digit, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Geometry(msgspec.Struct, forbid_unknown_fields=True):
     group: Name
     page_stride_bytes: Whole
-    axes: Annotated[list[_AxisMap], msgspec.Meta(max_length=MAX_AXES)]
-
-
-class _Axis(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    name: ShortText
-    extent: Whole | None
-    tokens_per_index: Whole = 1
-    keep_partial: bool = False
-
-
-class _Field(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: ShortText
-    axes: Annotated[tuple[_Axis, ...], msgspec.Meta(max_length=MAX_AXES)]
-    element_bytes: Whole
-    encoding: ShortText
-    optional: bool = False
-
-
-class _Group(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    name: Name
-    pool: Name
-    num_pages: Whole
-    tokens_per_page: Whole | None
-    null_page: Whole | None = None
-    window_tokens: Whole | None = None
+    axes: Annotated[tuple[_AxisMap, ...], msgspec.Meta(max_length=MAX_AXES)]
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -106,25 +81,18 @@ class _Shard(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
     place: Place
-    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-    slabs: Slabs
-    shards: Annotated[list[_Shard], msgspec.Meta(max_length=MAX_PER_RANK)]
-
-
-class _Template(msgspec.Struct, forbid_unknown_fields=True):
-    regions: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-    region_bytes: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-    slabs: Slabs
-    shards: Annotated[tuple[ShardPlace, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    regions: Annotated[tuple[Region, ...], PerRank]
+    slabs: Annotated[tuple[Slab, ...], PerRank]
+    shards: Annotated[list[_Shard], PerRank]
 
 
 class _CompactRank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
     place: Place
     template: Number
-    addresses: Annotated[tuple[Whole, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-    devices: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
-    geometries: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_PER_RANK)]
+    addresses: Annotated[tuple[Whole, ...], PerRank]
+    devices: Annotated[tuple[ShortText, ...], PerRank]
+    geometries: Annotated[tuple[ShortText, ...], PerRank]
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,8 +101,8 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     form: str
     version: int
     engine: Name
-    fields: Annotated[list[_Field], msgspec.Meta(max_length=MAX_FIELDS)]
-    groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)]
+    fields: Annotated[tuple[Field, ...], msgspec.Meta(max_length=MAX_FIELDS)]
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
 
 
@@ -143,13 +111,16 @@ class _Json(_Body, forbid_unknown_fields=True):
 
 
 class _Compact(_Body, forbid_unknown_fields=True):
-    templates: Annotated[list[_Template], msgspec.Meta(max_length=MAX_RANKS)]
+    templates: Annotated[list[RankTemplate], msgspec.Meta(max_length=MAX_RANKS)]
     ranks: Annotated[list[_CompactRank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-# Made at import: engines are met on several threads. msgspec learns a type at its first use, and two threads that make it learn the
-# same one end the process (0.22: a segmentation fault in 7 of 10 tries).
-_heads = msgspec.msgpack.Decoder(Head), msgspec.json.Decoder(Head)
+# Made at import, because handshakes run on several threads: msgspec prepares a type at its first use, and two threads that do so at once
+# end the process (0.22: a segmentation fault in 7 of 10 tries).
+_heads: Mapping[Encoding, msgspec.msgpack.Decoder[Head] | msgspec.json.Decoder[Head]] = {
+    "msgpack": msgspec.msgpack.Decoder(Head),
+    "json": msgspec.json.Decoder(Head),
+}
 _compact, _json = msgspec.msgpack.Decoder(_Compact), msgspec.json.Decoder(_Json)
 
 
@@ -165,33 +136,22 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
         raise WireError(f"layout message of {len(message)} bytes: more than {MAX_MESSAGE_BYTES} are not accepted")
     body: _Compact | _Json
     try:
-        if encoding == "msgpack":
-            _heads[0].decode(message).check(COMPACT_FORM, VERSION)
-            body = _compact.decode(message)
-        else:
-            _heads[1].decode(message).check(FORM, VERSION)
-            body = _json.decode(message)
+        _heads[encoding].decode(message).check(COMPACT_FORM if encoding == "msgpack" else FORM, VERSION)
+        body = _compact.decode(message) if encoding == "msgpack" else _json.decode(message)
         _check_names(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         meant = did_you_mean(error, _Compact if encoding == "msgpack" else _Json)
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{meant}") from None
     geometries = _geometries(body)
-    return EngineLayout(
-        engine=body.engine,
-        fields=_fields(body.fields),
-        groups=tuple(
-            Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in body.groups
-        ),
-        ranks=_ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries),
-    )
+    ranks = _ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries)
+    return EngineLayout(body.engine, body.fields, body.groups, ranks)
 
 
 def _check_names(body: _Compact | _Json) -> None:
-    """Raises ValueError for a text that could break a line of a log: those that come in thousands are looked at together."""
-    texts = {
-        text for field in body.fields for text in (field.name, field.encoding, *(axis.name for axis in field.axes))
-    }
-    parts: list[_Rank] | list[_Template]
+    """Raises ValueError for a text that could break a line of a log. Texts that come in thousands are checked together."""
+    texts = {axis.name for axes in {field.axes for field in body.fields} for axis in axes}
+    texts.update([field.name for field in body.fields], [field.encoding for field in body.fields])
+    parts: list[_Rank] | list[RankTemplate]
     if isinstance(body, _Json):
         parts = body.ranks
         for rank in body.ranks:
@@ -202,12 +162,12 @@ def _check_names(body: _Compact | _Json) -> None:
         texts.update(name for template in body.templates for name in template.regions)
         texts.update(text for other in body.ranks for text in (*other.geometries, *other.devices))
     for part in parts:
-        texts.update(text for slab in part.slabs for text in (slab.pool, slab.region))
-        texts.update(text for shard in part.shards for text in (shard.field, shard.region))
+        texts.update([slab.pool for slab in part.slabs], [slab.region for slab in part.slabs])
+        texts.update([shard.field for shard in part.shards], [shard.region for shard in part.shards])
     check_names(texts)
 
 
-def _check_sizes(engine: str, num_ranks: int, parts: Sequence[_Rank | _Template]) -> None:
+def _check_sizes(engine: str, num_ranks: int, parts: Sequence[_Rank | RankTemplate]) -> None:
     """Raises WireError for more shards or slabs over all ranks, or templates, than are accepted."""
     for what, count in (
         ("shards", sum(len(part.shards) for part in parts)),
@@ -244,8 +204,7 @@ def _write_compact(layout: EngineLayout) -> bytes:
         )
         for rank in layout.ranks
     ]
-    templates = [_Template(t.regions, t.region_bytes, t.slabs, t.shards) for t in numbers]
-    return msgspec.msgpack.encode(_Compact(COMPACT_FORM, VERSION, *_common(layout, keys), templates, ranks))
+    return msgspec.msgpack.encode(_Compact(COMPACT_FORM, VERSION, *_common(layout, keys), list(numbers), ranks))
 
 
 def _keys(layout: EngineLayout) -> dict[Geometry, str]:
@@ -259,18 +218,9 @@ def _keys(layout: EngineLayout) -> dict[Geometry, str]:
 
 def _common(
     layout: EngineLayout, keys: Mapping[Geometry, str]
-) -> tuple[str, list[_Field], list[_Group], dict[str, _Geometry]]:
-    return (
-        layout.engine,
-        [_field_form(field) for field in layout.fields],
-        [_Group(g.name, g.pool, g.num_pages, g.tokens_per_page, g.null_page, g.window_tokens) for g in layout.groups],
-        {key: _geometry_form(geometry) for geometry, key in keys.items()},
-    )
-
-
-def _field_form(field: Field) -> _Field:
-    axes = tuple(_Axis(axis.name, axis.extent, axis.tokens_per_index, axis.keep_partial) for axis in field.axes)
-    return _Field(field.name, axes, field.element_bytes, field.encoding, field.optional)
+) -> tuple[str, tuple[Field, ...], tuple[Group, ...], dict[str, _Geometry]]:
+    geometries = {key: _geometry_form(geometry) for geometry, key in keys.items()}
+    return layout.engine, layout.fields, layout.groups, geometries
 
 
 def _geometry_form(geometry: Geometry) -> _Geometry:
@@ -281,54 +231,43 @@ def _geometry_form(geometry: Geometry) -> _Geometry:
             held = _Owned(owned.start, owned.stop)
         else:
             held = _Owned(owned.start, run=owned.run, step=owned.step)
-        digits = [_Digit(digit.extent, digit.page_step, digit.byte_step) for digit in mapped.digits]
+        digits = tuple([_Digit(digit.extent, digit.page_step, digit.byte_step) for digit in mapped.digits])
         axes.append(_AxisMap(mapped.axis, held, digits))
-    return _Geometry(geometry.group, geometry.page_stride_bytes, axes)
+    return _Geometry(geometry.group, geometry.page_stride_bytes, tuple(axes))
 
 
 def _geometries(body: _Compact | _Json) -> dict[str, Geometry]:
+    """The geometries by key. Most of them share all of their maps but one, so each distinct map is made once."""
+    maps: dict[_AxisMap, AxisMap] = {}
     geometries = {}
-    for key, told in body.geometries.items():
+    for key, form in body.geometries.items():
         try:
-            axes = tuple([_axis_map(axis) for axis in told.axes])
-            geometries[key] = Geometry(told.group, told.page_stride_bytes, axes)
+            axes = tuple([maps.get(axis) or maps.setdefault(axis, _axis_map(axis)) for axis in form.axes])
+            geometries[key] = Geometry(form.group, form.page_stride_bytes, axes)
         except LayoutError as error:
             raise LayoutError(f"geometry '{key}' ({_user_of(key, body)}), {error}") from None
     return geometries
 
 
-def _fields(told: list[_Field]) -> tuple[Field, ...]:
-    """Most fields have the axes of the one before."""
-    known: dict[tuple[_Axis, ...], tuple[Axis, ...]] = {}
-    fields = []
-    for field in told:
-        axes = known.get(field.axes)
-        if axes is None:
-            axes = tuple(Axis(a.name, a.extent, a.tokens_per_index, a.keep_partial) for a in field.axes)
-            known[field.axes] = axes
-        fields.append(Field(field.name, axes, field.element_bytes, field.encoding, field.optional))
-    return tuple(fields)
-
-
-def _axis_map(told: _AxisMap) -> AxisMap:
+def _axis_map(form: _AxisMap) -> AxisMap:
     try:
-        owned = _owned(told.owned)
-        digits = tuple([Digit(digit.extent, digit.page_step, digit.byte_step) for digit in told.digits])
+        owned = _owned(form.owned)
+        digits = tuple([Digit(digit.extent, digit.page_step, digit.byte_step) for digit in form.digits])
     except LayoutError as error:
-        raise LayoutError(f"axis '{told.axis}': {error}") from None
-    return AxisMap(told.axis, owned, digits)
+        raise LayoutError(f"axis '{form.axis}': {error}") from None
+    return AxisMap(form.axis, owned, digits)
 
 
-def _owned(told: _Owned) -> Ownership:
-    if (told.run is None) != (told.step is None) or (told.run is not None and told.stop is not None):
+def _owned(form: _Owned) -> Ownership:
+    if (form.run is None) != (form.step is None) or (form.run is not None and form.stop is not None):
         raise LayoutError("give either start and stop, or start, run and step")
-    if told.run is not None and told.step is not None:
-        return Cyclic(told.start, told.run, told.step)
-    return Interval(told.start, told.stop)
+    if form.run is not None and form.step is not None:
+        return Cyclic(form.start, form.run, form.step)
+    return Interval(form.start, form.stop)
 
 
 def _user_of(key: str, body: _Compact | _Json) -> str:
-    """The first rank that has a geometry, and a field that has it there, for a person who looks for it."""
+    """The first rank that has a geometry, and in JSON a field that has it there, for the error."""
     if isinstance(body, _Json):
         held = [(rank.rank, shard.field) for rank in body.ranks for shard in rank.shards if shard.geometry == key]
         return f"rank {held[0][0]}, field '{held[0][1]}'" if held else "of no shard"
@@ -339,16 +278,16 @@ def _user_of(key: str, body: _Compact | _Json) -> str:
 def _ranks_of_json(body: _Json, geometries: Mapping[str, Geometry]) -> tuple[Rank, ...]:
     _check_sizes(body.engine, len(body.ranks), body.ranks)
     ranks = []
-    for told in body.ranks:
+    for form in body.ranks:
         shards = []
-        for shard in told.shards:
+        for shard in form.shards:
             geometry = geometries.get(shard.geometry)
             if geometry is None:
                 raise WireError(
-                    f"rank {told.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
+                    f"rank {form.rank}, field '{shard.field}': geometry '{shard.geometry}' is not in the message"
                 )
             shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
-        ranks.append(Rank.of(told.rank, tuple(told.place.items()), told.regions, told.slabs, shards))
+        ranks.append(Rank.of(form.rank, tuple(form.place.items()), form.regions, form.slabs, shards))
     return tuple(ranks)
 
 
@@ -363,17 +302,16 @@ def _ranks_of_compact(body: _Compact, geometries: Mapping[str, Geometry]) -> tup
                 raise WireError(f"rank {rank.rank}: geometry '{key}' is not in the message")
     _check_sizes(body.engine, len(body.ranks), [body.templates[rank.template] for rank in body.ranks])
     _check_sizes(body.engine, len(body.ranks), body.templates)
-    templates = [RankTemplate(t.regions, t.region_bytes, t.slabs, t.shards) for t in body.templates]
     return tuple(
         [
             Rank(
-                told.rank,
-                tuple(told.place.items()),
-                templates[told.template],
-                told.addresses,
-                told.devices * len(told.addresses) if len(told.devices) == 1 else told.devices,
-                tuple([geometries[key] for key in told.geometries]),
+                form.rank,
+                tuple(form.place.items()),
+                body.templates[form.template],
+                form.addresses,
+                form.devices * len(form.addresses) if len(form.devices) == 1 else form.devices,
+                tuple([geometries[key] for key in form.geometries]),
             )
-            for told in body.ranks
+            for form in body.ranks
         ]
     )

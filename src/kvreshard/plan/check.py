@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import MAX_ADDRESS, EngineLayout, Geometry, Int64s, Rank
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.rank import MAX_ADDRESS, Geometry, Int64s, Rank
 from kvreshard.plan.cover import count_common, exact_period, turn
 from kvreshard.plan.match import SHOWN, differences
 from kvreshard.plan.route import Route

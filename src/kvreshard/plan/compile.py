@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.errors import LayoutMismatch
-from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Interval, Ownership
+from kvreshard.model.rank import Rank
 from kvreshard.plan.budget import Budget
 from kvreshard.plan.check import prove
 from kvreshard.plan.cost import CostModel, Way, choose

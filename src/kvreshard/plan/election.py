@@ -29,8 +29,9 @@ import numpy as np
 
 from kvreshard.model.errors import LayoutMismatch
 from kvreshard.model.field import Field
-from kvreshard.model.layout import EngineLayout, Geometry
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Coordinates, Cyclic, Interval, Ownership
+from kvreshard.model.rank import Geometry
 from kvreshard.plan.budget import Budget
 from kvreshard.plan.cover import turn
 from kvreshard.plan.match import SHOWN

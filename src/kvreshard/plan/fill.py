@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kvreshard.model.layout import EngineLayout, Group, Rank
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.rank import Group, Rank
 from kvreshard.model.tables import Request
 from kvreshard.plan.bind import bind_ranges
 from kvreshard.plan.byte_ranges import ByteRanges, cut, merged, subtract

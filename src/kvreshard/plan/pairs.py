@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
+from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.copies import MAX_COPY_BYTES, Int64s, Page, cut_long
 from kvreshard.plan.cost import Way

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from kvreshard.model.errors import BindError
 from kvreshard.model.expect import expect
-from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
+from kvreshard.model.rank import Group
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.copies import Int64s, joined
 from kvreshard.plan.pairs import GroupPair, Side

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvreshard.model.layout import Group
+from kvreshard.model.rank import Group
 from kvreshard.plan.pairs import GroupPair, make_pairs
 from kvreshard.plan.transfer import RankTransfer
 

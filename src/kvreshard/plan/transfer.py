@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Coordinates, Ownership
+from kvreshard.model.rank import Group
 from kvreshard.plan.cost import Choice
 from kvreshard.plan.cover import count_common, count_in_windows
 from kvreshard.plan.pattern import Bases, Pattern, build_pattern

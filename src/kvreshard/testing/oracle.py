@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import EngineLayout, Rank, Shard
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic
+from kvreshard.model.rank import Rank, Shard
 from kvreshard.model.tables import PageTable, Request, Tokens
 
 Bytes = NDArray[np.uint8]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvreshard.model.address import AxisMap
-from kvreshard.model.layout import Group
 from kvreshard.model.ownership import Ownership
+from kvreshard.model.rank import Group
 from kvreshard.plan.transfer import RankTransfer
 
 Int64s = NDArray[np.int64]

@@ -17,7 +17,8 @@ import secrets
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
-from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.layout import EngineLayout
+from kvreshard.model.rank import Rank
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.route import Route
 from kvreshard.session.commands import CheckResult, Load

@@ -25,8 +25,9 @@ import msgspec
 import numpy as np
 
 from kvreshard.model.errors import KvReshardError
-from kvreshard.model.layout import EngineLayout, Rank
+from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import MAX_SIZE, Cyclic, Interval, Ownership
+from kvreshard.model.rank import Rank
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.cover import count_common
 from kvreshard.plan.transfer import RankTransfer

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvreshard import __version__
 from kvreshard.kinds.assemble import relocate
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch, wire
-from kvreshard.model.layout import Rank
+from kvreshard.model.rank import Rank
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvreshard.kinds import Kind, Opaque, OpaqueState, Piece, Place, Ring, Style
+from kvreshard.kinds import Kind, Opaque, Piece, Place, Ring, Style
 from kvreshard.kinds.assemble import NULL_PAGE, POOL
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
 from kvreshard.model.changed import replace
@@ -178,7 +178,7 @@ class _Rank:
         return attention_kind(spec, info, count_heads)
 
     def _add_fields(self, layer: _Layer) -> None:
-        if isinstance(layer.kind, Opaque | OpaqueState):
+        if isinstance(layer.kind, Opaque):
             view = layer.view.opaque_view("page")
             pieces = layer.kind.pieces(layer.name, layer.place, layer.style, {"page": view})
         else:
@@ -249,7 +249,7 @@ def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: s
         )
     )
     if type(spec).__name__ in ("MambaSpec", "CircularBufferSpec"):
-        return OpaqueState(view.page_bytes, tag), place
+        return Opaque(view.page_bytes, None, tag), place
     return Opaque(view.page_bytes, int(spec.block_size) * place.dcp_size, tag), place
 
 

@@ -305,7 +305,7 @@ def test_an_opaque_page_is_a_part_per_rank() -> None:
         (lambda: engine("p", tp=0), "no ranks"),
         (lambda: engine("p", page=0), "page of 0 tokens"),
         (lambda: engine("p", num_pages=0), "0 pages"),
-        (lambda: Mamba2(4, 1, 0, 1, 2, "bfloat16", "bfloat16"), "not positive"),
+        (lambda: Mamba2(4, 1, 0, 1, 2, "bfloat16", "bfloat16"), "num_groups is 0; it must be at least 1"),
         (lambda: Ring(0, 1, "bfloat16"), "0 tokens"),
         (lambda: Ring(2, 1, "bfloat16", ()), "0 parts"),
     ],

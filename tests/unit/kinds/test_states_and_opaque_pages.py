@@ -7,7 +7,7 @@ import pytest
 from tests.pairs.small import engine
 from tests.unit.kinds.test_addresses import cells
 
-from kvreshard.kinds import LinearState, Opaque, OpaqueState, PageView, Place, ShortConv, Style, TensorShape
+from kvreshard.kinds import LinearState, Opaque, PageView, Place, ShortConv, Style, TensorShape
 from kvreshard.model import LayoutError, LayoutMismatch
 from kvreshard.plan import match_fields
 
@@ -32,7 +32,7 @@ def test_a_short_convolution_has_speculative_columns(dim_first: bool) -> None:
 
 
 def test_an_opaque_state_is_a_part_per_rank() -> None:
-    layout = engine("prefill", tp=3, kind=OpaqueState(5, "x"))
+    layout = engine("prefill", tp=3, kind=Opaque(5, None, "x"))
     assert layout.groups[0].tokens_per_page is None
     for rank in range(3):
         assert dict(cells(layout, rank, "layers.0.page", 2, None)) == {(rank, i): 10 + i for i in range(5)}
@@ -46,7 +46,7 @@ def test_a_page_in_several_pieces_counts_them_one_after_another() -> None:
 
 
 def test_other_parallel_sizes_do_not_match() -> None:
-    one, two = engine("prefill", kind=OpaqueState(8, "x"), tp=2), engine("decode", kind=OpaqueState(8, "x"))
+    one, two = engine("prefill", kind=Opaque(8, None, "x"), tp=2), engine("decode", kind=Opaque(8, None, "x"))
     with pytest.raises(LayoutMismatch, match="axis 'part'"):
         match_fields(one, two)
     assert match_fields(one, one).names == ("layers.0.page",)
@@ -55,10 +55,10 @@ def test_other_parallel_sizes_do_not_match() -> None:
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
-        (lambda: OpaqueState(0, "x"), "0 bytes"),
-        (lambda: OpaqueState(4, ""), "tag ''"),
-        (lambda: LinearState(0, 4, "float32"), "not positive"),
-        (lambda: ShortConv(4, 1, "float32"), "not positive"),
+        (lambda: Opaque(0, None, "x"), "0 bytes"),
+        (lambda: Opaque(4, None, ""), "tag ''"),
+        (lambda: LinearState(0, 4, "float32"), "num_heads is 0; it must be at least 1"),
+        (lambda: ShortConv(4, 1, "float32"), "conv_kernel is 1; it must be at least 2"),
     ],
 )
 def test_what_they_refuse(make: Any, facts: str) -> None:

@@ -16,8 +16,8 @@ from kvreshard.model import layout_check as checks
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.changed import replace
 from kvreshard.model.field import Axis, Field
-from kvreshard.model.layout import Geometry, Group, Rank, Region, Shard, Slab
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
+from kvreshard.model.rank import Geometry, Group, Rank, Region, Shard, Slab
 from kvreshard.model.wire import MAX_RANKS
 from kvreshard.plan import election, pattern
 from kvreshard.plan.compile import compile_route
