@@ -28,7 +28,7 @@ from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
 from kvreshard.transport.posting import Pace, SlicedTransfer
 from kvreshard.transport.regions import RegionTable
-from kvreshard.transport.slices import Cursor, place
+from kvreshard.transport.slices import Cursor, make_rows
 
 REPEATS = 25
 NUM_PEERS = 64
@@ -114,7 +114,7 @@ def queued_transfers(count: int) -> float:
     for number in range(count):
         peer = f"p{number % NUM_PEERS}"
         transfers.append(Transfer(peer, Direction.READ, copies, time.monotonic))
-        cursor = Cursor(place(copies, Direction.READ, table, table, peer))
+        cursor = Cursor(make_rows(copies, Direction.READ, table, table, peer))
         owner.post(SlicedTransfer(transfers[-1], peer, cursor, None))
     for transfer in transfers:
         transfer.wait(600.0)
