@@ -24,8 +24,7 @@ from kvreshard.model import EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.bind import bind
 from kvreshard.plan.route import Route
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.testing.ranks import ProcessRanks
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +19,10 @@ from tests.unit.session.world import OPTIONS, REMOTE, Clock, make_world, meet
 from bench.compare import median_s
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.commands import Acquire, Publish, Release, RemoteEngine, RemoteLease, Renew
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.peer import Peer
-from kvreshard.session.peers import Peers
+from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.transport.base import Direction, MemoryRegion, Transfer
 from kvreshard.transport.owner import Owner
@@ -61,7 +60,7 @@ def watched_requests(count: int) -> float:
             Renew(f"w{number}", REMOTE, RemoteLease(f"cmpl-{number:032x}", number, number + 1)), me
         )
     gone = Release(REMOTE, RemoteLease("gone", 1, 1))
-    spent = median_s(lambda: (remote_leases.release(gone), remote_leases.send_releases(me, 0.0)), REPEATS)
+    spent = median_s(lambda: (remote_leases.release(gone), remote_leases.update(me, 0.0)), REPEATS)
     world.close()
     return spent
 
@@ -81,13 +80,13 @@ def known_sources(count: int) -> float:
     remote_leases = RemoteLeases(silent, peers, 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"engine-{number}", f"{number:032x}", Address("10.0.0.1", number))
-        known: Future[Peer] = Future()
+        known = _Known(0.0)
         engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)  # type: ignore[union-attr]
-        known.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))  # type: ignore[union-attr]
+        known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))  # type: ignore[union-attr]
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, RemoteLease(f"r{number}", number, number + 1)), me)
-    remote_leases.send_releases(me, clock.now_s)
+    remote_leases.update(me, clock.now_s)
     remote_leases.renew(me, clock.now_s)
     started_s, rounds = time.process_time(), 5
     for _ in range(rounds):

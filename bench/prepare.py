@@ -15,7 +15,7 @@ from bench.held import Held
 from kvreshard.model.tables import PageTable, Request, Tokens
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
-from kvreshard.session.staging import Staging, reads_into
+from kvreshard.session.mover import Staging, reads_into
 from kvreshard.transport.base import Direction
 from kvreshard.transport.nixl import NixlTransport
 

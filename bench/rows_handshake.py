@@ -63,7 +63,9 @@ def run(release: str, full: bool) -> Iterator[Result]:
             check_compatibility(mine, their_metadata)
             route = compile_route(their_metadata.decode_layout(), arena.dst, 0)
             metadata_by_rank = their_metadata.rank_by_number
-            arena.transport.add_peers({f"source {rank}": metadata_by_rank[rank].metadata for rank in route.src_ranks})
+            arena.transport.add_peers(
+                {f"source {rank}": metadata_by_rank[rank].transport_metadata for rank in route.src_ranks}
+            )
             prepared.prepare(route, listed)
 
         intree = InTree(PAIR, arena.dst, 0, arena.plain, arena.address)

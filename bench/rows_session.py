@@ -26,7 +26,7 @@ from bench.shapes import Shape, pool_for, request
 from kvreshard.plan.compile import compile_route
 from kvreshard.session.commands import EndpointOptions, Load, RemoteEngine, RemoteLease
 from kvreshard.session.endpoint import Endpoint
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.pull import pull_steps
 from kvreshard.session.seal import Seal

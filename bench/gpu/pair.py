@@ -25,8 +25,7 @@ from kvreshard.model.tables import Request
 from kvreshard.plan.compile import compile_route
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.plan.route import Route
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.transfer import pull
 from kvreshard.testing.rank_memory import make_block
 from kvreshard.testing.ranks import ProcessRanks

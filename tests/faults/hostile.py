@@ -1,4 +1,4 @@
-"""Clients that a listener must survive. Each knocks at a port and returns what it keeps open while the next one is served.
+"""Clients that a listener must survive. Each connects to a port and returns what it keeps open while the next one is served.
 
 They speak raw TCP, or ZMTP 3.0 by hand, since ZeroMQ's own sockets refuse to misbehave.
 """
@@ -19,7 +19,7 @@ Port = int
 Kept = list[socket.socket]
 CLIENTS: dict[str, Callable[[Port], Kept]] = {}
 
-HELLO = {"form": "kvreshard.handshake", "version": 1, "ask": "metadata", "engine": "d", "rank": 0}
+REQUEST = {"form": "kvreshard.handshake", "version": 1, "ask": "metadata", "engine": "d", "rank": 0}
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 # A hostile client never waits for long: what the server does not take within this is not sent.
 PATIENCE_S = 5.0
@@ -217,14 +217,14 @@ def never_ends_its_message(port: Port) -> Kept:
 @client
 def sends_a_thousand_frames(port: Port) -> Kept:
     plain = peer(port)
-    push(plain, frame(b"", more=True) * 1000 + frame(msgspec.msgpack.encode(HELLO)))
+    push(plain, frame(b"", more=True) * 1000 + frame(msgspec.msgpack.encode(REQUEST)))
     return [plain]
 
 
 @client
 def sends_one_frame_only(port: Port) -> Kept:
     plain = peer(port)
-    push(plain, frame(b"") + frame(msgspec.msgpack.encode(HELLO)))
+    push(plain, frame(b"") + frame(msgspec.msgpack.encode(REQUEST)))
     return [plain]
 
 
@@ -232,7 +232,7 @@ def sends_one_frame_only(port: Port) -> Kept:
 def uses_one_name_twice(port: Port) -> Kept:
     kept = [peer(port, Identity=b"twin") for _ in range(3)]
     for plain in kept:
-        push(plain, frame(b"", more=True) + frame(msgspec.msgpack.encode(HELLO)))
+        push(plain, frame(b"", more=True) + frame(msgspec.msgpack.encode(REQUEST)))
     return kept
 
 
@@ -267,7 +267,7 @@ def says_noise(port: Port) -> Kept:
 
 @client
 def truncates_its_hello(port: Port) -> Kept:
-    whole = msgspec.msgpack.encode(HELLO)
+    whole = msgspec.msgpack.encode(REQUEST)
     return told(port, *(whole[:length] for length in range(len(whole))))
 
 
@@ -286,8 +286,8 @@ def announces_huge_containers(port: Port) -> Kept:
 @client
 def sends_values_out_of_range(port: Port) -> Kept:
     wrong: Iterator[dict[str, object]] = (
-        {**HELLO, key: value}
-        for key in (*HELLO, "reads_card", "is_good", "text")
+        {**REQUEST, key: value}
+        for key in (*REQUEST, "reads_card", "is_good", "text")
         for value in (-1, 0, 2**63, 2**64 - 1, -(2**63), 1.5, None, "", "x" * 5000, [], {}, True, b"\xff")
     )
     return [kept for value in wrong for kept in told(port, value)]
@@ -296,12 +296,12 @@ def sends_values_out_of_range(port: Port) -> Kept:
 @client
 def writes_into_the_log(port: Port) -> Kept:
     text = "ok\nERROR everything is lost\r\x1b[2J\u202e"
-    return told(port, {**HELLO, "engine": text}, {**HELLO, "ask": "outcome", "text": text, "engine": text})
+    return told(port, {**REQUEST, "engine": text}, {**REQUEST, "ask": "outcome", "text": text, "engine": text})
 
 
 @client
 def sends_text_that_is_not_utf8(port: Port) -> Kept:
-    return told(port, msgspec.msgpack.encode(HELLO).replace(b"\xa6engine\xa1d", b"\xa6engine\xa1\xff"))
+    return told(port, msgspec.msgpack.encode(REQUEST).replace(b"\xa6engine\xa1d", b"\xa6engine\xa1\xff"))
 
 
 class _Bomb:
@@ -325,13 +325,13 @@ def speaks_as_another_connector(port: Port) -> Kept:
 @client
 def replays_one_hello(port: Port) -> Kept:
     plain = peer(port)
-    push(plain, (frame(b"", more=True) + frame(msgspec.msgpack.encode(HELLO))) * 5000)
+    push(plain, (frame(b"", more=True) + frame(msgspec.msgpack.encode(REQUEST))) * 5000)
     return [plain]
 
 
 @client
 def asks_and_never_reads(port: Port) -> Kept:
-    return [kept for _ in range(64) for kept in told(port, *[HELLO] * 16)]
+    return [kept for _ in range(64) for kept in told(port, *[REQUEST] * 16)]
 
 
 @client
@@ -340,7 +340,7 @@ def floods_with_outcomes(port: Port) -> Kept:
         kept
         for rank in range(20)
         for kept in told(
-            port, *({**HELLO, "ask": "outcome", "rank": rank * 100 + i, "text": "x" * 2000} for i in range(100))
+            port, *({**REQUEST, "ask": "outcome", "rank": rank * 100 + i, "text": "x" * 2000} for i in range(100))
         )
     ]
 

@@ -36,7 +36,7 @@ from tests.soak.shapes import SHAPES
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.nixl import NixlTransport

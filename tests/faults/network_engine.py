@@ -18,7 +18,7 @@ from tests.faults.network_control import Setup, Told, Wanted
 from tests.pairs.small import GROUP
 from tests.unit.session import world
 
-from kvreshard.session import handshake_server
+from kvreshard.session import handshake_messages, handshake_server
 from kvreshard.session.commands import Acquire, EndpointOptions, Load, Publish, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.keys import read_keys
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
@@ -43,7 +43,7 @@ class EngineProcess:
         self.side.lease_s = LEASE_S
         engine_metadata = self.side.engine_metadata()
         self.listener = handshake_server.HandshakeServer(
-            handshake_server.Address(setup.host, 0), engine_metadata, keys=keys
+            handshake_messages.Address(setup.host, 0), engine_metadata, keys=keys
         )
         self.told = Told()
         for endpoint in self.side.endpoints.values():
@@ -63,7 +63,7 @@ class EngineProcess:
             endpoint.submit(Publish(wanted.name, ttl_s, wanted.request(self.setup, reader).src_tables))
 
     def load(self, wanted: Wanted, source: Setup, port: int) -> None:
-        remote = RemoteEngine(source.name, world.LIFE, handshake_server.Address(source.host, port))
+        remote = RemoteEngine(source.name, world.LIFE, handshake_messages.Address(source.host, port))
         lease = RemoteLease(wanted.name, wanted.slot, wanted.word)
         transfer = wanted.request(source, self.setup)
         for endpoint in self.side.endpoints.values():
@@ -76,7 +76,7 @@ class EngineProcess:
         """Everything so far."""
         for endpoint in self.side.endpoints.values():
             self.told.note(endpoint.collect())
-        self.told.num_quarantined = sum(endpoint.num_quarantined for endpoint in self.side.endpoints.values())
+        self.told.num_quarantined = sum(len(endpoint._jobs._given_up) for endpoint in self.side.endpoints.values())
         return self.told
 
     def words(self, slot: int) -> list[int]:

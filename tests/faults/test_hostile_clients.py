@@ -11,13 +11,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.faults.hostile import CLIENTS, HELLO, peer, push, said, told
+from tests.faults.hostile import CLIENTS, REQUEST, peer, push, said, told
 from tests.faults.hostile import frame as zmtp_frame
 from tests.pairs.small import engine
 
 from kvreshard.session.connection_limits import Bounds
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeMessage, HandshakeServer, fetch_engine_metadata
+from kvreshard.session.handshake_client import fetch_engine_metadata
+from kvreshard.session.handshake_messages import Address, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 
 LOCAL = Address("127.0.0.1", 0)
@@ -44,14 +46,14 @@ def outcomes() -> list[HandshakeMessage]:
 
 
 @pytest.fixture(scope="module")
-def open_door(outcomes: list[HandshakeMessage]) -> Iterator[HandshakeServer]:
+def open_server(outcomes: list[HandshakeMessage]) -> Iterator[HandshakeServer]:
     listener = HandshakeServer(LOCAL, engine_metadata(b"x" * BIG), outcomes.append)
     yield listener
     listener.close()
 
 
 @pytest.fixture(scope="module")
-def locked_door(keys: Keys) -> Iterator[HandshakeServer]:
+def server_with_keys(keys: Keys) -> Iterator[HandshakeServer]:
     listener = HandshakeServer(LOCAL, engine_metadata(), keys=keys)
     yield listener
     listener.close()
@@ -59,32 +61,32 @@ def locked_door(keys: Keys) -> Iterator[HandshakeServer]:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_next_honest_client_is_answered(
-    open_door: HandshakeServer, name: str, record_property: Callable[[str, object], None]
+    open_server: HandshakeServer, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("hostile clients", 1)
     with ExitStack() as kept:
-        for plain in CLIENTS[name](open_door.address.port):
+        for plain in CLIENTS[name](open_server.address.port):
             kept.enter_context(plain)
-        assert fetch_engine_metadata(open_door.address, "decode", 0, PATIENCE_S).engine == "prefill"
+        assert fetch_engine_metadata(open_server.address, "decode", 0, PATIENCE_S).engine == "prefill"
 
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_next_honest_client_with_a_key_is_answered(
-    locked_door: HandshakeServer, keys: Keys, name: str, record_property: Callable[[str, object], None]
+    server_with_keys: HandshakeServer, keys: Keys, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("hostile clients", 1)
     with ExitStack() as kept:
-        for plain in CLIENTS[name](locked_door.address.port):
+        for plain in CLIENTS[name](server_with_keys.address.port):
             kept.enter_context(plain)
-        assert fetch_engine_metadata(locked_door.address, "decode", 0, PATIENCE_S, keys).engine == "prefill"
+        assert fetch_engine_metadata(server_with_keys.address, "decode", 0, PATIENCE_S, keys).engine == "prefill"
 
 
 def test_whoever_says_it_no_control_character_gets_in(
-    open_door: HandshakeServer, outcomes: list[HandshakeMessage]
+    open_server: HandshakeServer, outcomes: list[HandshakeMessage]
 ) -> None:
-    for plain in CLIENTS["writes_into_the_log"](open_door.address.port):
+    for plain in CLIENTS["writes_into_the_log"](open_server.address.port):
         with plain:
-            fetch_engine_metadata(open_door.address, "decode", 0, PATIENCE_S)
+            fetch_engine_metadata(open_server.address, "decode", 0, PATIENCE_S)
     assert all(handshake_message.engine.isprintable() for handshake_message in outcomes)
 
 
@@ -93,14 +95,14 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_clients_that_ask_and_never_read_hold_no_copies_of_the_card() -> None:
+def test_clients_that_ask_and_never_read_hold_no_copies_of_the_metadata() -> None:
     listener = HandshakeServer(LOCAL, engine_metadata(b"x" * BIG))
     try:
         fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
         before = resident_bytes()
         with ExitStack() as kept:
             for _ in range(64):
-                for plain in told(listener.address.port, *[HELLO] * 8):
+                for plain in told(listener.address.port, *[REQUEST] * 8):
                     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                     kept.enter_context(plain)
             fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
@@ -152,7 +154,7 @@ def test_the_oldest_visit_makes_room_for_the_newest() -> None:
         with ExitStack() as kept:
             plains = [kept.enter_context(peer(listener.address.port)) for _ in range(4)]
             assert ends(plains[0])
-            message = zmtp_frame(b"", more=True) + zmtp_frame(msgspec.msgpack.encode(HELLO))
+            message = zmtp_frame(b"", more=True) + zmtp_frame(msgspec.msgpack.encode(REQUEST))
             assert push(plains[3], message)
             plains[3].settimeout(PATIENCE_S)
             assert plains[3].recv(1)

@@ -16,7 +16,7 @@ from kvreshard.model import wire
 from kvreshard.session import handshake_messages
 from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.engine_metadata import RankMetadata, encode_engine_metadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.notes import Heartbeat, Report, write_note
 from kvreshard.session.seal import instance_id_of
 from kvreshard.tools.digest_request import DigestRequest, Owned, write_request

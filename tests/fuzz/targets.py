@@ -48,7 +48,7 @@ def engine_metadata(data: bytes) -> Outcome:
         found = decode_engine_metadata(data)
         found.decode_layout()
         for rank in found.ranks:
-            decode_metadata("memory", rank.metadata).table()
+            decode_metadata("memory", rank.transport_metadata).table()
     except (WireError, LayoutError, TransportError):
         return "refused"
     return "accepted"

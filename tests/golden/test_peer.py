@@ -19,8 +19,14 @@ from kvreshard.session.engine_metadata import (
     encode_engine_metadata,
     make_engine_metadata,
 )
-from kvreshard.session.handshake_messages import HandshakeAnswer, HandshakeMessage, read_answer, read_message
-from kvreshard.session.handshake_server import metadata_request, outcome_message
+from kvreshard.session.handshake_messages import (
+    HandshakeAnswer,
+    HandshakeMessage,
+    metadata_request,
+    outcome_message,
+    read_answer,
+    read_message,
+)
 from kvreshard.session.notes import VERSION, Heartbeat, Report, heartbeats, read_note, write_note
 from kvreshard.tools.digest_request import DigestRequest, read_request, write_request
 

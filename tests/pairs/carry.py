@@ -22,8 +22,7 @@ from kvreshard.model.tables import Request
 from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import Way
 from kvreshard.plan.request_check import check_request
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import Bytes, Memory
 from kvreshard.transport.base import MemoryRegion

@@ -25,10 +25,11 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.commands import Command, EndpointOptions, RemoteEngine, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeServer
+from kvreshard.session.handshake_messages import Address
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.lease import LeaseTable
+from kvreshard.session.mover import Staging
 from kvreshard.session.seal import new_key
-from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import Direction, MemoryRegion
 from kvreshard.transport.local import HostMemory
@@ -166,11 +167,11 @@ class Engine:
             fds=len(os.listdir("/proc/self/fd")),
             threads=threading.active_count(),
             resident_bytes=resident,
-            leases=sum(endpoint.num_leases for endpoint in endpoints),
-            quarantined=sum(endpoint.num_quarantined for endpoint in endpoints),
+            leases=sum(len(endpoint._own.book) for endpoint in endpoints),
+            quarantined=sum(len(endpoint._jobs._given_up) for endpoint in endpoints),
             jobs=sum(len(endpoint._jobs) for endpoint in endpoints),
             scratch_places=sum(
-                rank.endpoint.num_scratch_places + len(rank.observer.scratch) for rank in self._ranks.values()
+                len(rank.endpoint._scratch) + len(rank.observer.scratch) for rank in self._ranks.values()
             ),
             pages_missing=self.pool.num_pages - self.pool.num_free - num_pages_in_use,
             pages_trespassed=self.pool.count_changed(),

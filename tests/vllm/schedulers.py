@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.commands import Acquire, Command, Failure, Load, Publish
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups

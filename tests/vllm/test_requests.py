@@ -26,7 +26,7 @@ from tests.vllm.schedulers import (
 from vllm.v1.request import RequestStatus
 
 from kvreshard.session.commands import Acquire, Cancel, Publish, Release, Renew, Revoke, StopRenewing
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import needs_whole_prompts
 

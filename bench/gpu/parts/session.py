@@ -28,7 +28,7 @@ from kvreshard.plan.cost import CostModel
 from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Staging
 from kvreshard.testing.oracle import oracle_transfer
 from kvreshard.testing.rank_memory import Block, make_block
 from kvreshard.tools.observer import ObserverOptions, RankObserver

@@ -20,8 +20,7 @@ from kvreshard.model import EngineLayout, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.compile import compile_route
 from kvreshard.plan.cost import usual_cost
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.transfer import pull
 from kvreshard.testing.oracle import Bytes, differing_bytes, oracle_transfer, write_values
 from kvreshard.transport.base import MemoryRegion

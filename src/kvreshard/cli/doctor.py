@@ -207,7 +207,8 @@ def check_peer(peer: Peer) -> Iterator[Line]:
         )
         yield Line(peer.name, "error", f"cannot be reached: {error.strerror or error}", remedy)
         return
-    from kvreshard.session.handshake_server import Address, fetch_engine_metadata
+    from kvreshard.session.handshake_client import fetch_engine_metadata
+    from kvreshard.session.handshake_messages import Address
     from kvreshard.session.probe import read_mechanism
 
     if read_mechanism(Address(peer.host, peer.port), min(CONNECT_S, METADATA_TIMEOUT_S)) is None:
@@ -288,7 +289,7 @@ def _ranks(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Iterat
     name = f"{peer.name} ranks"
     for rank in metadata.ranks:
         try:
-            decode_metadata("nixl", rank.metadata).table()
+            decode_metadata("nixl", rank.transport_metadata).table()
         except TransportError as error:
             remedy = "both sides need one transport and one version of it"
             yield Line(name, "error", f"rank {rank.rank}: {error}", remedy)

@@ -1,1 +1,1 @@
-"""Everything with a clock, a socket or a retry: the life of a transfer."""
+"""Everything with a clock, a socket or a retry: handshakes, leases, loads."""

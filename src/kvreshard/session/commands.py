@@ -1,7 +1,4 @@
-"""The commands that a rank's endpoint is given, and the results that it returns.
-
-Frozen data that may cross a process border. Times are seconds.
-"""
+"""The commands of the engine to a rank's endpoint, the results of the endpoint, and its options. Times are seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Literal
 
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan.cost import CostModel
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.keys import Keys
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
@@ -20,7 +17,7 @@ from kvreshard.session.seal import Seal
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """An engine that holds what is wanted: a restart under the same name and address is another instance id."""
+    """A source engine. After a restart the same name and address have another instance id."""
 
     engine: str
     instance_id: str
@@ -29,7 +26,7 @@ class RemoteEngine:
 
 @dataclass(frozen=True, slots=True)
 class RemoteLease:
-    """The lease of one request at its source: the source's own request id, and where its word stands."""
+    """The lease of one request at its source: the source's own request id, and the slot and value of its word."""
 
     request: str
     slot: int
@@ -38,11 +35,11 @@ class RemoteLease:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read `transfer` from a source; with empty intervals, only tell the source that its pages are not needed.
+    """Read `transfer` from a source; with empty intervals, only release the source's pages.
 
     `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
-    `gives_back`: tell the source as soon as all has arrived. Otherwise a `Release` or `Cancel` does, so that others may still read;
-    a load that fails gives back in any case. `refusal`: how it fails without anything being read.
+    `gives_back`: release the source as soon as all has arrived; otherwise a `Release` or `Cancel` does, so that others may still read. A load
+    that fails releases in any case. `refusal`: how it fails without anything being read.
     """
 
     request: str
@@ -56,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell the source that a request's pages are not needed. Nothing is reported for it here, unless this engine is the source."""
+    """Release a request's pages at their source. It has no result here, unless this engine is the source."""
 
     remote: RemoteEngine
     lease: RemoteLease
@@ -64,19 +61,16 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop loading a request as soon as nothing moves any more; it is reported as failed, or as received if it was done.
-
-    Its source is given back.
-    """
+    """Stop the load of a request, and release its source. The result is a failure, or received if the load had ended."""
 
     request: str
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Get to know the source, and renew its lease until the request is loaded or released, or `StopRenewing`.
+    """Meet the source, and renew its lease until the request is loaded or released, or `StopRenewing`.
 
-    `asks_key`: say the source's key when it has been met (`Results.keys`), or that it could not be met (`Results.unmet`).
+    `asks_key`: return the source's key when it is met (`Results.keys`), or why it could not be met (`Results.unmet`).
     """
 
     request: str
@@ -94,7 +88,7 @@ class StopRenewing:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """Write the word of a request that computes here."""
+    """Take a lease for a request that computes here: write its word."""
 
     request: str
     slot: int
@@ -103,7 +97,7 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The request has finished: keep its pages until reported, or for `ttl_s` after the last heartbeat.
+    """The request has finished: keep its pages until all readers have reported, or for `ttl_s` after the last heartbeat.
 
     `tables`: the block tables that were sealed, by group; digest requests are answered from them.
     """
@@ -115,7 +109,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """The request will not be published, or is no longer: its pages may be used again, and whoever reads them fails."""
+    """End the lease of a request: its pages may be reused, and whoever reads them fails."""
 
     request: str
 
@@ -126,12 +120,12 @@ FailureKind = Literal[
     "handshake", "mismatch", "seal", "request", "transfer", "stale lease", "digest", "timeout", "cancelled", "fault"
 ]
 CheckResult = Literal["equal", "different", "refused", "unanswered", "skipped"]
-"""How the comparison of digests ended; only `equal` and `skipped` let a load be served."""
+"""How the comparison of digests ended. A load is served only after `equal` or `skipped`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request could not be loaded. `is_quarantined`: a read may still write its pages; they must not be reused."""
+    """Why a load has failed. `is_quarantined`: a read may still write its pages; they must not be reused."""
 
     kind: FailureKind
     text: str
@@ -140,11 +134,10 @@ class Failure:
 
 @dataclass(slots=True)
 class Results:
-    """What has ended since the last call. A request that failed is not in `received`.
+    """What has ended since the last call, by request. A request is in `received` or in `failed`.
 
-    `settled`: requests that had failed with their pages quarantined, and whose reads have come to rest after all. `stuck`: calls into the
-    transport's library that do not come back. `keys`: by request, of sources that were asked for and have been met. `unmet`: by request, of
-    those that could not be met.
+    `settled`: requests whose pages were quarantined, and may be reused now. `stuck`: calls into the transport's library that do not return.
+    `keys`: of sources that have been met, for requests that ask for them; `unmet`: why there is none.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -168,15 +161,15 @@ class EndpointOptions:
 
     Attributes:
         handshake_timeout_s: for each question to a peer's listener.
-        load_timeout_s: from the command to load until the last byte; then the load is stopped and has failed.
+        load_timeout_s: from the command until the last byte; then the load is stopped.
         settle_timeout_s: how long a stopped load may take to settle before its pages are quarantined.
-        heartbeat_s: between renewals of leases whose source does not say how long they last (`session.renewals`).
-        paused_renewal_s: how long they are renewed for an engine that does not step, since it is paused.
+        heartbeat_s: between attempts to meet a source whose lease is wanted. A source that is met states how often it is renewed.
+        paused_renewal_s: how long leases are renewed for an engine that does not step, since it is paused.
         retry_s: how long a peer that could not be met is not asked again.
         peer_ttl_s: how long a peer is known from which nothing is read.
-        allow_mismatch: facts of the engine engine metadata that may differ.
-        keys: with which listeners are asked; None where they use none.
-        cost: what copies cost here, to choose between reading directly and through staging.
+        allow_mismatch: facts of the engine metadata that may differ.
+        keys: for handshakes; None if the engines use none.
+        cost: what copies cost here, to choose between direct and staged.
     """
 
     handshake_timeout_s: float = 30.0

@@ -1,15 +1,9 @@
-"""Who is connected to the listener, and who has been there too long or has sent too much?
+"""Bounds on what connects to the handshake server: `ConnectionLimits` per connection, `RateLimit` for all together.
 
-ZeroMQ bounds one frame, one message queue and the time of its own handshake. It bounds neither the number of connections nor
-the frames of a message that never ends (4,000 frames without an end kept 240 MB, libzmq 4.3.5). So the listener:
-
-1. hears from ZeroMQ's monitor which sockets were accepted and which are gone (`accepted`, `gone`);
-2. asks the kernel from time to time how many bytes each has sent (`sweep`; TCP_INFO, Linux only);
-3. shuts down those that stay or send beyond the bounds and, if there are too many, the oldest one of the address that has the
-   most. ZeroMQ sees the end of a connection and cleans up; an honest peer that was hit asks again.
-
-A file descriptor may have been closed and given to somebody else meanwhile. So it is duplicated first, and shut down only if it
-is still a connection of the listener's port with the same peer.
+ZeroMQ bounds one frame, one message queue and the time of its own handshake. It bounds neither the number of connections nor the frames of
+a message that never ends (4,000 frames without an end kept 240 MB, libzmq 4.3.5). `ConnectionLimits` follows the connections by ZeroMQ's
+monitor, and the bytes that each has sent by the kernel (TCP_INFO, Linux only). It resets those that are over their bounds; ZeroMQ sees the
+end of a connection and cleans up, and an honest peer asks again.
 """
 
 from __future__ import annotations
@@ -29,11 +23,11 @@ _TCP_INFO_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one listener bears.
+    """Of one server.
 
     Attributes:
         max_connections: at one time; the ranks of a large fleet that meet this engine in the same moment.
-        max_visit_s: of one connection. A visit is one question; engine metadata of megabytes over a slow network takes seconds.
+        max_visit_s: of one connection. It is one question; engine metadata of megabytes over a slow network takes seconds.
         max_visit_bytes: that one connection may send. A handshake message has some hundred bytes, at most 64 KiB.
     """
 
@@ -58,51 +52,79 @@ class ConnectionLimits:
 
     def __init__(self, port: int, bounds: Bounds) -> None:
         self._port, self._bounds = port, bounds
-        self._here: dict[int, _Connection] = {}
+        self._connections: dict[int, _Connection] = {}
         self.num_ended = 0
 
     def __len__(self) -> int:
-        return len(self._here)
+        return len(self._connections)
 
     def accepted(self, fd: int, now_s: float) -> None:
-        """A connection was accepted; makes room if there are too many."""
-        self._here.pop(fd, None)
+        """A connection was accepted. If there are too many, the oldest of the host with the most is reset."""
+        self._connections.pop(fd, None)
         peer = self._peer(fd)
         if peer is None:
             return
-        self._here[fd] = _Connection(fd, peer, now_s)
-        if len(self._here) > self._bounds.max_connections:
-            most = Counter(visitor.host for visitor in self._here.values()).most_common(1)[0][0]
-            self._end(next(visitor for visitor in self._here.values() if visitor.host == most))
+        self._connections[fd] = _Connection(fd, peer, now_s)
+        if len(self._connections) > self._bounds.max_connections:
+            most = Counter(one.host for one in self._connections.values()).most_common(1)[0][0]
+            self._reset(next(one for one in self._connections.values() if one.host == most))
 
     def gone(self, fd: int) -> None:
         """A connection has ended."""
-        self._here.pop(fd, None)
+        self._connections.pop(fd, None)
 
     def sweep(self, now_s: float) -> None:
-        """End the visits that are over their bounds."""
-        for visitor in list(self._here.values()):
-            is_late = now_s - visitor.since_s > self._bounds.max_visit_s
-            if is_late or _bytes_received(visitor.fd) > self._bounds.max_visit_bytes:
-                self._end(visitor)
+        """Reset the connections that are over their bounds."""
+        for one in list(self._connections.values()):
+            is_late = now_s - one.since_s > self._bounds.max_visit_s
+            if is_late or _bytes_received(one.fd) > self._bounds.max_visit_bytes:
+                self._reset(one)
 
     def _peer(self, fd: int) -> object:
-        """Who is connected through `fd`, if that is a connection of this port; None otherwise."""
+        """The other end of `fd`, if that is a connection of this port; None otherwise."""
         with contextlib.suppress(OSError), _duplicate(fd) as connection:
-            name = connection.getsockname()
-            if isinstance(name, tuple) and name[1] == self._port:
-                return connection.getpeername()
+            return self._peer_of(connection)
         return None
 
-    def _end(self, visitor: _Connection) -> None:
-        self._here.pop(visitor.fd, None)
-        with contextlib.suppress(OSError), _duplicate(visitor.fd) as connection:
-            name = connection.getsockname()
-            if isinstance(name, tuple) and name[1] == self._port and connection.getpeername() == visitor.peer:
+    def _peer_of(self, connection: socket.socket) -> object:
+        name = connection.getsockname()
+        return connection.getpeername() if isinstance(name, tuple) and name[1] == self._port else None
+
+    def _reset(self, one: _Connection) -> None:
+        """The descriptor may belong to something else by now: it must still be a connection of this port with the same peer."""
+        self._connections.pop(one.fd, None)
+        with contextlib.suppress(OSError), _duplicate(one.fd) as connection:
+            if self._peer_of(connection) == one.peer:
                 # Reset when ZeroMQ closes it: the kernel would keep what is left of it for another minute.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 connection.shutdown(socket.SHUT_RDWR)
                 self.num_ended += 1
+
+
+class RateLimit:
+    """Token bucket over all connections together: `per_s` units a second, at most `burst` of them saved up.
+
+    It delays and does not drop. While it is empty nothing is read: ZeroMQ's queues fill and TCP pushes back. A ROUTER takes turns between its
+    connections, so one that asks without end does not keep another from its turn. Seconds are of the caller's clock.
+    """
+
+    def __init__(self, per_s: float, burst: float, now_s: float) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._left, self._at_s = burst, now_s
+
+    def wait_s(self, now_s: float) -> float:
+        """Seconds until the next message may be served."""
+        self._refill(now_s)
+        return max(0.0, -self._left / self._per_s)
+
+    def spend(self, units: float, now_s: float) -> None:
+        """Charge a message that was served. It may cost more units than there are: then the next waits."""
+        self._refill(now_s)
+        self._left -= units
+
+    def _refill(self, now_s: float) -> None:
+        self._left = min(self._burst, self._left + max(0.0, now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
 
 
 def _duplicate(fd: int) -> socket.socket:
@@ -116,12 +138,12 @@ def _duplicate(fd: int) -> socket.socket:
 
 
 def _bytes_received(fd: int) -> int:
-    """Bytes that the peer has sent so far; 0 where the kernel does not tell."""
+    """Bytes that the peer has sent; 0 where the kernel does not say."""
     option = getattr(socket, "TCP_INFO", None)
     if option is None:
         return 0
     with contextlib.suppress(OSError):
-        # The type is given, so that nothing but the one question is asked of a number that may be somebody else's by now.
+        # The type is given, so that nothing but this one option is read of a descriptor that may be something else by now.
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd)
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, option, _TCP_INFO_BYTES)

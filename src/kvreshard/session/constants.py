@@ -1,13 +1,7 @@
-"""Where do the cost model's constants of this machine come from, between one process and the next?
+"""The file of measured cost constants, per host: `kvreshard bench --calibrate` writes it, commands and connectors read it.
 
-`kvreshard bench --calibrate` measures them (`testing.calibrate`) and writes a small JSON file; a command or a connector that
-wants them reads it and hands the `CostModel` on. Nothing else looks for the file.
-
-1. The file holds one set of constants per host and kind of device, under the facts that they depend on: processor, cores, package versions.
-2. `load_constants` gives those of this host, or None: no file, another host, or constants of a kind that a newer planner does
-   not mean any more (`VERSION`).
-
-Refused with KvReshardError: a file that is not ours, or whose constants are not positive.
+It is JSON. A host's constants stand under what they depend on: processor, cores, device, package versions. Constants of another `VERSION` mean
+something else and count as none.
 """
 
 from __future__ import annotations
@@ -40,13 +34,10 @@ class _Constants(msgspec.Struct, forbid_unknown_fields=True):
     batch_s: float
 
 
-class _Head(msgspec.Struct):
+class _File(msgspec.Struct):
     form: str
     version: int
-
-
-class _File(_Head):
-    hosts: dict[str, _Constants]
+    hosts: dict[str, msgspec.Raw]
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
@@ -68,65 +59,62 @@ def host_description(device: str = "cpu") -> str:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return platform.processor()
-    names = [
-        line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-    ]
-    return names[0] if names else platform.processor()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def load_constants(path: Path, host: str) -> CostModel | None:
-    """The constants of a host, None if the file has none that hold. Raises KvReshardError for a file that is not one."""
-    if not path.exists():
-        return None
-    constants = _read(path).hosts.get(host)
-    if constants is None:
+    """The constants of a host, None if there are none. Raises KvReshardError for another file, or constants that are not positive."""
+    found = _read(path).get(host)
+    if found is None:
         return None
     try:
+        constants = msgspec.json.decode(found, type=_Constants)
         return CostModel(**msgspec.structs.asdict(constants), min_speedup=MEASURED_SPEEDUP)
-    except ValueError as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise KvReshardError(f"constants file {path}: {error}; run `kvreshard bench --calibrate` again") from error
 
 
 def require_constants(path: Path, host: str) -> CostModel:
-    """The constants of a host that somebody asked for by name. Raises KvReshardError where the file has none that hold."""
+    """The constants of a host. Raises KvReshardError, also if there are none."""
     found = load_constants(path, host)
     if found is not None:
         return found
     remedy = f"`kvreshard bench --calibrate --constants {path}` measures them"
     if not path.exists():
         raise KvReshardError(f"there is no constants file {path}; {remedy}")
-    kept = _read(path)
-    if kept.version != VERSION:
+    version = _read_file(path).version
+    if version != VERSION:
         raise KvReshardError(
-            f"constants file {path} is of version {kept.version}, this kvreshard uses version {VERSION}; {remedy} here"
+            f"constants file {path} is of version {version}, this kvreshard uses version {VERSION}; {remedy} here"
         )
-    known = "; ".join(f"({name})" for name in kept.hosts) or "none"
+    known = "; ".join(f"({name})" for name in _read(path)) or "none"
     raise KvReshardError(f"constants file {path} has none of this host ({host}) but of {known}; {remedy} here")
 
 
 def save_constants(path: Path, host: str, model: CostModel) -> None:
-    """Add or replace the constants of one host; those of another version mean something else, and go.
-
-    Raises KvReshardError if the place holds another kind of file.
-    """
-    hosts = dict(_read(path).hosts) if path.exists() else {}
-    hosts[host] = _Constants(**{name: getattr(model, name) for name in _Constants.__struct_fields__})
+    """Add or replace the constants of one host, and drop those of another version. Raises KvReshardError for another kind of file."""
+    constants = _Constants(**{name: getattr(model, name) for name in _Constants.__struct_fields__})
+    hosts = {**_read(path), host: msgspec.Raw(msgspec.json.encode(constants))}
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".new")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(_File(FORM, VERSION, hosts)), indent=1) + b"\n")
-    written.replace(path)  # never half a file, whoever reads meanwhile
+    written.replace(path)  # a reader never finds half a file
 
 
-def _read(path: Path) -> _File:
-    """The file, without hosts if it is of another version."""
+def _read(path: Path) -> dict[str, msgspec.Raw]:
+    """Constants by host: none if there is no file, or one of another version."""
+    if not path.exists():
+        return {}
+    file = _read_file(path)
+    return file.hosts if file.version == VERSION else {}
+
+
+def _read_file(path: Path) -> _File:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES)  # one that is longer is cut, and so no JSON
-        head = msgspec.json.decode(content, type=_Head)
-        is_ours = head.form == FORM and head.version == VERSION
-        found = msgspec.json.decode(content, type=_File) if is_ours else _File(head.form, head.version, {})
+            found = msgspec.json.decode(file.read(MAX_BYTES), type=_File)  # a longer file is cut, and so no JSON
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise KvReshardError(f"constants file {path} cannot be read: {error}; remove it or name another") from error
     if found.form != FORM:

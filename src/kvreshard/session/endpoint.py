@@ -1,19 +1,16 @@
-"""Who does the work of a rank's session, away from the engine's step?
+"""The session of one rank: one thread that carries out the engine's commands, away from the engine's step, and never waits for a peer.
 
-One thread per rank, which never waits for a peer. Each turn:
+Each turn:
 
-1. take the commands that were handed in;
-2. read notifications: reports end leases, heartbeats renew them; end the leases whose time has run out, but after standing still
-   (a stopped process, a suspended machine) only when what had been sent meanwhile has been heard;
-3. see whether a call into the transport's library does not come back: then all loads come to their end, those of which something may
-   still be written with their pages quarantined;
-4. advance the loads of which something has happened as far as they go without waiting; report those that are over to their source ranks,
-   well or badly; give whoever watches (`observer`) a turn;
-5. renew the leases that are wanted here, each source's as often as its own time asks for, also for some time while the engine is paused;
-6. rest until something happens, briefly while leases are published (a source must answer), long otherwise.
+1. execute the commands that were submitted;
+2. apply the notifications of readers, and end the leases that have expired (`local_leases`);
+3. stop all loads if a call into the transport's library does not return;
+4. advance the loads of which something has happened, and report those that have ended;
+5. renew the leases that are wanted here, for some time also while the engine is paused;
+6. rest until something happens: briefly while leases are published (a source must answer), longer otherwise.
 
-The engine's thread only submits and collects, and sees whether the session's thread comes back from its turns: where it does not, all loads have
-failed within `load_timeout_s` and `settle_timeout_s` together. `turn` is the whole loop body, for tests without a thread.
+The engine's thread submits and collects, and notices when the session's thread does not return from a turn: then all loads have failed after
+`load_timeout_s` and `settle_timeout_s` together. Tests without a thread call `turn`.
 """
 
 from __future__ import annotations
@@ -42,18 +39,16 @@ from kvreshard.session.commands import (
     StopRenewing,
 )
 from kvreshard.session.engine_metadata import EngineMetadata
-from kvreshard.session.job import Job, to_failure
-from kvreshard.session.jobs import Jobs
+from kvreshard.session.job import Job, Jobs, to_failure
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.local_leases import LocalLeases
+from kvreshard.session.mover import Staging
 from kvreshard.session.observer import LoadObserver, Observer
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
-from kvreshard.session.source_keys import SourceKeys
-from kvreshard.session.staging import Staging
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
@@ -67,10 +62,9 @@ CLOSE_S = 0.2
 
 
 class Endpoint:
-    """A rank's session. All public methods may be called from any thread but `turn`, which is the loop's own.
+    """Public methods may be called from any thread, but for `turn`, which is the loop's own.
 
-    `table`: this rank's lease words; it, the scratch words and the staging buffer must be registered before the transport's
-    metadata is taken (`regions`).
+    `table`: this rank's lease words. It, `regions` and the staging buffer must be registered before the transport's metadata is taken.
     """
 
     def __init__(
@@ -93,29 +87,28 @@ class Endpoint:
         self._own = LocalLeases(rank, transport, self._observer, table, clock)
         self._peers = peers or Peers(options, clock, self.wake)
         self._remote_leases = RemoteLeases(transport, self._peers, options.heartbeat_s)
-        self._source_keys = SourceKeys()
         self._me: LocalRank | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs = Jobs(self.wake)
         self._collected_s = clock()
         self._results = ResultQueue()
-        self._is_expecting = self._is_attentive = False
+        self._is_attentive = self._has_published = False
         self._stuck: StuckCall | None = None
         self._watchdog = Watchdog(
             f"rank {rank}", options.load_timeout_s + options.settle_timeout_s, self._clock, session_is_stuck
         )
-        self._is_told_stuck = False
+        self._is_session_stuck = False
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     @property
     def regions(self) -> tuple[MemoryRegion, ...]:
-        """Memory of the endpoint and its observer that the transport must know."""
+        """Memory of the endpoint and its observer that the transport must register."""
         return (self._scratch.region, *self._observer.regions)
 
     def introduce(self, engine_metadata: EngineMetadata, layout: EngineLayout) -> None:
-        """Say which engine this rank belongs to; loads wait for it."""
+        """Set the engine that this rank belongs to. Must precede its loads."""
         self._me = LocalRank(engine_metadata, layout, self._rank, self._transport, self._memory, self._staging)
         self.wake()
 
@@ -125,47 +118,32 @@ class Endpoint:
         self._thread.start()
 
     def submit(self, command: Command) -> None:
-        """Hand in a command; does not wait."""
+        """Queue a command."""
         if isinstance(command, Load):
             self._results.expect(command.request)
         elif isinstance(command, Acquire):
-            # The step that hands this in ends with the parameters that name the word.
+            # The parameters that name the word leave the engine at the end of this step.
             self._own.book.write_early(command.slot, command.word)
         self._commands.put(command)
         self.wake()
 
     def collect(self, patience_s: float = 0.0) -> Results:
-        """What has ended since the last call. While loads are under way, waits so long for the first to end."""
+        """What has ended since the last call. While loads are under way, waits up to `patience_s` for the first to end."""
         self._collected_s = self._clock()
-        self._look_at_session()
+        stuck = self._watchdog.stuck()
+        if stuck is not None:  # say in a copy on a hung device: loads end in time all the same
+            self._results.give_up(Failure("fault", stuck.text, is_quarantined=True))
+            if not self._is_session_stuck:
+                self._results.note_stuck(stuck.call)
+        self._is_session_stuck = stuck is not None
         return self._results.take(patience_s)
 
     def wake(self) -> None:
         """End the current rest."""
         self._event.set()
 
-    @property
-    def num_quarantined(self) -> int:
-        """Loads that were given up and whose reads have not settled."""
-        return self._jobs.num_given_up
-
-    @property
-    def num_scratch_places(self) -> int:
-        """Loads that have a place for lease words."""
-        return len(self._scratch)
-
-    @property
-    def num_kept(self) -> int:
-        """Requests that are loaded and whose source waits for a word."""
-        return self._remote_leases.num_kept
-
-    @property
-    def num_leases(self) -> int:
-        """Leases that are acquired or published here."""
-        return len(self._own.book)
-
     def close(self) -> None:
-        """End the thread and the handshakes under way, and wait for neither longer than `CLOSE_S`. The caller closes the transport."""
+        """End the thread and all handshakes, and wait `CLOSE_S` at most. The caller closes the transport."""
         self._stopping = True
         self.wake()
         self._peers.close()
@@ -173,70 +151,15 @@ class Endpoint:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
-                logger.warning("rank %d: the session's thread is at work and is left behind", self._rank)
+                logger.warning("rank %d: the session's thread is busy and is left behind", self._rank)
 
     def turn(self) -> float:
-        """One turn of the loop; returns how long it may rest."""
+        """One turn; seconds that it may rest afterwards."""
         self._watchdog.begin("turn")
         try:
             return self._turn()
         finally:
             self._watchdog.end()
-
-    def _turn(self) -> float:
-        now_s = self._clock()
-        self._event.clear()
-        self._take_commands(now_s)
-        self._own.hear(now_s)
-        self._own.expire(now_s)
-        self._results.free(self._own.book.take_finished())
-        self._look_at_transport(now_s)
-        over, at_rest = self._jobs.advance(now_s)
-        for job in over:
-            try:
-                self._finish(job)
-            except Exception:  # the others must end
-                logger.exception("request %s", job.load.request)
-        for job in at_rest:
-            job.close()
-            self._free_scratch(job)
-            self._results.settle(job.load.request)
-        has_more = self._me is not None and self._observer.work(self._own.book, self._me.layout)
-        self._peers.sweep(self._jobs.peers)
-        self._remote_leases.send_releases(self._me, now_s)
-        self._tell_keys()
-        quiet_s = self._renew(now_s)
-        self._attend()
-        if has_more:
-            return 0.0
-        if self._own.book.num_published:
-            return min(REST_WITH_LEASES_S, quiet_s)
-        return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, quiet_s)
-
-    def _look_at_session(self) -> None:
-        """On the engine's thread: loads end in time also if the session's does not come back, say from a copy on a hung device."""
-        stuck = self._watchdog.stuck()
-        if stuck is not None:
-            self._results.give_up(Failure("fault", stuck.text, is_quarantined=True))
-            if not self._is_told_stuck:
-                self._results.note_stuck(stuck.call)
-        self._is_told_stuck = stuck is not None
-
-    def _look_at_transport(self, now_s: float) -> None:
-        """A call into the transport's library that does not come back keeps everything that is pending: loads come to their end."""
-        stuck = self._transport.stuck()
-        if stuck is not None:
-            if self._stuck is None:
-                self._results.note_stuck(stuck.call)
-            self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
-        self._stuck = stuck
-
-    def _attend(self) -> None:
-        """Tell the transport when its pace changes, and of every published lease: its reader is on the way."""
-        is_attentive = bool(self._jobs or self._own.book.num_published)
-        if is_attentive != self._is_attentive or self._is_expecting:
-            self._transport.set_attentive(is_attentive)
-        self._is_attentive, self._is_expecting = is_attentive, False
 
     def _run(self) -> None:
         while not self._stopping:
@@ -247,13 +170,36 @@ class Endpoint:
                 rest_s = REST_WITH_LOADS_S
             self._event.wait(rest_s)
 
-    def _take_commands(self, now_s: float) -> None:
+    def _turn(self) -> float:
+        now_s, book = self._clock(), self._own.book
+        self._event.clear()
+        self._execute_commands(now_s)
+        self._own.receive(now_s)
+        self._own.expire(now_s)
+        self._results.free(book.take_finished())
+        self._check_transport(now_s)
+        self._advance_jobs(now_s)
+        has_more = self._me is not None and self._observer.work(book, self._me.layout)
+        self._peers.sweep(self._jobs.peers)
+        self._remote_leases.update(self._me, now_s)
+        keys, unmet = self._remote_leases.take_keys()
+        if keys or unmet:
+            self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
+        next_renewal_s = self._renew(now_s)
+        self._set_pace()
+        if has_more:
+            return 0.0
+        if book.num_published:
+            return min(REST_WITH_LEASES_S, next_renewal_s)
+        return min(REST_WITH_LOADS_S if self._jobs else REST_IDLE_S, next_renewal_s)
+
+    def _execute_commands(self, now_s: float) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get_nowait()
                 try:
                     self._execute(command, now_s)
-                except Exception as error:  # a command that fails must not take the others with it
+                except Exception as error:  # the others must be executed
                     logger.exception("%s", command)
                     if isinstance(command, Load):
                         self._remote_leases.stop_renewing(command.request)
@@ -264,16 +210,11 @@ class Endpoint:
             case Acquire():
                 self._own.book.acquire(command.request, command.slot, command.word)
             case Publish():
-                self._is_expecting = True
+                self._has_published = True
                 if not self._own.book.publish(command.request, command.ttl_s, now_s, command.tables):
                     self._results.free({command.request: "revoked"})
             case Revoke():
                 self._own.book.revoke(command.request)
-            case _:
-                self._execute_for_reader(command, now_s)
-
-    def _execute_for_reader(self, command: Command, now_s: float) -> None:
-        match command:
             case Load():
                 self._load(command, now_s)
             case Release():
@@ -283,78 +224,78 @@ class Endpoint:
                 self._remote_leases.cancel(command.request)
                 self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)
             case Renew():
-                self._source_keys.ask(command)
                 self._remote_leases.start_renewing(command, self._me)
             case StopRenewing():
                 self._remote_leases.stop_renewing(command.request)
-                self._source_keys.forget(command.request)
-
-    def _tell_keys(self) -> None:
-        """Tell the engine which sources have been met that it asked for, or could not be."""
-        me = self._me
-        if me is not None and len(self._source_keys):
-            keys, unmet = self._source_keys.take(lambda remote: self._peers.get(me, remote))
-            self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
 
     def _load(self, load: Load, now_s: float) -> None:
         if self._me is None:
             raise KvReshardError("a load was ordered before the endpoint knew its engine")
-        if load.refusal is not None:
-            self._refuse(load, load.refusal)
-            return
-        meeting = self._peers.get(self._me, load.remote)
-        layout, options, take = self._me.layout, self._options, self._scratch.take
         observer = self._observer.ordered(load)
-        self._jobs.add(meeting, lambda wake: Job(load, meeting, now_s, layout, options, wake, take, observer))
+        if load.refusal is not None:  # the engine knows that its source cannot be met
+            self._remote_leases.stop_renewing(load.request)
+            observer.noted("refused", load.refusal.text)
+            self._fail(load, load.refusal)
+            self._record_failure(observer, load, None, load.refusal)
+            return
+        handshake = self._peers.get(self._me, load.remote)
+        note, take_scratch = self._jobs.note, self._scratch.take
+        self._jobs.add(Job(load, handshake, now_s, self._me.layout, self._options, note, take_scratch, observer))
         self._remote_leases.begin(load)
 
-    def _refuse(self, load: Load, failure: Failure) -> None:
-        """The engine knows that its source cannot be met: nobody is asked again for it."""
-        self._remote_leases.stop_renewing(load.request)
-        self._source_keys.forget(load.request)
-        self._fail(load, failure)
-        observer = self._observer.ordered(load)
-        observer.noted("refused", failure.text)
-        self._tell_failed(observer, load, None, failure)
+    def _check_transport(self, now_s: float) -> None:
+        """A call into the transport's library that does not return keeps everything pending: stop all loads."""
+        stuck = self._transport.stuck()
+        if stuck is not None:
+            if self._stuck is None:
+                self._results.note_stuck(stuck.call)
+            self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
+        self._stuck = stuck
+
+    def _advance_jobs(self, now_s: float) -> None:
+        ended, settled = self._jobs.advance(now_s)
+        for job in ended:
+            try:
+                self._finish(job)
+            except Exception:  # the others must end
+                logger.exception("request %s", job.load.request)
+        for job in settled:
+            job.close()
+            self._free_scratch(job)
+            self._results.settle(job.load.request)
 
     def _finish(self, job: Job) -> None:
-        """A load is over."""
-        request, outcome = job.load.request, job.outcome
-        failed = isinstance(outcome, Failure)
+        load, outcome = job.load, job.outcome
         if not job.is_given_up:
             self._free_scratch(job)
-        self._let_go(job, is_good=not failed)
+        self._end_lease(job)
         if isinstance(outcome, Failure):
-            self._fail(job.load, outcome, job.observer.check)
-            self._tell_failed(job.observer, job.load, job.peer, outcome)
-            self._look_after(job, outcome)
+            self._fail(load, outcome, job.observer.check)
+            self._record_failure(job.observer, load, job.peer, outcome)
+            if job.peer is not None and outcome.kind == "transfer":
+                self._peers.forget(load.remote, job.peer)
+            elif job.peer is not None and outcome.kind == "timeout" and self._me is not None:
+                self._peers.check(self._me, job.peer)  # gone or slow; others may be reading from it
         elif outcome is not None:
-            self._results.end(request, outcome, job.observer.check)
+            self._results.end(load.request, outcome, job.observer.check)
 
-    def _let_go(self, job: Job, *, is_good: bool) -> None:
-        """Whatever goes wrong with what is said to the source, the request must end."""
+    def _end_lease(self, job: Job) -> None:
+        """Whatever goes wrong with the report to the source, the request must end."""
         if self._me is None:
             return
+        is_good = job.state == "received"
         is_kept = is_good and not (job.is_stopped or job.load.gives_back)
         try:
             self._remote_leases.end(self._me, job.load, job.peer, is_good=is_good, is_kept=is_kept)
         except Exception:
-            logger.exception("request %s: its source is not told that it is over", job.load.request)
-
-    def _look_after(self, job: Job, failure: Failure) -> None:
-        """Of a source from which a load has failed. One that is late may be gone or slow, and others are reading from it."""
-        if job.peer is not None and failure.kind == "transfer":
-            self._peers.forget(job.load.remote, job.peer)
-        elif job.peer is not None and failure.kind == "timeout" and self._me is not None:
-            self._peers.doubt(self._me, job.peer)
+            logger.exception("request %s: its end was not reported to its source", job.load.request)
 
     def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
         source = f"engine {load.remote.engine} at {str(load.remote.address).removeprefix('tcp://')}"
         logger.warning("request %s was not loaded from %s (%s): %s", load.request, source, failure.kind, failure.text)
         self._results.end(load.request, failure, check)
 
-    def _tell_failed(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
-        """Tell the load's observer that it has failed."""
+    def _record_failure(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:
         if self._me is None:
             return
         engine_metadata = peer.engine_metadata if peer is not None else self._me.refused.get(load.remote)
@@ -365,7 +306,14 @@ class Endpoint:
             self._scratch.give(job.scratch_address)
 
     def _renew(self, now_s: float) -> float:
-        """Renew the leases that are wanted; how long nobody need be told."""
+        """Renew the leases that are wanted; seconds until the next renewal."""
         if self._me is None or now_s > self._collected_s + self._options.paused_renewal_s:
             return REST_IDLE_S  # an engine that never goes on must not hold its sources' blocks for ever
         return self._remote_leases.renew(self._me, now_s)
+
+    def _set_pace(self) -> None:
+        """Have the transport poll faster while there are loads or leases, and after each lease that was published: its reader is coming."""
+        is_attentive = bool(self._jobs or self._own.book.num_published)
+        if is_attentive != self._is_attentive or self._has_published:
+            self._transport.set_attentive(is_attentive)
+        self._is_attentive, self._has_published = is_attentive, False

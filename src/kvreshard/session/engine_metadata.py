@@ -1,18 +1,13 @@
-"""What does an engine tell another when they first meet, and may the two work together at all?
+"""The metadata that engines exchange when they meet, and the check whether two engines may exchange caches.
 
-An `EngineMetadata` is everything that a peer needs: who the engine is (a restart is another instance id), what it runs (facts, by
-name), its whole layout, and per rank how to reach its memory and its lease table. It is made once, when the engine has
-started, and handed to whoever asks.
+`EngineMetadata` is all that a peer needs: the engine and its instance id (another one after a restart), what it runs, its layout, and per rank
+how to reach its memory, its lease words and its mailbox. It is made once, when the engine has started.
 
-What a peer says of itself is data to be checked: lists and texts are bounded, each rank of the layout has one rank engine metadata, and a
-lease table lies in the address space. That its addresses are really registered is checked where they are used: by this side's
-transport against what the peer registered, and by NIXL at their owner.
+A peer's metadata is data to be checked: lists and texts are bounded, each rank of the layout has one `RankMetadata`, tables lie in the
+address space, and the instance id is a digest of the key, so that nobody without the key answers in an engine's place. Whoever gets the
+metadata gets the key. That addresses are registered is checked where they are used, by the transport.
 
-Its key makes its seals (`seal`), and its instance id is a digest of the key: an engine that does not have the key cannot answer in its
-place. Whoever gets the engine metadata gets the key.
-
-`check_compatibility` refuses engines whose caches could mean different things although their shapes agree, and names every fact that
-differs with both values. Geometry is not its business: that is proved by the planner.
+`check_compatibility` refuses engines whose caches could mean different things although their shapes agree. The planner checks geometry.
 """
 
 from __future__ import annotations
@@ -39,13 +34,10 @@ MAILBOX_ENTRY_BYTES = 64
 
 
 class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach one rank: its transport's metadata, the address and slots of its lease table, and its mailbox of digests.
-
-    A rank without `mailbox_entries` answers no digest requests.
-    """
+    """How to reach one rank. One without `mailbox_entries` answers no digest requests."""
 
     rank: int
-    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
+    transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_RANK_METADATA_BYTES)]
     lease_address: Annotated[int, msgspec.Meta(ge=0)]
     lease_slots: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)]
     mailbox_address: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -53,11 +45,7 @@ class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineMetadata(msgspec.Struct, frozen=True):
-    """One engine, complete. `layout` is in the form of `model.wire`.
-
-    `key`: its seals are made with it (`seal`); `instance_id` is a digest of it. `lease_s`: seconds that its leases last after the last
-    heartbeat.
-    """
+    """One engine. `layout` is in the form of `model.wire`; `key` makes its seals; a lease lasts `lease_s` seconds after its last heartbeat."""
 
     form: str
     version: int
@@ -70,11 +58,11 @@ class EngineMetadata(msgspec.Struct, frozen=True):
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
 
     def __repr__(self) -> str:
-        """Without the key, which must not stand in a log."""
-        return f"EngineCard({self.engine!r}, {self.instance_id!r}, {len(self.ranks)} ranks)"
+        """Without the key, which must not be logged."""
+        return f"EngineMetadata({self.engine!r}, {self.instance_id!r}, {len(self.ranks)} ranks)"
 
     def decode_layout(self) -> EngineLayout:
-        """The layout, checked, with this engine metadata's ranks and no other. Raises WireError or LayoutError."""
+        """The layout, checked. Raises WireError or LayoutError."""
         layout = wire.decode(self.layout)
         if layout.engine != self.engine:
             raise WireError(
@@ -85,7 +73,7 @@ class EngineMetadata(msgspec.Struct, frozen=True):
 
     @property
     def rank_by_number(self) -> Mapping[int, RankMetadata]:
-        return {engine_metadata.rank: engine_metadata for engine_metadata in self.ranks}
+        return {metadata.rank: metadata for metadata in self.ranks}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -98,7 +86,7 @@ _head_decoder = msgspec.msgpack.Decoder(Head)
 def make_engine_metadata(
     layout: EngineLayout, key: bytes, compatibility: Mapping[str, str], ranks: Sequence[RankMetadata], lease_s: float
 ) -> EngineMetadata:
-    """The engine metadata of a whole engine that seals with `key`. Raises WireError unless there is metadata of one rank per rank of the layout."""
+    """The metadata of an engine that seals with `key`. Raises WireError unless `ranks` are those of the layout."""
     _check_ranks(layout, ranks)
     return EngineMetadata(
         FORM,
@@ -114,7 +102,7 @@ def make_engine_metadata(
 
 
 def _check_ranks(layout: EngineLayout, ranks: Sequence[RankMetadata]) -> None:
-    described, reachable = {rank.rank for rank in layout.ranks}, {engine_metadata.rank for engine_metadata in ranks}
+    described, reachable = {rank.rank for rank in layout.ranks}, {metadata.rank for metadata in ranks}
     if described != reachable or len(ranks) != len(reachable):
         raise WireError(
             f"engine '{layout.engine}': ranks {_some(described)} are described and {_some(reachable)} can be reached; "
@@ -132,37 +120,33 @@ def encode_engine_metadata(engine_metadata: EngineMetadata) -> bytes:
 
 
 def decode_engine_metadata(message: bytes) -> EngineMetadata:
-    """Engine metadata from a peer. Raises WireError for anything else, another version among it."""
+    """Engine metadata from a peer. Raises WireError for anything else."""
     if len(message) > MAX_ENGINE_METADATA_BYTES:
         raise WireError(
             f"engine metadata of {len(message)} bytes; more than {MAX_ENGINE_METADATA_BYTES} are not accepted"
         )
     try:
         head = _head_decoder.decode(message)
-        if head.form != FORM:
-            raise WireError(
-                f"this is '{plain(head.form, 80)}', not a '{FORM}'; is the port that of a kvreshard engine?"
-            )
         head.check(FORM, VERSION)
         engine_metadata = _decoder.decode(message)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not engine metadata: {plain(error)}; is the port that of a kvreshard engine?") from error
     if engine_metadata.instance_id != instance_id_of(engine_metadata.key):
         raise WireError(
-            f"engine '{engine_metadata.engine}' names instance id {engine_metadata.instance_id} and has the key of {instance_id_of(engine_metadata.key)}; engine metadata has the key "
-            "that its instance id is a digest of. Is this another engine than the one that was asked for?"
+            f"engine '{engine_metadata.engine}' names instance id {engine_metadata.instance_id} and has the key of "
+            f"{instance_id_of(engine_metadata.key)}; the instance id must be a digest of the key. Is this another engine than the one that "
+            "was asked for?"
         )
     for rank in engine_metadata.ranks:
-        if rank.lease_address + rank.lease_slots * WORD_BYTES > 2**63:
-            raise WireError(
-                f"engine '{engine_metadata.engine}', rank {rank.rank}: a lease table of {rank.lease_slots} words at address "
-                f"{rank.lease_address} does not end below address 2**63"
-            )
-        if rank.mailbox_address + rank.mailbox_entries * MAILBOX_ENTRY_BYTES > 2**63:
-            raise WireError(
-                f"engine '{engine_metadata.engine}', rank {rank.rank}: a mailbox of {rank.mailbox_entries} entries at address "
-                f"{rank.mailbox_address} does not end below address 2**63"
-            )
+        for what, address, count, entry_bytes in (
+            ("lease table", rank.lease_address, rank.lease_slots, WORD_BYTES),
+            ("mailbox", rank.mailbox_address, rank.mailbox_entries, MAILBOX_ENTRY_BYTES),
+        ):
+            if address + count * entry_bytes > 2**63:
+                raise WireError(
+                    f"engine '{engine_metadata.engine}', rank {rank.rank}: a {what} of {count} entries at address {address} does not end "
+                    "below address 2**63"
+                )
     return engine_metadata
 
 

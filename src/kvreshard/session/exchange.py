@@ -1,40 +1,65 @@
-"""How does a peer put one question to a listener, and what does it know if there is no answer?
+"""One question to one listener: connect, send a handshake message, wait for the answer, and say why there is none.
 
-1. Look the host up. Connect, ask, wait. An answer that does not come in time is asked for again on a fresh connection: a handshake message changes
-   nothing but a log, and it may have been lost with its connection.
-2. ZeroMQ says nothing when it cannot connect; its monitor does. From what it saw follows why there is no answer: the connection was
-   refused (`closed`), nobody answers there (`absent`), something that is not ZeroMQ (`mute`), keys on one side only (`mixed`), a key that
-   the other side does not trust (`refused`), another key over there than those trusted here (`foreign`), or an engine that is busy
-   (`silent`). If the other side only hung up, its greeting tells whether it wants keys.
-3. `closed`, `mixed` and `refused` will not change by waiting and are told at once. With keys, each trusted key is tried as the listener's.
-
-Raises HandshakeError naming the address, the reason and the remedy.
+ZeroMQ does not report failed connections; its monitor does. From the events follows why there is no answer (`Miss`). Some reasons do not
+change with time and are reported at once; otherwise the question is sent again on a fresh connection until its time is over. That does no
+harm: a handshake message changes nothing but a log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import zmq
+import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.keys import Keys
-from kvreshard.session.lookup import look_up
-from kvreshard.session.monitor import monitored
-from kvreshard.session.poll import Exchange, Wait, drive
-from kvreshard.session.probe import ask_mechanism
+from kvreshard.session.monitor import close_monitor, open_monitor
+from kvreshard.session.probe import look_up, probe_mechanism
 
-# An answer of megabytes from a busy engine mostly takes less than this; each further wait is twice as long.
+# An answer of megabytes from a busy engine mostly takes less; each further wait is twice as long.
 ASK_AGAIN_S = 5.0
-# A listener that ends connections is being flooded or restarted: come back, but not at once.
+# A listener that ends connections is flooded or restarts.
 PAUSE_S = 0.1
 KEY_REFUSED = 400
 
-Miss = Literal["closed", "absent", "mute", "mixed", "refused", "foreign", "lost", "silent"]
+Miss = Literal["closed", "absent", "mute", "mixed", "refused", "foreign", "lost", "silent", "hung up"]
+"""Why there is no answer.
+
+- `closed`: the connection was refused, or the host cannot be reached
+- `absent`: nothing answers to the attempt to connect
+- `mute`: it takes connections and does not speak ZeroMQ
+- `mixed`: keys on one side only
+- `refused`: the listener does not trust this engine's key
+- `foreign`: the listener has another key than the one that was tried
+- `lost`: the connection has ended
+- `silent`: connected, and no answer
+- `hung up`: it ended the connection before its handshake was over; its greeting tells whether it wants keys
+"""
+
+_BUSY = "the engine at {address} is connected but does not answer {within}; is it stopped or overloaded, and is the port that of a kvreshard engine?"
+_REASONS: dict[Miss, str] = {
+    "absent": "no kvreshard engine answers at {address} {within}; is it running, does it use ReshardConnector, and can this host reach that port?",
+    "closed": "nothing takes connections at {address}: they are refused, or the host cannot be reached; is the engine running, does it use "
+    "ReshardConnector, and is the port that of its listener?",
+    "mute": "something at {address} takes connections, but does not speak ZeroMQ {within}; is the port that of a kvreshard engine?",
+    "mixed": "the engine at {address} wants a key and this one has none: give this engine a curve_secret_key_file whose public key that one trusts",
+    "lost": _BUSY,
+    "silent": _BUSY,
+}
+_REASONS_WITH_KEYS: dict[Miss, str] = {
+    "refused": "the engine at {address} does not trust this engine's key {public}: put its .key file into that engine's curve_public_keys_dir, or "
+    "give both engines the same key file",
+    "mixed": "the engine at {address} uses no keys and this one does: give both a curve_secret_key_file, or neither",
+    "foreign": "the engine at {address} has none of the {count} keys that this one trusts: put its .key file into this engine's "
+    "curve_public_keys_dir, or give both engines the same key file",
+}
 
 _WATCHED = (
     zmq.EVENT_CONNECTED
@@ -47,178 +72,151 @@ _WATCHED = (
 )
 
 
-def ask_and_wait(
-    address: Address, handshake_message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
-) -> bytes:
-    """The listener's answer to `handshake_message`, of at most `max_bytes` bytes. Raises HandshakeError after `timeout_s` or before."""
-    with zmq.Context() as context:
-        return drive(ask(context, address, handshake_message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s))
+@dataclass(slots=True, eq=False)
+class Question:
+    """A handshake message for a listener.
 
+    `timeout_s` ends at `deadline_s` of `time.monotonic`; `max_bytes` bounds the answer. `is_connected`: the other side has shown that it is a
+    listener.
+    """
 
-def ask(
-    context: zmq.Context[Any],
-    address: Address,
-    handshake_message: bytes,
-    timeout_s: float,
-    max_bytes: int,
-    keys: Keys | None,
-    deadline_s: float,
-) -> Exchange[bytes]:
-    """The exchange of `ask_and_wait`, which ends at `deadline_s` of `time.monotonic`. `timeout_s` is what an error says of it."""
-    misses: list[Miss] = []
-    server_keys = itertools.cycle(keys.trusted if keys else (None,))
-    num_keys = len(keys.trusted) if keys else 1
-    patience_s = ASK_AGAIN_S
-    server_key = next(server_keys)
-    number = yield from _look_up(address, deadline_s)
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        found = yield from _ask_once(
-            context, number, handshake_message, min(left_s, patience_s), max_bytes, keys, server_key
+    address: Address
+    message: bytes
+    timeout_s: float
+    max_bytes: int
+    keys: Keys | None
+    deadline_s: float
+    is_connected: bool = False
+
+    async def ask(self, context: zmq.asyncio.Context) -> bytes:
+        """The answer. Raises HandshakeError naming the address, the reason and the remedy."""
+        misses: list[Miss] = []
+        server_keys = self.keys.trusted if self.keys else (None,)
+        wait_s = ASK_AGAIN_S
+        found = await self._look_up()
+        candidates = itertools.cycle(server_keys)
+        server_key = next(candidates)
+        while self._left_s() > 0:
+            answer = await self._ask_once(context, found, min(self._left_s(), wait_s), server_key)
+            if isinstance(answer, bytes):
+                return answer
+            misses.append(answer)
+            is_foreign = misses[-len(server_keys) :] == ["foreign"] * len(server_keys)
+            if answer in ("closed", "mixed", "refused") or is_foreign:
+                break
+            if answer == "silent":
+                wait_s *= 2  # an answer that takes longer must not be begun again and again
+            elif answer == "foreign":
+                server_key = next(candidates)
+            elif answer in ("lost", "mute"):
+                await asyncio.sleep(min(PAUSE_S, max(0.0, self._left_s())))
+        raise HandshakeError(self._explain(misses[-1] if misses else "absent"))
+
+    def _left_s(self) -> float:
+        return self.deadline_s - time.monotonic()
+
+    async def _look_up(self) -> Address:
+        try:
+            async with asyncio.timeout(max(0.0, self._left_s())):
+                return await look_up(self.address)
+        except OSError as error:
+            raise HandshakeError(
+                f"the host of {self.address} cannot be looked up: {str(error) or 'the resolver does not answer'}; give the engine a "
+                "side_channel_host that this host can resolve, or a number"
+            ) from error
+
+    async def _ask_once(
+        self, context: zmq.asyncio.Context, address: Address, timeout_s: float, server_key: bytes | None
+    ) -> bytes | Miss:
+        started_s = time.monotonic()
+        try:
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.setsockopt(zmq.MAXMSGSIZE, self.max_bytes)
+                dealer.setsockopt(zmq.IPV6, int(":" in address.host))
+                if self.keys is not None and server_key is not None:
+                    dealer.curve_serverkey, dealer.curve_publickey = server_key, self.keys.public
+                    dealer.curve_secretkey = self.keys.secret
+                monitor = open_monitor(context, dealer, _WATCHED)
+                try:
+                    dealer.connect(str(address))
+                    # A connection that was refused at once is gone by now, and nothing else would ever take the message.
+                    with contextlib.suppress(zmq.Again):
+                        await dealer.send_multipart([b"", self.message], zmq.NOBLOCK)
+                    answer = await self._receive(dealer, monitor, timeout_s)
+                finally:
+                    close_monitor(dealer, monitor)
+        except zmq.ZMQError as error:
+            raise HandshakeError(f"the engine at {self.address} cannot be asked: {error}") from error
+        if answer != "hung up":
+            return answer
+        match await probe_mechanism(address, max(0.0, started_s + timeout_s - time.monotonic())):
+            case "CURVE":
+                return "foreign" if self.keys is not None else "mixed"
+            case "NULL":
+                return "mixed" if self.keys is not None else "lost"
+            case _:
+                return "mute"
+
+    async def _receive(self, dealer: Any, monitor: Any, timeout_s: float) -> bytes | Miss:
+        """The last frame of the answer, or why there is none."""
+        miss: Miss = "absent"
+        answer, event = dealer.recv_multipart(), monitor.recv_multipart()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not answer.done():
+                    self.is_connected = miss == "silent"
+                    await asyncio.wait((answer, event), return_when=asyncio.FIRST_COMPLETED)
+                    if answer.done():
+                        break
+                    found = _read_event(parse_monitor_message(event.result()), miss)
+                    if found in ("closed", "refused", "mixed", "hung up", "lost"):
+                        return found
+                    miss, event = found, monitor.recv_multipart()
+        except TimeoutError:
+            return miss
+        finally:
+            answer.cancel()
+            event.cancel()
+        frames: list[bytes] = answer.result()
+        return frames[-1]
+
+    def _explain(self, miss: Miss) -> str:
+        reasons = _REASONS | (_REASONS_WITH_KEYS if self.keys is not None else {})
+        public, count = (self.keys.public.decode(), len(self.keys.trusted)) if self.keys is not None else ("", 0)
+        return reasons.get(miss, reasons["absent"]).format(
+            address=self.address, within=f"within {self.timeout_s:g} s", public=public, count=count
         )
-        if isinstance(found, bytes):
-            return found
-        misses.append(found)
-        if found in ("closed", "mixed", "refused") or misses[-num_keys:] == ["foreign"] * num_keys:
-            break
-        if found == "silent":
-            patience_s *= 2  # engine metadata may take longer than that: do not begin it again and again
-        if found == "foreign":
-            server_key = next(server_keys)
-        elif found in ("lost", "mute"):
-            yield Wait((), min(deadline_s, time.monotonic() + PAUSE_S))
-    raise HandshakeError(_why(address, misses, timeout_s, keys))
 
 
-def _look_up(address: Address, deadline_s: float) -> Exchange[Address]:
-    try:
-        return (yield from look_up(address, deadline_s))
-    except OSError as error:
-        raise HandshakeError(
-            f"the host of {address} cannot be looked up: {error}; give the engine a side_channel_host that this host can resolve, or a number"
-        ) from error
-
-
-def _ask_once(
-    context: zmq.Context[Any],
-    address: Address,
-    handshake_message: bytes,
-    timeout_s: float,
-    max_bytes: int,
-    keys: Keys | None,
-    server_key: bytes | None,
-) -> Exchange[bytes | Miss]:
-    deadline_s = time.monotonic() + timeout_s
-    try:
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-            dealer.setsockopt(zmq.IPV6, int(":" in address.host))
-            if keys is not None and server_key is not None:
-                dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
-                    server_key,
-                    keys.public,
-                    keys.secret,
-                )
-            with monitored(context, dealer, _WATCHED) as monitor:
-                dealer.connect(str(address))
-                # A connection that was refused at once is gone by now, and nothing else would ever take the message.
-                with contextlib.suppress(zmq.Again):
-                    dealer.send_multipart([b"", handshake_message], zmq.NOBLOCK)
-                miss = yield from _await(dealer, monitor, deadline_s)
-            if miss == "hung up":
-                return (yield from _who_hung_up(address, deadline_s, has_keys=keys is not None))
-            return miss or _last_frame(dealer)
-    except zmq.ZMQError as error:
-        raise HandshakeError(f"the engine at {address} cannot be asked: {error}") from error
-
-
-def _await(
-    dealer: zmq.Socket[Any], monitor: zmq.Socket[Any], deadline_s: float
-) -> Exchange[Miss | Literal["hung up"] | None]:
-    """Wait for an answer: None if it is there, else why it is not."""
-    miss: Miss = "absent"
-    while time.monotonic() < deadline_s:
-        ready = yield Wait(((dealer, zmq.POLLIN), (monitor, zmq.POLLIN)), deadline_s, miss == "silent")
-        if dealer in ready:
-            return None
-        if monitor not in ready:
-            continue
-        event = parse_monitor_message(monitor.recv_multipart())
-        match event["event"]:
-            case zmq.EVENT_CONNECTED:
-                miss = "mute"
-            case zmq.EVENT_CONNECT_RETRIED if miss == "absent":
-                # The first attempt has failed before there was a connection. ZeroMQ would try again until the time is over.
-                return "closed"
-            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                miss = "silent"
-            case zmq.EVENT_HANDSHAKE_FAILED_AUTH if event["value"] == KEY_REFUSED:
-                return "refused"
-            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-                return "mixed"
-            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                return "hung up"
-            case zmq.EVENT_DISCONNECTED if miss == "silent":
-                # What it was asked is lost with the connection.
-                return "lost"
+def _read_event(event: Any, miss: Miss) -> Miss:
+    """Why there is no answer after an event of the monitor. `miss`: why there was none before it."""
+    match event["event"]:
+        case zmq.EVENT_CONNECTED:
+            return "mute"
+        case zmq.EVENT_CONNECT_RETRIED if miss == "absent":
+            # The first attempt has failed before there was a connection. ZeroMQ would try again until the time is over.
+            return "closed"
+        case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return "silent"
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH if event["value"] == KEY_REFUSED:
+            return "refused"
+        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return "mixed"
+        case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            return "hung up"
+        case zmq.EVENT_DISCONNECTED if miss == "silent":
+            # The question is lost with its connection.
+            return "lost"
     return miss
 
 
-def _who_hung_up(address: Address, deadline_s: float, *, has_keys: bool) -> Exchange[Miss]:
-    """What it means that a connection was closed before its handshake was over."""
-    match (yield from ask_mechanism(address, max(0.0, deadline_s - time.monotonic()))):
-        case "CURVE":
-            return "foreign" if has_keys else "mixed"
-        case "NULL":
-            return "mixed" if has_keys else "lost"
-        case _:
-            return "mute"
+def ask_and_wait(address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None) -> bytes:
+    """The answer to a question. Raises HandshakeError after `timeout_s` or before."""
+    question = Question(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
 
+    async def ask() -> bytes:
+        with zmq.asyncio.Context() as context:
+            return await question.ask(context)
 
-def _last_frame(dealer: zmq.Socket[Any]) -> bytes:
-    frames: list[bytes] = dealer.recv_multipart(zmq.NOBLOCK)
-    return frames[-1]
-
-
-def _why(address: Address, misses: list[Miss], timeout_s: float, keys: Keys | None) -> str:
-    within = f"within {timeout_s:g} s"
-    match misses[-1] if misses else "absent":
-        case "refused" if keys is not None:
-            return (
-                f"the engine at {address} does not trust this engine's key {keys.public.decode()}: put its .key file into that "
-                "engine's curve_public_keys_dir, or give both engines the same key file"
-            )
-        case "mixed" if keys is not None:
-            return (
-                f"the engine at {address} uses no keys and this one does: give both a curve_secret_key_file, or neither"
-            )
-        case "mixed":
-            return (
-                f"the engine at {address} wants a key and this one has none: give this engine a curve_secret_key_file whose "
-                "public key that one trusts"
-            )
-        case "foreign" if keys is not None:
-            return (
-                f"the engine at {address} has none of the {len(keys.trusted)} keys that this one trusts: put its .key file "
-                "into this engine's curve_public_keys_dir, or give both engines the same key file"
-            )
-        case "closed":
-            return (
-                f"nothing takes connections at {address}: they are refused, or the host cannot be reached; is the engine running, "
-                "does it use ReshardConnector, and is the port that of its listener?"
-            )
-        case "mute":
-            return (
-                f"something at {address} takes connections, but does not speak ZeroMQ {within}; is the port that of a "
-                "kvreshard engine?"
-            )
-        case "silent" | "lost":
-            return (
-                f"the engine at {address} is connected but does not answer {within}; is it stopped or overloaded, and is the "
-                "port that of a kvreshard engine?"
-            )
-        case _:
-            return (
-                f"no kvreshard engine answers at {address} {within}; is it running, does it use ReshardConnector, and can "
-                "this host reach that port?"
-            )
+    return asyncio.run(ask())

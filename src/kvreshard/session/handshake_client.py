@@ -1,166 +1,174 @@
-"""One thread that puts questions to listeners, many at once, and is held up by none of them.
+"""The client side of handshakes: one thread that asks many listeners at once, and is held up by none of them.
 
-1. `ask` hands a question in and returns a future. Cancelling the future ends the question.
-2. At most `MAX_AT_ONCE` questions are being asked, one per address: a further one for the same address waits for its turn.
-3. Where more wait, the newest is asked next, and the one that has been asked longest gives way to it after `TURN_S`. It is asked anew, in turns of
-   `AGAIN_S`, and fails if its time is over by then. So hosts that never answer cost a newcomer one turn, however many they are.
-4. `close` ends every question that is under way and waits for none.
+1. `ask` returns a future. Cancelling the future ends the question.
+2. At most `MAX_AT_ONCE` questions are asked at one time, one per address; a further one for the same address waits for its turn.
+3. Where more wait, the newest is next, and the one that has been asked longest gives way to it after `TURN_S`. It is asked anew, in turns
+   of `AGAIN_S`, and fails if its time is over by then. So hosts that never answer cost a newcomer one turn, however many they are.
+4. `close` ends every question and waits for none.
 
-A question fails with HandshakeError (`ask_and_wait`). Each that is being asked holds some four file descriptors.
+Each question that is being asked holds some four file descriptors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
-import queue
-import socket
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any
 
 import zmq
+import zmq.asyncio
 
-from kvreshard.model.logs import get_logger
-from kvreshard.session.exchange import ask
-from kvreshard.session.handshake_messages import Address
+from kvreshard.model.errors import WireError
+from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata, decode_engine_metadata
+from kvreshard.session.exchange import Question, ask_and_wait
+from kvreshard.session.handshake_messages import (
+    MAX_MESSAGE_BYTES,
+    Address,
+    HandshakeError,
+    metadata_request,
+    outcome_message,
+    read_answer,
+)
 from kvreshard.session.keys import Keys
-from kvreshard.session.poll import Exchange, Ready, Wait, poll_ms
-
-logger = get_logger(__name__)
 
 MAX_AT_ONCE = 128
 TURN_S, AGAIN_S = 0.25, 2.0
 CLOSE_S = 0.1
-NOTHING = Wait((), 0.0)
-
-MakeExchange = Callable[[zmq.Context[Any]], Exchange[bytes]]
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
-    """`make`: a fresh exchange. `began_s`: when the present one began."""
+class _Pending(Question):
+    """A question and the future of its answer. `task`: asks it at present, since `began_s`."""
 
-    address: Address
-    make: MakeExchange
     answer: Future[bytes] = field(default_factory=Future)
-    exchange: Exchange[bytes] | None = None
-    wait: Wait = NOTHING
+    task: asyncio.Task[None] | None = None
     began_s: float = 0.0
 
 
 class HandshakeClient:
-    """Questions of one rank. `ask` and `close` may be called from any thread; the rest is the client's own thread."""
+    """The questions of one rank. `ask` and `close` may be called from any thread; the rest runs on the client's own."""
 
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
         self._max_at_once = max_at_once
-        self._handed_in: queue.SimpleQueue[_Question] = queue.SimpleQueue()
         # Of each address the questions that wait, oldest first.
-        self._waiting: dict[Address, deque[_Question]] = {}
+        self._waiting: dict[Address, deque[_Pending]] = {}
         # Addresses of those that are not being asked. The last is the next.
         self._next: OrderedDict[Address, None] = OrderedDict()
         # In the order in which they were begun.
-        self._asking: dict[Address, _Question] = {}
+        self._asking: dict[Address, _Pending] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._lock = threading.Lock()
-        # What wakes the thread: it reads from the first, and closes both when it ends.
-        self._wakers: tuple[socket.socket, socket.socket] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    @property
-    def num_asking(self) -> int:
-        """Questions that are being asked now."""
-        return len(self._asking)
-
     def ask(
-        self, address: Address, handshake_message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
+        self, address: Address, message: bytes, timeout_s: float, max_bytes: int, keys: Keys | None = None
     ) -> Future[bytes]:
-        """The listener's answer to `handshake_message`, of at most `max_bytes` bytes. The future raises HandshakeError, after `timeout_s` at latest."""
-        deadline_s = time.monotonic() + timeout_s
-        question = _Question(
-            address, lambda context: ask(context, address, handshake_message, timeout_s, max_bytes, keys, deadline_s)
-        )
+        """The listener's answer of at most `max_bytes` bytes. The future raises HandshakeError, after `timeout_s` at latest."""
+        pending = _Pending(address, message, timeout_s, max_bytes, keys, time.monotonic() + timeout_s)
         with self._lock:
             if self._is_closed:
-                question.answer.cancel()
-                return question.answer
-            self._handed_in.put(question)
-            if self._thread is None:
-                self._start()
-        question.answer.add_done_callback(lambda _: self._wake())
-        self._wake()
-        return question.answer
+                pending.answer.cancel()
+                return pending.answer
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._loop,), name="kvreshard-handshake", daemon=True
+                )
+                self._thread.start()
+            self._call(lambda: self._add(pending))
+        pending.answer.add_done_callback(lambda _: self._call(lambda: self._drop(pending)))
+        return pending.answer
 
     def close(self) -> None:
         """Cancel all questions. Waits for none of them. A second call does nothing."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-        if self._thread is not None and not was_closed:
-            self._wake()
+        if self._loop is not None and self._thread is not None and not was_closed:
+            self._call(self._loop.stop)
             self._thread.join(CLOSE_S)
 
-    def _start(self) -> None:
-        self._wakers = mine, theirs = socket.socketpair()
-        mine.setblocking(False)
-        theirs.setblocking(False)
-        self._thread = threading.Thread(target=self._run, args=(mine,), name="kvreshard-handshake", daemon=True)
-        self._thread.start()
-
-    def _wake(self) -> None:
-        if self._wakers is not None:
-            with contextlib.suppress(OSError):  # full: it is awake; closed: nobody listens
-                self._wakers[1].send(b"\0")
+    def _call(self, function: Callable[[], None]) -> None:
+        """Call it soon on the client's thread; not at all if that has ended."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
 
     # Below: on the client's thread only.
 
-    def _run(self, woken: socket.socket) -> None:
-        context = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, 4 * self._max_at_once + 16)
-        while not self._is_closed:
-            try:
-                self._take_in()
-                self._begin(context)
-                self._advance(self._poll(woken))
-            except Exception as error:  # the thread must live, and whoever waits must hear of it
-                logger.exception("handshakes")
-                for question in list(self._asking.values()):
-                    self._stop(question, error)
-        self._take_in()
-        for question in [*self._asking.values(), *itertools.chain(*self._waiting.values())]:
-            _end(question, None)
-        for waker in self._wakers or ():
-            waker.close()
-        context.destroy(linger=0)
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        self._context = zmq.asyncio.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4 * self._max_at_once + 16)
+        try:
+            loop.run_forever()
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            for pending in [*self._asking.values(), *itertools.chain(*self._waiting.values())]:
+                pending.answer.cancel()
+        finally:
+            self._context.destroy(linger=0)
+            loop.close()
 
-    def _take_in(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                question = self._handed_in.get_nowait()
-                self._waiting.setdefault(question.address, deque()).append(question)
-                if question.address not in self._asking:
-                    self._next[question.address] = None
-                    self._next.move_to_end(question.address)
+    def _add(self, pending: _Pending) -> None:
+        address = pending.address
+        self._waiting.setdefault(address, deque()).append(pending)
+        if address not in self._asking:
+            self._next[address] = None
+            self._next.move_to_end(address)
+        self._begin()
 
-    def _begin(self, context: zmq.Context[Any]) -> None:
+    def _begin(self) -> None:
         """Ask what waits, the newest first, as far as there is room or one that has had its turn gives way."""
-        while (question := self._newest()) is not None:
+        if self._timer is not None:
+            self._timer.cancel()
+        while not self._is_closed and (pending := self._newest()) is not None:
             now_s = time.monotonic()
             if len(self._asking) >= self._max_at_once:
-                if now_s < self._turn_ends_s(question):
+                # A question that was asked before lets the oldest have a longer turn.
+                ends_s = self._oldest().began_s + (TURN_S if pending.began_s == 0.0 else AGAIN_S)
+                if now_s < ends_s:
+                    self._timer = asyncio.get_running_loop().call_later(ends_s - now_s, self._begin)
                     return
                 self._give_way(self._oldest())
-            del self._next[question.address]
-            self._waiting[question.address].popleft()
-            self._asking[question.address] = question
-            question.began_s = now_s
-            question.exchange = question.make(context)
-            self._resume(question, None)
+            address = pending.address
+            del self._next[address]
+            self._waiting[address].popleft()
+            self._asking[address] = pending
+            pending.began_s = now_s
+            pending.task = asyncio.get_running_loop().create_task(self._ask(pending))
 
-    def _newest(self) -> _Question | None:
+    async def _ask(self, pending: _Pending) -> None:
+        outcome: bytes | Exception
+        try:
+            outcome = await pending.ask(self._context)
+        except Exception as error:  # noqa: BLE001  it belongs to whoever asked
+            outcome = error
+        pending.task = None
+        self._leave(pending)
+        with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+            if isinstance(outcome, Exception):
+                pending.answer.set_exception(outcome)
+            else:
+                pending.answer.set_result(outcome)
+        self._begin()
+
+    def _drop(self, pending: _Pending) -> None:
+        """Stop a question that was cancelled."""
+        if self._asking.get(pending.address) is pending:
+            self._leave(pending)
+            self._begin()
+
+    def _newest(self) -> _Pending | None:
         """The question that is asked next; those that were cancelled are dropped."""
         while self._next:
             address = next(reversed(self._next))
@@ -172,83 +180,48 @@ class HandshakeClient:
             del self._next[address], self._waiting[address]
         return None
 
-    def _oldest(self) -> _Question:
+    def _oldest(self) -> _Pending:
         """The question that has been asked longest, of those without a connection if there is one."""
         asking = self._asking.values()
-        return next((one for one in asking if not one.wait.is_connected), None) or next(iter(asking))
+        return next((one for one in asking if not one.is_connected), None) or next(iter(asking))
 
-    def _turn_ends_s(self, newest: _Question) -> float:
-        """When the oldest gives way to the newest; to one that was asked before, later."""
-        return self._oldest().began_s + (TURN_S if newest.began_s == 0.0 else AGAIN_S)
+    def _give_way(self, pending: _Pending) -> None:
+        """End an attempt; its question is asked anew when no newer one waits."""
+        address = pending.address
+        self._waiting.setdefault(address, deque()).appendleft(pending)
+        self._leave(pending)
+        self._next.move_to_end(address, last=False)
 
-    def _give_way(self, question: _Question) -> None:
-        """End an exchange; its question is asked anew when no newer one waits."""
-        if question.exchange is not None:
-            question.exchange.close()
-            question.exchange = None
-        self._waiting.setdefault(question.address, deque()).appendleft(question)
-        self._leave(question.address)
-        self._next.move_to_end(question.address, last=False)
-
-    def _leave(self, address: Address) -> None:
-        """An address is not asked any more; its next question may be."""
+    def _leave(self, pending: _Pending) -> None:
+        """Its address is not asked any more; the next question for it may be."""
+        address = pending.address
+        if pending.task is not None:
+            pending.task.cancel()
         del self._asking[address]
         if self._waiting.get(address):
             self._next[address] = None
         else:
             self._waiting.pop(address, None)
 
-    def _poll(self, woken: socket.socket) -> Ready:
-        """Wait until a socket is ready, a question's time has come, a turn is over that another waits for, or something is handed in."""
-        poller = zmq.Poller()
-        poller.register(woken.fileno(), zmq.POLLIN)
-        times = [question.wait.until_s for question in self._asking.values()]
-        for question in self._asking.values():
-            for one, events in question.wait.sockets:
-                poller.register(one, events)
-        newest = self._newest()
-        if newest is not None and self._asking:
-            times.append(self._turn_ends_s(newest))
-        ready = {one for one, _ in poller.poll(poll_ms(min(times) - time.monotonic()) if times else None)}
-        if woken.fileno() in ready:
-            with contextlib.suppress(OSError):
-                while woken.recv(4096):
-                    pass
-        return ready
 
-    def _advance(self, ready: Ready) -> None:
-        """Go on with the exchanges of which something is ready. End the questions that were cancelled or whose time is over."""
-        now_s = time.monotonic()
-        for question in list(self._asking.values()):
-            mine = [one for one, _ in question.wait.sockets if one in ready]
-            if question.answer.done():
-                self._stop(question, None)
-            elif mine or now_s >= question.wait.until_s:
-                self._resume(question, mine)
-
-    def _resume(self, question: _Question, ready: Ready | None) -> None:
-        if question.exchange is None:
-            return
-        try:
-            question.wait = next(question.exchange) if ready is None else question.exchange.send(ready)
-        except StopIteration as done:
-            self._stop(question, done.value)
-        except Exception as error:  # noqa: BLE001  it belongs to whoever asked; the others go on
-            self._stop(question, error)
-
-    def _stop(self, question: _Question, outcome: bytes | Exception | None) -> None:
-        self._leave(question.address)
-        _end(question, outcome)
+def read_engine_metadata(address: Address, reply: bytes) -> EngineMetadata:
+    """The engine metadata that a listener has answered with. Raises HandshakeError for anything else."""
+    try:
+        return decode_engine_metadata(reply)
+    except WireError as error:
+        raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
 
 
-def _end(question: _Question, outcome: bytes | Exception | None) -> None:
-    """Close its sockets and tell whoever asked; None: nobody does any more."""
-    if question.exchange is not None:
-        question.exchange.close()
-    with contextlib.suppress(InvalidStateError):
-        if outcome is None:
-            question.answer.cancel()
-        elif isinstance(outcome, Exception):
-            question.answer.set_exception(outcome)
-        else:
-            question.answer.set_result(outcome)
+def fetch_engine_metadata(
+    address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None
+) -> EngineMetadata:
+    """The engine metadata of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
+    reply = ask_and_wait(address, metadata_request(engine, rank), timeout_s, MAX_ENGINE_METADATA_BYTES, keys)
+    return read_engine_metadata(address, reply)
+
+
+def send_outcome(
+    address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
+) -> None:
+    """Report to the other side how the comparison went. Raises HandshakeError if that is not possible."""
+    ask_and_wait(address, outcome_message(engine, rank, text, is_good), timeout_s, MAX_MESSAGE_BYTES, keys)

@@ -1,8 +1,6 @@
-"""What do two engines say before they know one another?
+"""The messages of handshakes: a `HandshakeMessage` requests engine metadata or reports how comparing it went, a `HandshakeAnswer` is one line.
 
-A `HandshakeMessage` asks for the engine metadata, or tells how comparing it went; an `HandshakeAnswer` is one line for everything that gets no engine metadata.
-
-Nothing is unpickled, texts are short and in one line. `read_message` never raises.
+Nothing is unpickled; texts are short and in one line.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class HandshakeError(KvReshardError):
 
 
 class HandshakeMessage(msgspec.Struct, frozen=True):
-    """What a peer says: `ask` for the engine metadata, or the outcome of comparing it (`text`: the route in a sentence, or why not)."""
+    """`ask`: for the engine metadata, or the outcome of comparing it (`text`: the route in a sentence, or why there is none)."""
 
     form: str
     version: int
@@ -42,7 +40,7 @@ class HandshakeMessage(msgspec.Struct, frozen=True):
 
 
 class HandshakeAnswer(msgspec.Struct, frozen=True):
-    """What the listener says to everything but a request for its engine metadata."""
+    """The answer to everything but a request for engine metadata."""
 
     form: str
     version: int
@@ -51,7 +49,7 @@ class HandshakeAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine listens. An IPv6 address may be given in brackets, and is kept without."""
+    """Where an engine listens. An IPv6 address may be given in brackets."""
 
     host: str
     port: int
@@ -66,7 +64,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it. A name counts as what it resolves to; one that does not, as reachable."""
+        """Whether only this machine can reach it. A name that does not resolve counts as reachable."""
         try:
             found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.host, None)}
         except OSError:
@@ -74,27 +72,42 @@ class Address:
         return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
+def metadata_request(engine: str, rank: int) -> bytes:
+    """The bytes of a request for engine metadata."""
+    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
+
+
+def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
+    """The bytes of a report of how the comparison of engine metadata went."""
+    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+
+
+def encode_answer(text: str) -> bytes:
+    """The bytes of an answer."""
+    return msgspec.msgpack.encode(HandshakeAnswer(ANSWER_FORM, VERSION, text))
+
+
 _message_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
 _answer_decoder = msgspec.msgpack.Decoder(HandshakeAnswer)
 
 
 def read_message(payload: bytes) -> HandshakeMessage | str:
-    """A handshake message from a stranger, or what is wrong with it."""
+    """A handshake message from anybody, or what is wrong with it. Never raises."""
     try:
-        handshake_message = _message_decoder.decode(payload)
+        message = _message_decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         return f"not a kvreshard handshake message: {plain(error, MAX_TEXT)}"
-    if handshake_message.form != FORM:
-        return f"not a kvreshard handshake message, but '{plain(handshake_message.form, 80)}'"
-    if handshake_message.version != VERSION:
-        return f"handshake message of version {handshake_message.version}; this side reads version {VERSION}: {SAME_RELEASE}"
-    if len(handshake_message.text) > MAX_TEXT:
+    if message.form != FORM:
+        return f"not a kvreshard handshake message, but '{plain(message.form, 80)}'"
+    if message.version != VERSION:
+        return f"handshake message of version {message.version}; this side reads version {VERSION}: {SAME_RELEASE}"
+    if len(message.text) > MAX_TEXT:
         return f"texts of more than {MAX_TEXT} characters are not accepted"
-    return handshake_message
+    return message
 
 
 def read_answer(reply: bytes) -> str | None:
-    """What a listener answered instead of engine metadata, in one line; None if it is no answer."""
+    """What a listener answered instead of engine metadata, in one line; None if it is no answer. Never raises."""
     try:
         answer = _answer_decoder.decode(reply)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):

@@ -1,19 +1,14 @@
-"""How does an engine hand out its engine metadata, and how does a peer get it?
+"""The server side of handshakes: one thread with one ZeroMQ ROUTER socket that answers with the engine's metadata.
 
-A `HandshakeServer` is one thread with one ZeroMQ ROUTER socket that answers handshake messages with the engine's engine metadata.
-`fetch_engine_metadata` asks for it and waits no longer than it is told. After a peer has compared, `tell_outcome` says how
-it went, so that a refusal stands in both logs. Ranks ask many listeners at once and wait for none of them (`handshake_client`).
+Whatever arrives, the server lives and soon answers the next:
 
-Whatever arrives, the listener lives and soon serves the next:
+1. ZeroMQ drops frames above `MAX_MESSAGE_BYTES`, connections that do not finish its own handshake, and answers that nobody reads: a queue
+   holds a few references to the one copy of the metadata.
+2. `ConnectionLimits` bounds how many connections there are, how long each lasts and how much it sends; `RateLimit` what all of them
+   together may ask.
+3. What is not a handshake message gets one line as answer. Nothing is unpickled.
 
-1. ZeroMQ drops frames above `MAX_MESSAGE_BYTES`, connections that do not finish its handshake, and answers that nobody reads:
-   a queue holds a few references to the one engine metadata, never copies of it.
-2. `connection_limits` bounds how many connections there are, how long each stays and how much it sends.
-3. `rate_limit` bounds what all of them together may ask per second.
-4. Everything that is not a handshake message gets one line as answer or none. Nothing is unpickled.
-
-With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and strangers are refused before they can say anything.
-Refused: a port that is taken (KvReshardError); a peer that does not answer, or answers something else (HandshakeError).
+With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and unknown keys are refused before they can send anything.
 """
 
 from __future__ import annotations
@@ -24,63 +19,39 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from kvreshard.model.errors import KvReshardError, WireError
+from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
-from kvreshard.session.connection_limits import Bounds, ConnectionLimits
-from kvreshard.session.engine_metadata import (
-    MAX_ENGINE_METADATA_BYTES,
-    EngineMetadata,
-    decode_engine_metadata,
-    encode_engine_metadata,
-)
-from kvreshard.session.exchange import ask_and_wait
+from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit
+from kvreshard.session.engine_metadata import EngineMetadata, encode_engine_metadata
 from kvreshard.session.handshake_messages import (
-    ANSWER_FORM,
-    FORM,
     MAX_MESSAGE_BYTES,
-    MAX_TEXT,
-    VERSION,
     Address,
-    HandshakeAnswer,
-    HandshakeError,
     HandshakeMessage,
-    read_answer,
+    encode_answer,
     read_message,
 )
 from kvreshard.session.keys import Keys
 from kvreshard.session.monitor import close_monitor, open_monitor
-from kvreshard.session.rate_limit import RateLimit
-
-__all__ = [
-    "Address",
-    "HandshakeAnswer",
-    "HandshakeError",
-    "HandshakeMessage",
-    "HandshakeServer",
-    "fetch_engine_metadata",
-    "read_message",
-    "tell_outcome",
-]
 
 logger = get_logger(__name__)
 
 IDLE_MS = 200
-# While somebody is connected: what a connection can send in this time beyond its bound is what the bound is worth.
+# While there are connections: a connection can exceed its bound of bytes by what it sends in this time.
 SWEEP_S = 0.020
 # Messages that wait per connection, each way. A peer asks one question per connection.
 QUEUE = 4
 # ZeroMQ's own handshake takes a few round trips.
 ZMTP_HANDSHAKE_MS = 5000
 BACKLOG = 512
-# A handshake message costs one unit and what it is answered with its bytes: some 250 MB or 2,000 handshake messages a second.
+# A message costs one unit, and its answer by bytes: some 250 MB or 2,000 messages a second.
 UNITS_PER_S = 2000.0
 BURST = 4000.0
 BYTES_PER_UNIT = 128 * 1024
+MAX_COMPLAINTS = 1000
 DOMAIN = "kvreshard"
 
 _WATCHED = (
@@ -92,7 +63,7 @@ _WATCHED = (
 
 
 class _KeyPolicy:
-    """Which public keys are let in, as pyzmq's authenticator asks. Runs on its thread."""
+    """Which public keys are let in, in the form of pyzmq's authenticator. Runs on its thread."""
 
     def __init__(self, trusted: frozenset[bytes], complain: Callable[[str], None]) -> None:
         self._trusted, self._complain = trusted, complain
@@ -101,14 +72,13 @@ class _KeyPolicy:
         if key in self._trusted:
             return True
         self._complain(
-            f"a stranger with the public key {key.decode()} was refused; to let it in, put its .key file into "
-            "curve_public_keys_dir"
+            f"a peer with the unknown public key {key.decode()} was refused; to let it in, put its .key file into curve_public_keys_dir"
         )
         return False
 
 
 class HandshakeServer:
-    """Serves `engine_metadata` on `address` (port 0: any free one) until `close`. `on_outcome` is called on the listener's thread.
+    """Answers at `address` (port 0: any free one) until `close`. `on_outcome` is called on the server's thread.
 
     `keys`: only engines whose keys they trust are let in; without, everybody who reaches the port. Raises KvReshardError if the
     address cannot be bound.
@@ -118,7 +88,7 @@ class HandshakeServer:
         self,
         address: Address,
         engine_metadata: EngineMetadata,
-        on_outcome: Callable[[HandshakeMessage], None] = lambda handshake_message: None,
+        on_outcome: Callable[[HandshakeMessage], None] = lambda message: None,
         *,
         keys: Keys | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
@@ -144,6 +114,7 @@ class HandshakeServer:
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = Address(address.host, int(endpoint.rsplit(":", 1)[1]))
         self._connection_limits = ConnectionLimits(self.address.port, bounds)
+        self._rate_limit = RateLimit(UNITS_PER_S, BURST, time.monotonic())
         if keys is None and not address.is_loopback:
             logger.warning(
                 "handshakes are taken at %s from everybody who reaches that port, and are not encrypted; give all engines a "
@@ -162,7 +133,6 @@ class HandshakeServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        limit = RateLimit(UNITS_PER_S, BURST, time.monotonic())
         swept_s = 0.0
         try:
             while not self._stopping.is_set():
@@ -170,49 +140,48 @@ class HandshakeServer:
                 now_s = time.monotonic()
                 try:
                     if self._monitor in ready:
-                        self._note_visits(now_s)
+                        self._read_events(now_s)
                     if now_s - swept_s >= SWEEP_S:
                         self._connection_limits.sweep(now_s)
                         swept_s = now_s
-                    if self._socket in ready and not self._stopping.wait(min(SWEEP_S, limit.wait_s(now_s))):
-                        self._serve_next(limit)
+                    if self._socket in ready and not self._stopping.wait(min(SWEEP_S, self._rate_limit.wait_s(now_s))):
+                        self._answer_next(time.monotonic())
                 except zmq.ZMQError as error:
                     logger.debug("a handshake was dropped: %s", error)
-                except Exception:  # a fault here must not end the listener: every later handshake would hang
+                except Exception:  # a fault here must not end the server: every later handshake would hang
                     logger.exception("a handshake failed")
         finally:
             self._destroy()
 
-    def _serve_next(self, limit: RateLimit) -> None:
-        now_s = time.monotonic()
-        if limit.wait_s(now_s):
+    def _answer_next(self, now_s: float) -> None:
+        if self._rate_limit.wait_s(now_s):
             return
-        num_bytes = self._serve(self._socket.recv_multipart(zmq.NOBLOCK))
-        limit.spend(1 + num_bytes / BYTES_PER_UNIT, now_s)
+        num_bytes = self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._rate_limit.spend(1 + num_bytes / BYTES_PER_UNIT, now_s)
 
-    def _serve(self, frames: Sequence[bytes]) -> int:
-        """Answer one message; the bytes of the answer."""
+    def _answer(self, frames: Sequence[bytes]) -> int:
+        """Answer one message; bytes of the answer."""
         *envelope, payload = frames
         if not envelope:
             return 0
-        handshake_message = read_message(payload)
-        if not isinstance(handshake_message, str) and handshake_message.ask == "metadata":
+        message = read_message(payload)
+        if isinstance(message, str):
+            reply = zmq.Frame(encode_answer(message), copy=True)
+        elif message.ask == "metadata":
             reply = self._engine_metadata
-        elif isinstance(handshake_message, str):
-            reply = _answer(handshake_message)
         else:
-            self._on_outcome(handshake_message)
-            reply = _answer("noted")
+            self._on_outcome(message)
+            reply = zmq.Frame(encode_answer("noted"), copy=True)
         # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
         try:
             self._socket.send_multipart([envelope[0], b"", reply], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            # Gone, or it has not read the answers before this one.
+            # It has disconnected, or has not read the answers before this one.
             logger.debug("an answer was dropped: %s", error)
             return 0
         return len(reply)
 
-    def _note_visits(self, now_s: float) -> None:
+    def _read_events(self, now_s: float) -> None:
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             match event["event"]:
@@ -221,14 +190,12 @@ class HandshakeServer:
                 case zmq.EVENT_DISCONNECTED:
                     self._connection_limits.gone(int(event["value"]))
                 case _ if self._authenticator is not None:
-                    self._complain(
-                        "a peer did not get through the door: it has no keys, or another key for this engine"
-                    )
+                    self._complain("a peer could not connect: it has no keys, or another key for this engine")
 
     def _complain(self, what: str) -> None:
-        """One line in the log, and another each time that it has become twice as many."""
-        if what not in self._complaints and len(self._complaints) >= 1000:
-            what = "more strangers with keys of their own were refused"
+        """Log a line the first, second, fourth, ... time."""
+        if what not in self._complaints and len(self._complaints) >= MAX_COMPLAINTS:
+            what = "more peers with unknown keys were refused"
         self._complaints[what] += 1
         count = self._complaints[what]
         if count & (count - 1) == 0:
@@ -249,10 +216,10 @@ def _authenticate(context: zmq.Context[Any], keys: Keys, complain: Callable[[str
 
 
 def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> None:
-    """The bounds that ZeroMQ itself keeps."""
+    """The bounds that ZeroMQ itself enforces."""
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # An answer that cannot be queued is an error, and costs nothing of what all may ask for per second.
+    # An answer that cannot be queued is an error, and is not charged to the rate limit.
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.RCVHWM, QUEUE)
     router.setsockopt(zmq.SNDHWM, QUEUE)
@@ -262,41 +229,3 @@ def _set_up(router: zmq.Socket[Any], address: Address, keys: Keys | None) -> Non
     if keys is not None:
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
         router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
-
-
-def _answer(text: str) -> zmq.Frame:
-    return zmq.Frame(msgspec.msgpack.encode(HandshakeAnswer(ANSWER_FORM, VERSION, text)), copy=True)
-
-
-def metadata_request(engine: str, rank: int) -> bytes:
-    """What asks for engine metadata."""
-    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
-
-
-def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
-    """What tells how the comparison of engine metadata went."""
-    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
-
-
-def read_engine_metadata(address: Address, reply: bytes) -> EngineMetadata:
-    """The engine metadata that a listener has answered with. Raises HandshakeError for anything else."""
-    try:
-        return decode_engine_metadata(reply)
-    except WireError as error:
-        raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
-
-
-def fetch_engine_metadata(
-    address: Address, engine: str, rank: int, timeout_s: float, keys: Keys | None = None
-) -> EngineMetadata:
-    """The engine metadata of the engine that listens there. Raises HandshakeError naming the address and the remedy."""
-    return read_engine_metadata(
-        address, ask_and_wait(address, metadata_request(engine, rank), timeout_s, MAX_ENGINE_METADATA_BYTES, keys)
-    )
-
-
-def tell_outcome(
-    address: Address, engine: str, rank: int, text: str, is_good: bool, timeout_s: float, keys: Keys | None = None
-) -> None:
-    """Tell the other side how the comparison went. Raises HandshakeError if it cannot be told."""
-    ask_and_wait(address, outcome_message(engine, rank, text, is_good), timeout_s, MAX_MESSAGE_BYTES, keys)

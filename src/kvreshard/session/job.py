@@ -1,53 +1,68 @@
-"""How does one load get from its order to its end, while nobody waits for it?
+"""The loads of one rank: each goes through its states without anybody waiting for it.
 
-MEETING its source, then PULLING its bytes, then over. A job that is stopped (cancelled, too late) posts no more and goes on
-until everything that was posted has settled: only then are its pages given back. What has not settled within the bound is
-given up: the job ends as failed with its pages quarantined, and stays known until its reads settle after all.
+A `Job` carries out one load: it waits for the handshake, reads, lets the observer check what has landed, and ends as received or failed.
+One that is stopped (cancelled, too late) posts no more and ends when everything that was posted has settled, so that its pages may be
+reused. What has not settled within `settle_timeout_s` is given up: the job fails with its pages quarantined, and is kept until its reads
+have settled.
 
-Whoever watches the load (`observer`) may look at what has landed before the load is over, and reject it.
+`Jobs` finds the loads that a turn must advance: those of which something has happened (`Job.wake`), those whose deadline has passed, and those
+that wait for something that does not wake them (`Job.is_polling`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import queue
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvreshard.model import BindError, EngineLayout, KvReshardError, LayoutMismatch
 from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Load
-from kvreshard.session.handshake_server import HandshakeError
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
-from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, pull_steps
+from kvreshard.session.pull import Moved, StaleLease, Steps, pull_steps
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
+
+LoadState = Literal["handshake", "transferring", "checking", "received", "failed"]
+_WAITING_FOR: dict[LoadState, str] = {
+    "handshake": "meeting its source",
+    "transferring": "reading",
+    "checking": "being compared with its source",
+}
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One load on its way. `scratch`: takes a place for so many words, or None while there is none.
+    """One load. `on_event` is called, on any thread, when the job must be advanced.
 
-    `is_given_up`: it is over, and its reads have not come to rest.
+    `take_scratch`: the address of so many words, None while there are none. `scratch_address`: what it has returned.
     """
 
     load: Load
-    meeting: Future[Peer]
+    handshake: Future[Peer]
     ordered_s: float
     dst: EngineLayout
     options: EndpointOptions
-    wake: Callable[[], None]
-    scratch: Callable[[int], int | None]
+    on_event: Callable[[Job], None]
+    take_scratch: Callable[[int], int | None]
     observer: LoadObserver
+    state: LoadState = "handshake"
     peer: Peer | None = None
     outcome: Moved | Failure | None = None
     scratch_address: int | None = None
-    is_given_up: bool = False
-    _steps: Steps | None = None
+    _steps: Steps = field(init=False)
     _waiting: Transfer | None = None
     _posted: list[Transfer] = field(default_factory=list)
     _stopped: Failure | None = None
     _stopped_s: float = 0.0
-    _has_landed: bool = False
+
+    def __post_init__(self) -> None:
+        self._steps = self._load_steps()
 
     @property
     def is_settled(self) -> bool:
@@ -56,23 +71,31 @@ class Job:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it shall not go on."""
         return self._stopped is not None
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether it has failed with its pages quarantined."""
+        return isinstance(self.outcome, Failure) and self.outcome.is_quarantined
+
+    @property
     def is_polling(self) -> bool:
-        """Whether it waits for something that does not wake it: a place for its words, the staging buffer, an answer of its source."""
+        """Whether it waits for something that does not wake it: scratch words, the staging buffer, the answer to a digest request."""
         return self.peer is not None and self._stopped is None and self._waiting is None
 
     @property
     def deadline_s(self) -> float:
-        """When it must be looked at although nothing has happened."""
+        """When it must be advanced although nothing has happened."""
         if self._stopped is not None:
             return self._stopped_s + self.options.settle_timeout_s
         return self.ordered_s + self.options.load_timeout_s
 
+    def wake(self) -> None:
+        """Have it advanced soon."""
+        self.on_event(self)
+
     def stop(self, failure: Failure, now_s: float) -> None:
-        """Go on only as long as something may still move."""
+        """Post no more, and fail as soon as nothing moves."""
         if self.outcome is None and self._stopped is None:
             self._stopped, self._stopped_s = failure, now_s
             event = "cancelled" if failure.kind == "cancelled" else "failed"
@@ -82,94 +105,179 @@ class Job:
                     self.peer.mover.transport.cancel(transfer)
 
     def advance(self, now_s: float) -> None:
-        """Do what can be done without waiting; sets `outcome` when the job is over."""
+        """Do what can be done without waiting. Sets `outcome` at the end."""
         if self.outcome is not None:
             return
-        if self._stopped is None and now_s >= self.ordered_s + self.options.load_timeout_s:
-            where = "reading" if self.peer is not None else "meeting its source"
-            where = "being compared with its source" if self._has_landed else where
-            text = f"not loaded within {self.options.load_timeout_s:g} s; it was {where}: is the source alive and reachable?"
+        if self._stopped is None and now_s >= self.deadline_s:
+            text = f"not loaded within {self.options.load_timeout_s:g} s; it was {_WAITING_FOR[self.state]}: is the source alive and reachable?"
             self.stop(Failure("timeout", text), now_s)
         try:
             if self._stopped is not None:
                 self._wind_up(self._stopped, now_s)
-            elif self.peer is None:
-                self._meet()
-            if self.peer is not None and self._stopped is None and self.outcome is None:
-                self._pull(self.peer)
-        except Exception as error:  # noqa: BLE001  whatever it is, the request must end and its pages must be given back
+            elif self.handshake.done():
+                self._resume()
+        except Exception as error:  # noqa: BLE001  whatever it is, the request must end and its pages must be free again
             self.stop(to_failure(error), now_s)
             if self._stopped is not None and self.is_settled:
                 self._wind_up(self._stopped, now_s)
 
     def close(self) -> None:
-        """Give back what the steps hold, the staging buffer among it. Only once it is settled."""
-        if self._steps is not None:
-            self._steps.close()
+        """Release what the steps hold, such as the staging buffer. Only once it is settled."""
+        self._steps.close()
 
-    def _meet(self) -> None:
-        if self.meeting.done():
-            self.peer = self.meeting.result()
-            self.observer.noted("met", f"reads from ranks {', '.join(map(str, self.peer.route.src_ranks)) or 'none'}")
-
-    def _pull(self, peer: Peer) -> None:
-        if self._steps is None:
-            self._check_seal(peer)
-            self.scratch_address = self.scratch(len(peer.route.src_ranks))
-            if self.scratch_address is None:
-                return
-            self._steps = self._load_steps(peer, peer.lease_proof(self.load.lease, self.scratch_address))
+    def _resume(self) -> None:
         while self._waiting is None or self._waiting.state is not TransferState.PENDING:
             try:
                 self._waiting = next(self._steps)
             except StopIteration as done:
-                self.outcome = done.value
+                self.outcome, self.state = done.value, "received"
                 return
             if self._waiting is None:
                 return
+
+    def _load_steps(self) -> Steps:
+        """Everything after the handshake. Yields a transfer that must settle first, or None to be resumed in the next turn."""
+        self.peer = peer = self.handshake.result()
+        self.state = "transferring"
+        note = self.observer.noted
+        note("met", f"reads from ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
+        self._check_seal(peer)
+        while (address := self.take_scratch(len(peer.route.src_ranks))) is None:
+            yield None
+        self.scratch_address = address
+        proof = peer.lease_proof(self.load.lease, address)
+        moved = yield from pull_steps(
+            peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note_posted, note
+        )
+        note("read", f"{moved.num_bytes} bytes, the lease held on every rank that was read")
+        self.state = "checking"
+        yield from self.observer.landed(Landing(peer, self.dst, self._track, self.wake))
+        return moved
 
     def _check_seal(self, peer: Peer) -> None:
         """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
         remote, lease = self.load.remote, self.load.lease
         source = remote.engine, remote.instance_id
-        named = lease.request, lease.slot, lease.word
-        check_seal(peer.engine_metadata.key, source, named, self.load.transfer.src_tables, self.load.seal)
-
-    def _load_steps(self, peer: Peer, proof: LeaseProof) -> Steps:
-        tell = self.observer.noted
-        moved = yield from pull_steps(peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note, tell)
-        tell("read", f"{moved.num_bytes} bytes, the lease held on every rank that was read")
-        self._has_landed = True
-        yield from self.observer.landed(Landing(peer, self.dst, self._track, self.wake))
-        return moved
+        sealed = lease.request, lease.slot, lease.word
+        check_seal(peer.engine_metadata.key, source, sealed, self.load.transfer.src_tables, self.load.seal)
 
     def _track(self, transfer: Transfer) -> None:
-        """A transfer of the observer's: one of many, of which none is remembered that is over."""
+        """A transfer of the observer's. There may be many: those that have settled are forgotten."""
         self._posted = [one for one in self._posted if one.state is TransferState.PENDING]
         if transfer.state is TransferState.PENDING:
             self._posted.append(transfer)
             transfer.add_done_callback(lambda _: self.wake())
 
-    def _note(self, transfer: Transfer) -> None:
+    def _note_posted(self, transfer: Transfer) -> None:
         self._posted.append(transfer)
         what = f"{transfer.num_descriptors} pieces, {transfer.num_bytes} bytes, {transfer.peer}"
         self.observer.noted("posted", what)
 
-        def settled(done: Transfer) -> None:
+        def note_settled(done: Transfer) -> None:
             if done.error is not None:
                 self.observer.noted("transfer failed", f"{what}: {done.error}")
             self.wake()
 
-        transfer.add_done_callback(settled)
+        transfer.add_done_callback(note_settled)
 
     def _wind_up(self, failure: Failure, now_s: float) -> None:
         if self.is_settled:
             self.close()
-            self.outcome = failure
-        elif now_s >= self._stopped_s + self.options.settle_timeout_s:
+            self.outcome, self.state = failure, "failed"
+        elif now_s >= self.deadline_s:
             text = f"{failure.text}; reads did not settle within {self.options.settle_timeout_s:g} s: pages are quarantined"
-            self.outcome = Failure(failure.kind, text, is_quarantined=True)
+            self.outcome, self.state = Failure(failure.kind, text, is_quarantined=True), "failed"
             self.observer.noted("quarantined", text)
+
+
+class Jobs:
+    """The loads that have not ended, and those that were given up and have not settled. `on_event`: called, on any thread, when a job must
+    be advanced. The rest is for the session's thread.
+    """
+
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
+        self._under_way: dict[Job, None] = {}
+        self._given_up: dict[Job, None] = {}
+        # A request may be loaded again before its former load has ended.
+        self._of_request: dict[str, dict[Job, None]] = {}
+        self._deadlines_s: dict[Job, float] = {}
+        self._polled: dict[Job, None] = {}
+        self._happened: queue.SimpleQueue[Job] = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._under_way)
+
+    def peers(self) -> set[Peer]:
+        """The peers that loads use."""
+        return {job.peer for job in (*self._under_way, *self._given_up) if job.peer is not None}
+
+    def note(self, job: Job) -> None:
+        """Something has happened to a job. On any thread."""
+        self._happened.put(job)
+        self._on_event()
+
+    def add(self, job: Job) -> None:
+        """Begin a load."""
+        self._under_way[job] = None
+        self._of_request.setdefault(job.load.request, {})[job] = None
+        self._deadlines_s[job] = job.deadline_s
+        self._happened.put(job)
+        job.handshake.add_done_callback(lambda _: self.note(job))
+
+    def stop(self, request: str, failure: Failure, now_s: float) -> None:
+        """Stop the loads of a request."""
+        for job in self._of_request.get(request, ()):
+            self._stop(job, failure, now_s)
+
+    def stop_all(self, failure: Failure, now_s: float) -> None:
+        """Stop all loads."""
+        for job in self._under_way:
+            if not job.is_stopped:
+                self._stop(job, failure, now_s)
+
+    def advance(self, now_s: float) -> tuple[list[Job], list[Job]]:
+        """Advance the loads that are due: (those that have ended, those given up before that have settled)."""
+        ended, settled = list[Job](), list[Job]()
+        for job in self._take_due(now_s):
+            if job in self._under_way:
+                job.advance(now_s)
+                self._deadlines_s[job] = job.deadline_s
+                if job.outcome is not None:
+                    self._end(job)
+                    ended.append(job)
+                elif job.is_polling:
+                    self._polled[job] = None
+            elif job in self._given_up and job.is_settled:
+                del self._given_up[job]
+                settled.append(job)
+        return ended, settled
+
+    def _stop(self, job: Job, failure: Failure, now_s: float) -> None:
+        job.stop(failure, now_s)
+        self._deadlines_s[job] = job.deadline_s
+        self._happened.put(job)
+
+    def _take_due(self, now_s: float) -> dict[Job, None]:
+        due, self._polled = self._polled, {}
+        with contextlib.suppress(queue.Empty):
+            while True:
+                due[self._happened.get_nowait()] = None
+        if min(self._deadlines_s.values(), default=math.inf) <= now_s:
+            due |= {job: None for job, deadline_s in self._deadlines_s.items() if deadline_s <= now_s}
+        return due
+
+    def _end(self, job: Job) -> None:
+        del self._under_way[job], self._deadlines_s[job]
+        of_request = self._of_request[job.load.request]
+        del of_request[job]
+        if not of_request:
+            del self._of_request[job.load.request]
+        if job.is_given_up:
+            self._given_up[job] = None
 
 
 _KINDS: tuple[tuple[type[BaseException], FailureKind], ...] = (

@@ -1,10 +1,8 @@
-"""Who may talk to this engine, when keys are configured?
+"""CURVE keys of the handshakes: this engine's pair and the public keys that it trusts.
 
-ZeroMQ's CURVE: each side has a key pair, encrypts with it, and knows the public keys of those whom it trusts. One pair copied
-to all engines of a fleet is enough; a pair per engine and a directory of public keys allow to take a single one out, and to
-change keys without a stop. Key files are those of pyzmq (`zmq.auth`): `NAME.key_secret` holds both keys, `NAME.key` the public one.
-
-Refused, as KvReshardError with the path: files that are missing or hold no key, and a secret that others may read.
+Each side encrypts with its pair and knows the public keys of those that it trusts. One pair copied to all engines of a fleet is enough; a pair
+per engine and a directory of public keys allow to remove a single one, and to change keys without a stop. Key files are those of pyzmq
+(`zmq.auth`): `NAME.key_secret` holds both keys, `NAME.key` the public one.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from zmq.utils import z85
 from kvreshard.model.errors import KvReshardError
 
 KEY_CHARACTERS = 40
-# A peer's listener may have any of them: each is tried in turn, some milliseconds apiece.
+# A peer may have any of them: each is tried in turn, in some milliseconds.
 MAX_PEER_KEYS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """This engine's pair, and the public keys of all engines that it trusts, its own among them. Keys are in Z85 text."""
+    """In Z85 text. `trusted`: the public keys of all engines that are trusted, its own among them."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -37,7 +35,10 @@ class Keys:
 
 
 def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
-    """The keys of an engine. `public_dir`: all its `.key` files are trusted too. Raises KvReshardError."""
+    """The keys of an engine. `public_dir`: its `.key` files are trusted too.
+
+    Raises KvReshardError with the path for files that are missing or hold no key, and for a secret that others may read.
+    """
     if not secret_file.exists():
         raise KvReshardError(
             f"there is no key file {secret_file}; check the path, or make a pair with `kvreshard keys`"
@@ -71,7 +72,7 @@ def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
     public_file, secret_file = directory / f"{name}.key", directory / f"{name}.key_secret"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # Written where nobody else may look, so that the secret is at no time readable, then moved without overwriting.
+        # Written in a private directory, so that others can read the secret at no time, then linked without overwriting.
         with tempfile.TemporaryDirectory(dir=directory, prefix=".keys-") as private:
             made = [Path(path) for path in zmq.auth.create_certificates(private, name)]
             made[0].chmod(0o644)

@@ -1,12 +1,4 @@
-"""The leases of this rank's own prefills: who reads them, and who renews them.
-
-1. `hear`: notifications of readers. Reports end leases, heartbeats renew them, the rest is for whoever watches (`observer`).
-2. `expire`: leases whose time has run out end. A rank that stood still (a stopped process, a suspended machine) first hears what had been sent
-   meanwhile, since its readers may have renewed them.
-3. `release`: a lease that this very engine was to read from ends like one that was read.
-
-Used from the session's thread only.
-"""
+"""The leases of this rank's own prefills, and the notifications of their readers. Used from the session's thread only."""
 
 from __future__ import annotations
 
@@ -21,14 +13,14 @@ from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)
 
-# Longer than any rest of the session's thread: this rank, or all of its machine, stood still.
-STOOD_STILL_S = 0.6
-# How long it takes until all notifications have arrived that were sent meanwhile. Another thread fetches them.
-HEARING_S = 5.0
+# Longer than any rest of the session's thread: this process, or all of its machine, was stopped.
+STOPPED_S = 0.6
+# How long it takes until the notifications that were sent meanwhile have arrived. Another thread fetches them.
+CATCH_UP_S = 5.0
 
 
 class LocalLeases:
-    """Of one rank. `table`: its lease words."""
+    """`table`: the lease words of the rank."""
 
     def __init__(
         self, rank: int, transport: Transport, observer: Observer, table: LeaseTable, clock: Callable[[], float]
@@ -36,17 +28,17 @@ class LocalLeases:
         self._rank, self._transport, self._observer = rank, transport, observer
         self.book = LeaseBook(table)
         self._turned_s = clock()
-        self._hears_until_s: float | None = None
-        self._is_deaf = False
+        self._expires_from_s: float | None = None
+        self._is_closed = False
 
-    def hear(self, now_s: float) -> None:
-        """What readers have sent."""
+    def receive(self, now_s: float) -> None:
+        """Apply reports and heartbeats; other notifications are the observer's."""
         try:
             messages = self._transport.notifications()
         except TransportError as error:  # closed: its transfers have failed, and their loads must end
-            if not self._is_deaf:
-                logger.error("rank %d hears nothing any more: %s", self._rank, error)
-            self._is_deaf, messages = True, ()
+            if not self._is_closed:
+                logger.error("rank %d receives no notifications any more: %s", self._rank, error)
+            self._is_closed, messages = True, ()
         for message in messages:
             note = read_note(message.payload)
             if isinstance(note, Report):
@@ -57,16 +49,19 @@ class LocalLeases:
                 self._observer.heard(message.payload, self.book)
 
     def expire(self, now_s: float) -> None:
-        """End the leases whose time has run out. Short gaps between calls do not add up: where each turn comes late, leases still end."""
+        """End the leases whose time is over. After a stop of the process, only once the renewals that were sent meanwhile have arrived.
+
+        Short gaps between calls do not add up: where each turn comes late, leases still end.
+        """
         gap_s, self._turned_s = now_s - self._turned_s, now_s
-        if gap_s > HEARING_S or (gap_s > STOOD_STILL_S and self._hears_until_s is None):
-            self._hears_until_s = now_s + HEARING_S
-        if self._hears_until_s is None or now_s >= self._hears_until_s:
-            self._hears_until_s = None
+        if gap_s > CATCH_UP_S or (gap_s > STOPPED_S and self._expires_from_s is None):
+            self._expires_from_s = now_s + CATCH_UP_S
+        if self._expires_from_s is None or now_s >= self._expires_from_s:
+            self._expires_from_s = None
             self.book.expire(now_s)
 
     def release(self, me: tuple[str, str], release: Release) -> bool:
-        """End one, if it is of this engine: every rank of an engine that was to read from itself is told so. `me`: its name and instance id."""
+        """End a lease of this very engine, `me` (name and instance id), which was to read from itself; False if it is another's."""
         lease = release.lease
         if (release.remote.engine, release.remote.instance_id) != me:
             return False

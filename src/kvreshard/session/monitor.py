@@ -1,18 +1,14 @@
-"""How does one hear what happens to the connections of a ZeroMQ socket, and never wait for it?
+"""Monitors of ZeroMQ sockets that cannot stop the process.
 
-ZeroMQ's monitor writes events to a queue inside the process. The thread that writes them is the one that moves all bytes, it
-waits for room in the queue, and it holds a lock that whoever ends the monitor needs, with Python's own lock in hand (pyzmq 27,
-libzmq 4.3.5). A peer that takes and drops connections as fast as it can would stop the whole process. So:
-
-1. the queue has no bound: there is always room;
-2. the monitor is ended before the reading end is closed: there is always a reader.
+ZeroMQ's I/O thread writes a monitor's events to a queue. It waits while that queue is full, and it holds a lock that whoever ends the
+monitor needs, with Python's own lock in hand (pyzmq 27, libzmq 4.3.5). A peer that takes and drops connections as fast as it can would
+stop the whole process. So the queue has no bound, and the monitor ends before its reading end is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -26,7 +22,7 @@ def open_monitor(context: zmq.Context[Any], watched: zmq.Socket[Any], events: in
     monitor: zmq.Socket[Any] = context.socket(zmq.PAIR)
     try:
         monitor.setsockopt(zmq.LINGER, 0)
-        monitor.setsockopt(zmq.RCVHWM, 0)  # no bound, whatever the writing end says
+        monitor.setsockopt(zmq.RCVHWM, 0)
         watched.monitor(address, events)
         monitor.connect(address)
     except zmq.ZMQError:
@@ -36,17 +32,7 @@ def open_monitor(context: zmq.Context[Any], watched: zmq.Socket[Any], events: in
 
 
 def close_monitor(watched: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
-    """First the writing end, then the reading one."""
+    """End a monitor: first the writing end, then the reading one."""
     with contextlib.suppress(zmq.ZMQError):
         watched.monitor(None, 0)
     monitor.close()
-
-
-@contextlib.contextmanager
-def monitored(context: zmq.Context[Any], watched: zmq.Socket[Any], events: int) -> Iterator[zmq.Socket[Any]]:
-    """A monitor for the time of a `with` statement. Raises zmq.ZMQError."""
-    monitor = open_monitor(context, watched, events)
-    try:
-        yield monitor
-    finally:
-        close_monitor(watched, monitor)

@@ -1,19 +1,48 @@
-"""What does a rank need to carry out requests? A transport that knows the peers, and its own memory."""
+"""What a rank carries out requests with: a transport that knows the peers, its own memory, and a buffer for staged reads."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.plan.copies import Copies
+from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.plan.fill import find_holes
 from kvreshard.plan.route import Route
-from kvreshard.session.staging import Staging
+from kvreshard.plan.stage import Batch
 from kvreshard.transport.base import Direction, Transfer, Transport
 from kvreshard.transport.local import LocalMemory
+
+NUM_HALVES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A registered buffer for staged copies. One request at a time has it, and reads into one half while the other is permuted."""
+
+    address: int
+    size_bytes: int
+    taken: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def half_bytes(self) -> int:
+        """Bytes of one half, which one batch fills."""
+        return self.size_bytes // NUM_HALVES
+
+    def half(self, number: int) -> int:
+        """Address of the half that the batch of this number fills."""
+        return self.address + number % NUM_HALVES * self.half_bytes
+
+
+def reads_into(address: int, batch: Batch) -> CopyList:
+    """The reads of a batch into the half at an address."""
+    reads = batch.reads
+    return replace(reads, dst_address=reads.dst_address + address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +57,12 @@ class Mover:
     clock: Callable[[], float] = time.monotonic
 
     def post(self, direction: Direction, copies: Copies) -> Transfer:
-        """Post copies of the planner to the peer that they name. Raises TransportError."""
+        """Post copies to the peer that they name. Raises TransportError."""
         peer = self.peers[copies.src_rank if direction is Direction.READ else copies.dst_rank]
         return self.transport.post(peer, direction, copies)
 
     def fill(self, dst: EngineLayout, route: Route, request: Request) -> int:
-        """Zero what no copy of a checked request writes in its new pages on the route's destination rank; returns bytes."""
+        """Zero what no copy of a checked request writes in its new pages; returns bytes."""
         holes = find_holes(dst, route, request)
         self.memory.zero(holes.start, holes.stop)
         return int((holes.stop - holes.start).sum())

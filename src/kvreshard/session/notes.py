@@ -1,8 +1,6 @@
-"""What do ranks tell one another through the transport's notifications, and how is a stranger's message survived?
+"""The notifications between ranks, which travel through the transport: `Report` (a rank has done with a lease) and `Heartbeat` (leases still wanted).
 
-Two kinds, as msgpack arrays behind a version: a `Report` (this rank has done with a request, well or badly) and a `Heartbeat`
-(these requests are still wanted). Both carry the leases' words, which only those know who were told: a rank cannot free another's
-pages by a guess. `read_note` gives None for everything that is not exactly one of them; nothing raises.
+Both carry the words of their leases, which only readers of the lease know: a rank cannot free another's pages by a guess.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 VERSION = 1
-# Well below the transport's limit of 64 KiB per notification. A lease takes its name, its word, and what says so.
+# Well below the transport's limit of 64 KiB per notification. A lease takes its name, its word, and the encoding of both.
 MAX_HEARTBEAT_BYTES = 32 << 10
 LEASE_BYTES = 20
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """`reporter`, a rank of engine `consumer`, has done with `request`; `reporters`: all ranks that tell this source rank."""
+    """`reporter`, a rank of engine `consumer`, has done with `request`; `reporters`: all ranks that report to this source rank."""
 
     version: int
     consumer: str
@@ -39,7 +37,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
 
 Note = Report | Heartbeat
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Report | Heartbeat)
+_decoder = msgspec.msgpack.Decoder(Note)
 
 
 def write_note(note: Note) -> bytes:
@@ -48,7 +46,7 @@ def write_note(note: Note) -> bytes:
 
 
 def read_note(payload: bytes) -> Note | None:
-    """The note, or None for anything else: another version, another program, noise."""
+    """The note, or None for anything else: another version, another program, noise. Never raises."""
     try:
         note = _decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError):
@@ -57,7 +55,7 @@ def read_note(payload: bytes) -> Note | None:
 
 
 def heartbeats(consumer: str, leases: Iterable[tuple[str, int]]) -> Iterator[Heartbeat]:
-    """As many heartbeats as it takes."""
+    """Heartbeats of at most `MAX_HEARTBEAT_BYTES` for all leases (request, word)."""
     together: list[tuple[str, int]] = []
     num_bytes = 0
     for request, word in leases:

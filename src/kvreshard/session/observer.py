@@ -1,7 +1,7 @@
 """The interface through which something may watch the loads of a rank. Here every method does nothing.
 
-The session calls it at the points of a load's life and knows nothing of who watches; `kvreshard.tools` has digests and flight records.
-All calls come on the session's thread, but for `LoadObserver.noted`, which may come on any. Only `landed` may raise.
+The session calls it at the points of a load's life; `kvreshard.tools` implements digests and flight records with it. All calls come on the
+session's thread, but for `LoadObserver.noted`, which may come on any. Only `landed` may raise.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvreshard.transport.base import MemoryRegion, Transfer
 
 
 class RejectedLoad(KvReshardError):
-    """What has landed must not be served: the load fails as `digest`."""
+    """What has landed must not be served: the load fails with kind `digest`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """What an observer may use while a load waits for it: the source, this engine's layout, and the job that waits.
+    """What an observer may use while a load waits for it.
 
-    `posted`: must hear of every transfer that the observer posts, which is then settled before the load ends. `wake`: resume soon.
+    `posted`: to be called with every transfer that the observer posts, which then settles before the load ends. `wake`: resume soon.
     """
 
     peer: Peer
@@ -50,9 +50,9 @@ class LoadObserver:
         """
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
-        """All bytes are there and the lease held on every rank that was read. The load is over when this ends.
+        """All bytes have arrived and the lease held on every rank that was read. The load ends when this does.
 
-        Yields a transfer that must settle first, or None to be resumed at the next turn. Raises RejectedLoad or TransportError to fail
+        Yields a transfer that must settle first, or None to be resumed in the next turn. Raises RejectedLoad or TransportError to fail
         the load. Closed early if the load is stopped, once everything that was posted has settled.
         """
         yield from ()
@@ -73,10 +73,10 @@ class Observer:
         return LoadObserver()
 
     def heard(self, payload: bytes, leases: LeaseBook) -> None:
-        """A peer's notification that is none of the session's. `leases`: those of this rank's own prefills."""
+        """A notification that is not of the session's kinds. `leases`: of this rank's own prefills."""
 
     def work(self, leases: LeaseBook, layout: EngineLayout) -> bool:
-        """A turn of the session: work for some milliseconds at most; whether more waits."""
+        """Work for some milliseconds at most, once per turn; whether there is more."""
         return False
 
     def close(self) -> None:

@@ -1,18 +1,16 @@
-"""How does one rank read its part of a request, step by step, so that one thread can have many of them on the way?
+"""The steps in which one rank reads its part of a request, as a generator, so that one thread can drive many.
 
-`pull_steps` is a generator. It yields a `Transfer` when it cannot go on before that has settled, or None when it waits for
-the staging buffer; whoever drives it resumes it then. What it does, in order:
+`pull_steps` yields a `Transfer` that must settle first, or None while it waits for the staging buffer:
 
-1. Decide what is read directly and what is staged (`plan.reads`); nothing is posted if that is refused.
-2. Post the direct copies at once. Fill the halves of the staging buffer in turn, permuting one while the other is read. If
-   another load has kept the buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
-3. Zero what no copy writes in newly allocated pages, once, while the first reads run or another load has the buffer. That may be before,
-   between or after reads and moves into the same pages: by its definition it shares no byte with them.
-4. Wait until every transfer has settled, also after the first error: destination memory is not given back before.
-5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed while they were
-   read.
+1. Decide what is read directly and what is staged (`plan.reads`). A refusal comes before anything is posted.
+2. Post the direct copies. Fill the halves of the staging buffer in turn, permuting one while the other is read. If another load has kept the
+   buffer for `STAGING_PATIENCE_S`, since its source does not answer, read everything directly.
+3. Zero what no copy writes in newly allocated pages, while the first reads run or another load has the buffer. The order does not matter:
+   these bytes are by definition those that no copy writes.
+4. Wait until every transfer has settled, also after an error: destination memory must not be reused before.
+5. Read each source rank's lease word, if anything was read. Another word than expected: the pages may have been freed during the read.
 
-Refused: BindError before anything moves. Raises TransportError or StaleLease after all transfers have settled.
+Raises BindError before anything moves; TransportError or StaleLease after all transfers have settled.
 """
 
 from __future__ import annotations
@@ -25,28 +23,27 @@ from dataclasses import dataclass
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.tables import Request
-from kvreshard.plan.copies import CopyList
+from kvreshard.plan.copies import Copies, CopyList
 from kvreshard.plan.reads import plan_reads
 from kvreshard.plan.route import Route
 from kvreshard.plan.stage import Batch
 from kvreshard.session.lease import WORD_BYTES
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import NUM_HALVES, reads_into
+from kvreshard.session.mover import NUM_HALVES, Mover, reads_into
 from kvreshard.transport.base import Direction, Transfer, TransportError
 
-# A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped has it until that goes on, or for ever.
+# A load has the buffer for some milliseconds per 16 MiB; one whose source is stopped keeps it.
 STAGING_PATIENCE_S = 1.0
 
 
 class StaleLease(KvReshardError):
-    """The source no longer guarantees the pages that were read: what arrived may belong to another request."""
+    """The lease has ended before the read did: what arrived may belong to another request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseProof:
-    """What proves that a request's pages were still its own: `word`, in the lease table of every rank that is read.
+    """The word that every source rank must still have after the read.
 
-    `addresses`: source rank -> address of the word there. `scratch_address`: registered local memory, 8 bytes per rank read.
+    `addresses`: of the word, by source rank. `scratch_address`: registered local memory, 8 bytes per source rank.
     """
 
     word: int
@@ -58,8 +55,8 @@ class LeaseProof:
 class Moved:
     """What one rank's part of a request took. Seconds are wall time.
 
-    `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `zeroed_bytes`
-    of new pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total.
+    `num_bytes` of cache arrived; `num_read_bytes` were read or written for it, gaps of staged reads included. `num_zeroed_bytes` of new
+    pages were written by no copy. `post_s`: handing the direct transfers to the transport, part of the total.
     """
 
     num_bytes: int
@@ -82,49 +79,50 @@ def pull_steps(
     dst: EngineLayout,
     lease: LeaseProof | None = None,
     note: Callable[[Transfer], None] = lambda transfer: None,
-    tell: Callable[[str, str], None] = lambda event, text: None,
+    record: Callable[[str, str], None] = lambda event, text: None,
 ) -> Steps:
-    """Read everything that the route's destination rank needs. Resume when what was yielded has settled, however.
+    """Read everything that the route's destination rank needs. Resume when what was yielded has settled, well or badly.
 
-    `note` hears of every transfer as soon as it is posted: a driver that stops early must see each of them settle. `tell` hears
-    what happens, for a record: an event and a text.
+    `note` is called with every transfer that is posted: a driver that stops early must wait for each of them. `record` is called with an
+    event and a text.
     """
     started_s = mover.clock()
     plan = plan_reads(route, request, mover.staging.half_bytes if mover.staging else 0)
     lists, batches = plan.direct, plan.batches
     bind_s = mover.clock() - started_s
-    tell("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
+    record("bound", f"{sum(c.num_copies for c in lists)} copies in {len(lists)} lists, {len(batches)} staged batches")
     posted: list[Transfer] = []
     error: Exception | None = None
     zeroed, post_s = 0, 0.0
+
+    def post(lists: Sequence[Copies]) -> None:
+        for copies in lists:
+            posted.append(mover.post(Direction.READ, copies))
+            note(posted[-1])
 
     def zero() -> None:
         nonlocal zeroed
         if request.dst_new_pages:
             zeroed = mover.fill(dst, route, request)
-            tell("zeroed", f"{zeroed} bytes")
+            record("zeroed", f"{zeroed} bytes")
 
     try:
-        for copies in lists:
-            posted.append(mover.post(Direction.READ, copies))
-            note(posted[-1])
+        post(lists)
         post_s = mover.clock() - started_s - bind_s
         has_buffer = bool(batches) and _take_buffer(mover)
         if not has_buffer:
             zero()
         if batches and not has_buffer and not (yield from _wait_for_buffer(mover)):
-            tell("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
+            record("not staged", f"another load has kept the staging buffer for {STAGING_PATIENCE_S:g} s")
             lists, batches = plan_reads(route, request).direct, ()
-            for copies in lists:
-                posted.append(mover.post(Direction.READ, copies))
-                note(posted[-1])
+            post(lists)
         yield from _run_batches(mover, batches, note, zero if has_buffer else lambda: None)
     except (TransportError, TimeoutError) as failed:
         error = failed
     for transfer in posted:
         error = (yield from settled(transfer)) or error
     if error is None and lease is not None and (posted or batches):
-        tell("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
+        record("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
         error = yield from _check_words(mover, lease, route.src_ranks, note)
     if error is not None:
         raise error
@@ -145,12 +143,12 @@ def settled(transfer: Transfer) -> Generator[Transfer | None, None, Exception | 
 
 
 def _take_buffer(mover: Mover) -> bool:
-    """Take the staging buffer if it is free; whether it is ours."""
+    """Take the staging buffer if it is free; whether that worked."""
     return mover.staging is not None and mover.staging.taken.acquire(blocking=False)
 
 
 def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
-    """Wait for the staging buffer, but not for long; whether it is ours."""
+    """Wait for the staging buffer, but not for long; whether it was taken."""
     deadline_s = mover.clock() + STAGING_PATIENCE_S
     while not _take_buffer(mover):
         if mover.staging is None or mover.clock() >= deadline_s:
@@ -162,30 +160,29 @@ def _wait_for_buffer(mover: Mover) -> Generator[Transfer | None, None, bool]:
 def _run_batches(
     mover: Mover, batches: Sequence[Batch], note: Callable[[Transfer], None], meanwhile: Callable[[], None]
 ) -> Generator[Transfer | None, None, None]:
-    """Fill one half of the buffer, which is ours, while the other is permuted, and give it back.
+    """Fill one half of the buffer, which this load has taken, while the other is permuted; then free it.
 
-    `meanwhile` is done as soon as both halves are being read into. Raises once everything that was posted has settled.
+    `meanwhile` is called as soon as both halves are being read into. Raises once everything that was posted has settled.
     """
     staging = mover.staging
     if staging is None or not batches:
         return
     under_way: deque[tuple[Batch, int, Transfer]] = deque()
-    is_first = True
-    try:
-        for number, batch in enumerate(batches):
+
+    def post(number: int) -> None:
+        if number < len(batches):
             address = staging.half(number)
-            under_way.append((batch, address, mover.post(Direction.READ, reads_into(address, batch))))
+            reads = reads_into(address, batches[number])
+            under_way.append((batches[number], address, mover.post(Direction.READ, reads)))
             note(under_way[-1][2])
-            if len(under_way) < NUM_HALVES:
-                continue
-            if is_first:
-                meanwhile()
-            is_first = False
+
+    try:
+        for number in range(NUM_HALVES):
+            post(number)
+        meanwhile()
+        for number in range(len(batches)):
             yield from _permute_when_read(mover, *under_way.popleft())
-        if is_first:
-            meanwhile()
-        while under_way:
-            yield from _permute_when_read(mover, *under_way.popleft())
+            post(number + NUM_HALVES)
     except Exception:
         for _, _, transfer in under_way:
             yield from settled(transfer)
@@ -208,7 +205,7 @@ def _permute_when_read(
 def _check_words(
     mover: Mover, lease: LeaseProof, src_ranks: tuple[int, ...], note: Callable[[Transfer], None]
 ) -> Generator[Transfer | None, None, Exception | None]:
-    """Read the words, all at once; an error if one could not be read or is not the one expected."""
+    """Read the words, all at once; an error if one could not be read or is not the expected one."""
     reads: list[tuple[int, int, Transfer]] = []
     error: Exception | None = None
     for index, rank in enumerate(src_ranks):

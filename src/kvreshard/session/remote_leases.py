@@ -1,20 +1,26 @@
-"""Which leases of other engines does this rank want, and who must be told so?
+"""The leases of other engines that this rank wants: their renewal, their release, and the keys of their sources.
 
-1. A request wants a lease while it waits for its load (`start_renewing`), while it is loaded (`begin`), and afterwards where its load does not
-   give the source back by itself (`end`).
-2. The sources of what waits, or is kept, hear of it in time (`renew`).
-3. With the last request that wanted it a lease is given back: a report goes to the source ranks that the election appoints to hear
-   from this one, at once if the source is met, else as soon as it is (`send_releases`), or not at all if that takes longer than
-   `RELEASE_PATIENCE_S`. A source that was met and cannot be read from hears of it too (`refusals`).
-4. A source of which nothing is wanted any more, and that has not answered yet, is not asked further.
+1. A request wants a lease while it waits for its load (`start_renewing`), while it is loaded (`begin`), and afterwards if the load does not
+   release its source itself (`end`).
+2. `renew` sends heartbeats for the leases of requests that wait or are loaded. How often is up to the source: `RENEWALS_PER_LEASE` times in
+   the lifetime that its engine metadata states, for all of its leases at once, and at once when the source has just been met. A source
+   that has not been met is tried every `usual_s`.
+3. A lease that no request wants is released: this rank reports to the source ranks that the route names, at once if the source is met, else
+   when it is (`update`), or not at all if that takes longer than `RELEASE_PATIENCE_S`. A source that was met and cannot be read from gets
+   reports too.
+4. A source that nothing is wanted of and that has not answered is not asked further.
+5. `take_keys` returns the key of a source, or why it could not be met, for each request that asks for it.
 
-What is wanted is kept by source and lease: no event costs more where more is wanted. Nothing here waits, and a source that cannot be
-told is a line in the log: its lease runs out.
+The bookkeeping is by source and lease: an event costs the same however many leases there are. Nothing here waits. A source that cannot be
+notified is a line in the log; its lease expires.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
+import math
 import queue
 from collections import Counter, deque
 from concurrent.futures import Future
@@ -22,79 +28,82 @@ from dataclasses import dataclass, field
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
+from kvreshard.session.engine_metadata import EngineMetadata
+from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.session.notes import VERSION, Report, heartbeats, write_note
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.session.peers import Peers
-from kvreshard.session.refusals import Refusals
-from kvreshard.session.renewals import Renewals
 from kvreshard.transport.base import Transport, TransportError
 
 logger = get_logger(__name__)
 
-# An engine that is there answers in less. What waits for one that does not is a courtesy: the lease runs out by itself.
+# A source that runs answers in less. Releasing early is a courtesy: the lease expires anyway.
 RELEASE_PATIENCE_S = 5.0
+# Engine metadata must not make a reader busy: leases of less than a second are not published (`vllm.options`).
+MIN_INTERVAL_S = 0.1
+# Sources that this rank cannot read from and is connected to at one time.
+MAX_REFUSED = 16
 
 
 @dataclass(slots=True)
 class _Source:
-    """What is wanted of one source, by lease. `waiting`, `kept`: requests. `loading`: how many loads. `releases`: to be given back once
-    the source is met. `handshake`: the one whose end is heard of.
+    """What is wanted of one source, by lease.
+
+    `waiting`, `loaded`: requests. `loading`: number of loads. `releases`: leases to release when the source is met. `key_requests`: requests
+    that wait for its key. `handshake`: the latest, whose end is reported to `_answered`.
     """
 
     waiting: dict[RemoteLease, set[str]] = field(default_factory=dict)
-    kept: dict[RemoteLease, set[str]] = field(default_factory=dict)
+    loaded: dict[RemoteLease, set[str]] = field(default_factory=dict)
     loading: Counter[RemoteLease] = field(default_factory=Counter)
     releases: dict[RemoteLease, None] = field(default_factory=dict)
+    key_requests: set[str] = field(default_factory=set)
     handshake: Future[Peer] | None = None
 
     @property
     def is_wanted(self) -> bool:
-        return bool(self.waiting or self.kept or self.loading)
+        return bool(self.waiting or self.loaded or self.loading)
 
     @property
-    def is_mute(self) -> bool:
-        """Whether it is being asked and has not answered."""
+    def is_unanswered(self) -> bool:
         return self.handshake is not None and not self.handshake.done()
 
 
 class RemoteLeases:
-    """The leases that one rank has from others. Used from the session's thread only.
-
-    `usual_s`: between two renewals of a source that is not known yet (`renewals`).
-    """
+    """Of one rank. Used from the session's thread only. `usual_s`: between two attempts to meet a source."""
 
     def __init__(self, transport: Transport, peers: Peers, usual_s: float) -> None:
-        self._transport, self._peers = transport, peers
+        self._transport, self._peers, self._usual_s = transport, peers, usual_s
         self._sources: dict[RemoteEngine, _Source] = {}
         self._waiting: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
-        self._kept: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
-        # Sources of which something has changed, and those that have answered, which other threads say.
-        self._open: dict[RemoteEngine, None] = {}
+        self._loaded: dict[str, tuple[RemoteEngine, RemoteLease]] = {}
+        # Sources to look at in the next `update`, and those whose handshake has ended, put in by other threads.
+        self._changed: dict[RemoteEngine, None] = {}
         self._answered: queue.SimpleQueue[RemoteEngine] = queue.SimpleQueue()
         self._patience: deque[tuple[float, RemoteEngine]] = deque()
-        self._renewals = Renewals(usual_s)
-        self._refusals = Refusals(transport)
-
-    @property
-    def num_kept(self) -> int:
-        """Requests that are loaded and whose source waits for a word."""
-        return len(self._kept)
-
-    @property
-    def is_releasing(self) -> bool:
-        """Whether leases are to be given back whose sources are not met yet."""
-        return any(source.releases for source in self._sources.values())
+        # When each source is renewed next. A source keeps its time although nothing is wanted of it until then: its next request waits for
+        # that time. In `_renewed`: those that got heartbeats when that time was set.
+        self._renew_at_s: dict[RemoteEngine, float] = {}
+        # (time, number, source): those times, and former ones, which are passed over.
+        self._renewal_heap: list[tuple[float, int, RemoteEngine]] = []
+        self._numbers = itertools.count()
+        self._renewed: set[RemoteEngine] = set()
+        self._keys: dict[str, bytes] = {}
+        self._unmet: dict[str, BaseException] = {}
+        # Ranks of sources that this rank cannot read from, added to the transport for reports; the latest last.
+        self._refused: dict[tuple[str, str], list[str]] = {}
 
     def start_renewing(self, command: Renew, me: LocalRank | None) -> None:
-        """Get to know the source, and renew its lease until the request is loaded, or `stop_renewing`."""
+        """Meet the source, and renew its lease until the request is loaded, or `stop_renewing`."""
         self.stop_renewing(command.request)
         source = self._source(command.remote)
         self._waiting[command.request] = command.remote, command.lease
         source.waiting.setdefault(command.lease, set()).add(command.request)
-        self._renewals.expect(command.remote)
-        if me is None:
-            self._open[command.remote] = None
-        else:
+        if command.asks_key:
+            source.key_requests.add(command.request)
+        self._expect_renewal(command.remote)
+        self._changed[command.remote] = None
+        if me is not None:
             self._ask(me, command.remote, source)
 
     def stop_renewing(self, request: str) -> None:
@@ -102,144 +111,215 @@ class RemoteLeases:
         found = self._waiting.pop(request, None)
         if found is not None:
             remote, lease = found
+            self._sources[remote].key_requests.discard(request)
             _discard(self._sources[remote].waiting, lease, request)
-            self._open[remote] = None
+            self._changed[remote] = None
 
     def begin(self, load: Load) -> None:
-        """A load is under way. It must `end`."""
+        """A load has begun. It must `end`."""
         self._source(load.remote).loading[load.lease] += 1
 
     def end(self, me: LocalRank, load: Load, peer: Peer | None, *, is_good: bool, is_kept: bool) -> None:
-        """A load is over. `is_kept`: a release or a cancel gives its source back, not this. `peer` is None where it was not met."""
+        """A load has ended. `is_kept`: a release or a cancel releases its source later. `peer` is None if it was not met."""
         source = self._source(load.remote)
         source.loading[load.lease] -= 1
         if not source.loading[load.lease]:
             del source.loading[load.lease]
         if is_kept:
-            self._forget_kept(load.request)
-            self._kept[load.request] = load.remote, load.lease
-            source.kept.setdefault(load.lease, set()).add(load.request)
-            self._renewals.expect(load.remote)
+            self._forget_loaded(load.request)
+            self._loaded[load.request] = load.remote, load.lease
+            source.loaded.setdefault(load.lease, set()).add(load.request)
+            self._expect_renewal(load.remote)
         self.stop_renewing(load.request)
         if is_kept:
             return
-        if peer is None:  # given up before its source was met: the source hears of it as soon as it is
-            self._give_back(load.remote, load.lease)
+        if peer is None:  # stopped before its source was met: report when it is
+            self._release(load.remote, load.lease)
         elif not self._is_wanted(load.remote, load.lease):
             self._report(me, peer, load.lease, is_good)
-        self._open[load.remote] = None
+        self._changed[load.remote] = None
 
     def release(self, release: Release) -> None:
         """No request that has been loaded wants the lease any more."""
         source = self._source(release.remote)
-        for request in source.kept.pop(release.lease, ()):
-            del self._kept[request]
-        self._give_back(release.remote, release.lease)
+        for request in source.loaded.pop(release.lease, ()):
+            del self._loaded[request]
+        self._release(release.remote, release.lease)
 
     def cancel(self, request: str) -> None:
         """A request, loaded or not, has been aborted."""
-        found = self._forget_kept(request)
+        found = self._forget_loaded(request)
         if found is not None:
-            self._give_back(*found)
+            self._release(*found)
 
-    def send_releases(self, me: LocalRank | None, now_s: float) -> None:
-        """Give back what is not wanted any more where the source is met: a report needs its route, which says who reports to whom."""
+    def update(self, me: LocalRank | None, now_s: float) -> None:
+        """Act on handshakes that have ended and on sources whose wants have changed; without `me`, later."""
         if me is None:
             return
         with contextlib.suppress(queue.Empty):
             while True:
                 remote = self._answered.get_nowait()
-                self._open[remote] = None
-                if self._peers.met(remote) is not None:
-                    self._renewals.met(remote)
+                self._changed[remote] = None
+                if self._peers.met(remote) is not None and remote in self._renew_at_s and remote not in self._renewed:
+                    self._set_renewal(remote, -math.inf)
         while self._patience and now_s >= self._patience[0][0]:
             remote = self._patience.popleft()[1]
             source = self._sources.get(remote)
-            if source is not None and source.is_mute and not source.is_wanted:
+            if source is not None and source.is_unanswered and not source.is_wanted:
                 source.releases.clear()
-                self._open[remote] = None
-        opened, self._open = self._open, {}
-        for remote in opened:
-            self._settle(me, remote, now_s)
+                self._changed[remote] = None
+        changed, self._changed = self._changed, {}
+        for remote in changed:
+            source = self._sources.get(remote)
+            if source is not None:
+                self._update_source(me, remote, source, now_s)
+
+    def take_keys(self) -> tuple[dict[str, bytes], dict[str, BaseException]]:
+        """(key of the source, why it could not be met), by request that asked for it, since the last call."""
+        keys, self._keys = self._keys, {}
+        unmet, self._unmet = self._unmet, {}
+        return keys, unmet
 
     def renew(self, me: LocalRank, now_s: float) -> float:
-        """Tell the sources for which it is time which leases are wanted; how long nobody else need be told."""
-        for remote in self._renewals.due(now_s):
+        """Send the heartbeats that are due; seconds until the next."""
+        due: list[RemoteEngine] = []
+        while self._next_renewal_s() <= now_s:
+            due.append(heapq.heappop(self._renewal_heap)[2])
+            del self._renew_at_s[due[-1]]
+            self._renewed.discard(due[-1])
+        for remote in due:
             source = self._sources.get(remote)
-            if source is None or not (source.waiting or source.kept):
-                continue
-            peer = self._peers.met(remote)
-            self._renewals.told(remote, None if peer is None else peer.engine_metadata, now_s)
-            if peer is None:
-                self._ask(me, remote, source)
-                continue
-            leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.kept))
-            for note in heartbeats(me.engine_metadata.engine, leases):
-                payload = write_note(note)
-                for rank in peer.told_ranks:
-                    self._notify(peer, rank, payload)
-        return self._renewals.rest_s(now_s)
+            if source is not None and (source.waiting or source.loaded):
+                self._renew_source(me, remote, source, now_s)
+        return max(0.0, self._next_renewal_s() - now_s)
+
+    def _expect_renewal(self, remote: RemoteEngine) -> None:
+        if remote not in self._renew_at_s:
+            self._set_renewal(remote, -math.inf)
+
+    def _set_renewal(self, remote: RemoteEngine, at_s: float) -> None:
+        self._renew_at_s[remote] = at_s
+        heapq.heappush(self._renewal_heap, (at_s, next(self._numbers), remote))
+
+    def _next_renewal_s(self) -> float:
+        while self._renewal_heap and self._renew_at_s.get(self._renewal_heap[0][2]) != self._renewal_heap[0][0]:
+            heapq.heappop(self._renewal_heap)
+        return self._renewal_heap[0][0] if self._renewal_heap else math.inf
+
+    def _renew_source(self, me: LocalRank, remote: RemoteEngine, source: _Source, now_s: float) -> None:
+        peer = self._peers.met(remote)
+        if peer is None:
+            self._set_renewal(remote, now_s + self._usual_s)
+            self._ask(me, remote, source)
+            return
+        self._set_renewal(remote, now_s + max(MIN_INTERVAL_S, peer.engine_metadata.lease_s / RENEWALS_PER_LEASE))
+        self._renewed.add(remote)
+        leases = dict.fromkeys((lease.request, lease.word) for lease in (*source.waiting, *source.loaded))
+        for note in heartbeats(me.engine_metadata.engine, leases):
+            payload = write_note(note)
+            for rank in peer.notified_ranks:
+                self._notify(peer, rank, payload)
 
     def _source(self, remote: RemoteEngine) -> _Source:
         return self._sources.setdefault(remote, _Source())
 
     def _ask(self, me: LocalRank, remote: RemoteEngine, source: _Source) -> Future[Peer]:
-        """The handshake with a source, of whose end this hears once."""
+        """The handshake with a source. Its end is reported to `_answered` once."""
         handshake = self._peers.get(me, remote)
         if handshake is not source.handshake:
             source.handshake = handshake
             handshake.add_done_callback(lambda _: self._answered.put(remote))
         return handshake
 
-    def _settle(self, me: LocalRank, remote: RemoteEngine, now_s: float) -> None:
-        """Ask for a source that was not asked for, tell one that is met what is given back, and forget one that is not wanted."""
-        source = self._sources.get(remote)
-        if source is None:
-            return
+    def _update_source(self, me: LocalRank, remote: RemoteEngine, source: _Source, now_s: float) -> None:
+        """Ask a source that is wanted; of one that has answered, note its key and release its leases; forget one that is not wanted."""
         if source.is_wanted or source.releases:
             handshake = self._ask(me, remote, source)
-            if source.releases and source.is_mute:
-                self._patience.append((now_s + RELEASE_PATIENCE_S, remote))
+            if handshake.done():
+                self._note_key(source, handshake)
+                self._send_releases(me, remote, source, handshake)
             elif source.releases:
-                releases, source.releases = source.releases, {}
-                error = None if handshake.cancelled() else handshake.exception()
-                engine_metadata = me.refused.get(remote)
-                for lease in () if handshake.cancelled() else releases:
-                    if error is None:
-                        self._report(me, handshake.result(), lease, is_good=True)
-                    elif engine_metadata is not None and not isinstance(error, TransportError):
-                        self._refusals.give_back("/".join(me.name), me.rank, engine_metadata, lease)
+                self._patience.append((now_s + RELEASE_PATIENCE_S, remote))
         if not (source.is_wanted or source.releases):
             del self._sources[remote]
             self._peers.cancel(remote)
 
-    def _give_back(self, remote: RemoteEngine, lease: RemoteLease) -> None:
+    def _note_key(self, source: _Source, handshake: Future[Peer]) -> None:
+        if handshake.cancelled():
+            return
+        requests, source.key_requests = source.key_requests, set()
+        error = handshake.exception()
+        if error is None and requests:
+            self._keys |= dict.fromkeys(requests, handshake.result().engine_metadata.key)
+        elif error is not None:
+            self._unmet |= dict.fromkeys(requests, error)
+
+    def _send_releases(self, me: LocalRank, remote: RemoteEngine, source: _Source, handshake: Future[Peer]) -> None:
+        """Report the leases that are not wanted any more. The route of a peer says who reports to whom."""
+        releases, source.releases = source.releases, {}
+        if handshake.cancelled():
+            return
+        error, refused = handshake.exception(), me.refused.get(remote)
+        for lease in releases:
+            if error is None:
+                self._report(me, handshake.result(), lease, is_good=True)
+            elif refused is not None and not isinstance(error, TransportError):
+                self._report_refused(me, refused, lease)
+
+    def _release(self, remote: RemoteEngine, lease: RemoteLease) -> None:
         if not self._is_wanted(remote, lease):
             self._source(remote).releases[lease] = None
-            self._open[remote] = None
+            self._changed[remote] = None
 
     def _is_wanted(self, remote: RemoteEngine, lease: RemoteLease) -> bool:
-        """Whether another request of this engine has the same source, and will report when it has done: one of several choices."""
+        """Whether another request of this engine (another choice) reads from this lease, and will report at its end."""
         source = self._sources.get(remote)
         return source is not None and (lease in source.loading or lease in source.waiting)
 
-    def _forget_kept(self, request: str) -> tuple[RemoteEngine, RemoteLease] | None:
-        found = self._kept.pop(request, None)
+    def _forget_loaded(self, request: str) -> tuple[RemoteEngine, RemoteLease] | None:
+        found = self._loaded.pop(request, None)
         if found is not None:
-            _discard(self._sources[found[0]].kept, found[1], request)
+            _discard(self._sources[found[0]].loaded, found[1], request)
         return found
 
     def _report(self, me: LocalRank, peer: Peer, lease: RemoteLease, is_good: bool) -> None:
         consumer, reporters = "/".join(me.name), peer.route.reporters
-        for rank in peer.told_ranks:
+        for rank in peer.notified_ranks:
             report = Report(VERSION, consumer, lease.request, lease.word, me.rank, reporters[rank], is_good)
             self._notify(peer, rank, write_note(report))
+
+    def _report_refused(self, me: LocalRank, source: EngineMetadata, lease: RemoteLease) -> None:
+        """Report a lease to all ranks of a source that was met and cannot be read from.
+
+        There is no route that says who reports to whom. So this rank is the only reporter: a request that one rank cannot load is not loaded
+        at all.
+        """
+        report = Report(VERSION, "/".join(me.name), lease.request, lease.word, me.rank, (me.rank,), is_good=False)
+        try:
+            for peer in self._connect_refused(source):
+                self._transport.notify(peer, write_note(report))
+        except TransportError as error:
+            logger.warning(
+                "engine %s could not be notified that request %s is not wanted: %s", source.engine, lease.request, error
+            )
+
+    def _connect_refused(self, source: EngineMetadata) -> list[str]:
+        name = source.engine, source.instance_id
+        if name not in self._refused:
+            while len(self._refused) >= MAX_REFUSED:
+                for peer in self._refused.pop(next(iter(self._refused))):
+                    with contextlib.suppress(TransportError):
+                        self._transport.remove_peer(peer)
+            found = {f"refused {'/'.join(name)}/{rank.rank}": rank.transport_metadata for rank in source.ranks}
+            self._transport.add_peers(found)
+            self._refused[name] = list(found)
+        return self._refused[name]
 
     def _notify(self, peer: Peer, rank: int, payload: bytes) -> None:
         try:
             self._transport.notify(peer.mover.peers[rank], payload)
         except TransportError as error:
-            logger.warning("rank %d of engine %s was not told: %s", rank, peer.remote.engine, error)
+            logger.warning("rank %d of engine %s could not be notified: %s", rank, peer.remote.engine, error)
 
 
 def _discard(requests: dict[RemoteLease, set[str]], lease: RemoteLease, request: str) -> None:

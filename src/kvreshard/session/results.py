@@ -1,7 +1,7 @@
-"""The queue of what has ended, between the session's thread and the engine's.
+"""The queue of results from the session's thread to the engine's.
 
-The session's thread puts in, the engine's thread takes out. An engine that computes nothing may wait a little while loads are
-under way: asking again costs it a whole step, and the threads that carry out the load need the processor that the step takes.
+An engine that has nothing to compute may wait a little while loads are under way: asking again costs it a whole step, and the threads that carry
+out the loads need the processor that the step takes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class ResultQueue:
     def __init__(self) -> None:
         self._results = Results()
         self._loading: set[str] = set()
-        # Loads that were given up from outside and whose end is still to come.
+        # Loads that were given up by the engine's thread, and have not ended.
         self._lost: Counter[str] = Counter()
         self._ended = threading.Condition()
 
     def expect(self, request: str) -> None:
-        """A load has been ordered."""
+        """A load has been submitted."""
         with self._ended:
             self._loading.add(request)
 
     def end(self, request: str, outcome: Moved | Failure, check: CheckResult | None = None) -> None:
-        """A load is over; `check`: how its comparison ended, if there was one."""
+        """A load has ended; `check`: how its comparison ended, if there was one."""
         with self._ended:
             if self._lost[request]:
                 self._lost -= Counter([request])
@@ -48,7 +48,7 @@ class ResultQueue:
             self._ended.notify_all()
 
     def give_up(self, failure: Failure) -> None:
-        """Every load under way has failed, whatever becomes of it: whoever carries them out does not come back."""
+        """Fail every load under way, whatever becomes of it: the session's thread does not return from its turn."""
         with self._ended:
             for request in self._loading:
                 self._results.failed[request] = failure
@@ -57,12 +57,12 @@ class ResultQueue:
             self._ended.notify_all()
 
     def settle(self, request: str) -> None:
-        """The reads of a load whose pages were quarantined have come to rest."""
+        """The reads of a load whose pages were quarantined have settled."""
         with self._ended:
             self._results.settled.add(request)
 
     def note_stuck(self, call: str) -> None:
-        """A call into the transport's library does not come back."""
+        """A call does not return."""
         with self._ended:
             self._results.stuck.append(call)
 
@@ -72,7 +72,7 @@ class ResultQueue:
             self._results.freed.update(ended)
 
     def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> None:
-        """Sources that were asked for have been met, or could not be."""
+        """Sources have been met, or could not be."""
         with self._ended:
             self._results.keys.update(keys)
             self._results.unmet.update(unmet)

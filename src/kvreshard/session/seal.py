@@ -1,14 +1,13 @@
-"""The keyed seal that shows that a request's block ids and lease are those that its source gave it.
+"""The keyed seal by which a reader sees that a request's block ids and lease are those that its source returned.
 
 1. An engine draws a random key when it starts (`new_key`). Its instance id is a digest of the key (`instance_id_of`), so that only an
-   engine that has the key can answer under that instance id.
-2. The key is handed out in the engine's engine metadata, hence only to peers that were let in. It stands in no log and in no `kv_transfer_params`.
-3. The source seals what it offers (`make_seal`): engine, instance id, request, lease slot and word, block tables, and `details`, which is
-   whatever else its parameters say.
+   engine with the key can answer under that instance id.
+2. Peers get the key with the engine metadata. It is in no log and in no `kv_transfer_params`.
+3. The source seals what it publishes (`make_seal`): engine, instance id, request, lease slot and word, block tables, and `details`, whatever
+   else its parameters contain.
 4. The reader checks the seal before it posts anything (`check_seal`).
 
-Whoever has the key can make seals: an engine without handshake keys gives its engine metadata, and so the key, to everybody who reaches its port.
-Refused: a seal that does not hold (SealError).
+Whoever has the key can make seals. An engine without handshake keys gives its metadata, and so the key, to everybody who reaches its port.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from kvreshard.model.text import plain
 
 KEY_BYTES = 32
 SEAL_BYTES = 16
-INCARNATION_BYTES = 16
-# Uses of one key must not be mixed up: BLAKE2 tells them apart.
-_FOR_INCARNATION, _FOR_SEAL, _FOR_PROMPT = b"kvr instance id", b"kvr seal", b"kvr prompt"
+INSTANCE_ID_BYTES = 16
+# BLAKE2 keeps the uses of one key apart.
+_FOR_INSTANCE_ID, _FOR_SEAL, _FOR_PROMPT = b"kvr instance id", b"kvr seal", b"kvr prompt"
 
 
 class SealError(KvReshardError):
@@ -38,7 +37,7 @@ class SealError(KvReshardError):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """`details`: what the source said of the request beside its lease and tables. `code`: the keyed digest, `SEAL_BYTES` long."""
+    """`details`: what is sealed beside the lease and the tables. `code`: the keyed digest, `SEAL_BYTES` long."""
 
     details: bytes
     code: bytes
@@ -51,7 +50,7 @@ def new_key() -> bytes:
 
 def instance_id_of(key: bytes) -> str:
     """The instance id that an engine with this key has: 32 hexadecimal digits. The key does not follow from it."""
-    return hashlib.blake2b(key, digest_size=INCARNATION_BYTES, person=_FOR_INCARNATION).hexdigest()
+    return hashlib.blake2b(key, digest_size=INSTANCE_ID_BYTES, person=_FOR_INSTANCE_ID).hexdigest()
 
 
 def prompt_key(key: bytes, request: str, word: int) -> bytes:
@@ -70,7 +69,7 @@ def make_seal(
 def check_seal(
     key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], seal: Seal
 ) -> None:
-    """Raises SealError unless whoever has `key` sealed exactly this. Takes the same time wherever two seals differ."""
+    """Raises SealError unless exactly this was sealed with `key`. Compares in constant time."""
     if not hmac.compare_digest(seal.code, _code(key, source, lease, tables, seal.details)):
         raise SealError(
             f"request '{plain(lease[0], 80)}' of engine '{plain(source[0], 80)}': its kv_transfer_params were not sealed by that engine: "
@@ -82,7 +81,7 @@ def check_seal(
 def _code(
     key: bytes, source: tuple[str, str], lease: tuple[str, int, int], tables: Mapping[str, PageTable], details: bytes
 ) -> bytes:
-    """msgpack says where each value ends, so that no two statements have the same bytes."""
+    """msgpack encodes where each value ends, so that no two statements have the same bytes."""
     listed = [
         (name, table.first_page, table.num_tokens, table.pages.astype("<i8").tobytes())
         for name, table in sorted(tables.items())

@@ -1,10 +1,8 @@
-"""How is one request carried out on a transport, from route to settled bytes, by a thread that waits for it?
+"""One request from route to settled bytes, on a thread that waits for it: `pull` on the destination rank, `push` on a source rank.
 
-`pull` runs on the destination rank and drives the steps of `session.pull` to their end, then reports to the source ranks
-that the election appoints, readers and unread ones. `push` runs on a source rank and writes the transfers that it is the
-source of; it always posts runs directly, since a destination page that several sources fill can not be written whole.
+`push` always posts runs directly: a destination page that several sources fill cannot be written whole.
 
-Refused: BindError before anything moves. Raises TransportError, after all transfers have settled, when one failed.
+Raises BindError before anything moves; TransportError, after all transfers have settled, when one failed.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def pull(
     report: bytes = b"",
     lease: LeaseProof | None = None,
 ) -> Moved:
-    """Read everything that the route's destination rank needs; `report` goes to the sources it reports to."""
+    """Read everything that the route's destination rank needs, then send `report` to the source ranks that it reports to."""
     moved = _drive(pull_steps(mover, route, request, dst, lease), mover.timeout_s)
     if report:
         for src_rank, reporters in route.reporters.items():
@@ -65,7 +63,7 @@ def _drive(steps: Steps, timeout_s: float) -> Moved:
                 waiting = next(steps)
                 continue
             try:
-                with contextlib.suppress(TransportError):  # the steps look at it themselves
+                with contextlib.suppress(TransportError):  # the steps check the transfer
                     waiting.wait(timeout_s)
             except TimeoutError as late:
                 waiting = steps.throw(late)

@@ -1,7 +1,7 @@
-"""Threads for work that nobody may wait for when an engine ends.
+"""Daemon threads for work that nobody waits for when an engine ends.
 
-A `ThreadPoolExecutor` waits for its threads when the interpreter ends. These are daemon threads: what they have not begun is dropped
-by `close`, and what they have begun may end with the process.
+The interpreter waits for the threads of a `ThreadPoolExecutor` when it ends. Here `close` drops what has not begun, and what has begun may end
+with the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 
 class Workers:
-    """At most `max_threads` of them, started when there is work. Safe for use from any thread."""
+    """At most `max_threads` threads, started when there is work. Safe for use from any thread."""
 
     def __init__(self, name: str, max_threads: int) -> None:
         self._name, self._max_threads = name, max_threads
@@ -26,7 +26,7 @@ class Workers:
         self._is_closed = False
 
     def submit(self, work: Callable[[], None]) -> bool:
-        """Do it some time; False once closed."""
+        """Queue work; False once closed."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -39,7 +39,7 @@ class Workers:
         return True
 
     def close(self) -> None:
-        """Begin nothing more. Does not wait."""
+        """Begin nothing more; does not wait."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_threads):

@@ -16,9 +16,8 @@ from kvreshard.plan import Route, compile_route, elect, match_fields
 from kvreshard.plan.cost import CostModel, Way
 from kvreshard.plan.request_check import check_request
 from kvreshard.session import transfer
-from kvreshard.session.mover import Mover
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.pull import Moved
-from kvreshard.session.staging import Staging
 from kvreshard.testing.rank_memory import Block
 from kvreshard.transport.base import Transport, TransportError
 

@@ -28,8 +28,7 @@ from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import Route, bind, compile_route, find_unwritten
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.engine_metadata import FORM, VERSION, EngineMetadata, check_compatibility
-from kvreshard.session.mover import Mover
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.transfer import pull
 from kvreshard.tools.digest import compare, digest_transfers
 from kvreshard.tools.flight import Flight, FlightSide

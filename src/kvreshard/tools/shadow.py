@@ -23,9 +23,9 @@ from kvreshard.plan.compile import compile_route
 from kvreshard.plan.route import Route
 from kvreshard.session.commands import Load, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata, check_compatibility
-from kvreshard.session.handshake_server import fetch_engine_metadata, tell_outcome
+from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
 from kvreshard.session.keys import Keys
-from kvreshard.session.peers import describe_route
+from kvreshard.session.peer import describe_route
 from kvreshard.tools.shadow_record import Posted
 from kvreshard.tools.shadow_report import ShadowReport, compare_load
 
@@ -167,7 +167,7 @@ class ShadowJudge:
         src = engine_metadata.decode_layout()
         route = compile_route(src, dst, self.rank)
         outcome = f"shadow: {describe_route(route)}"
-        tell_outcome(remote.address, self._engine, self.rank, outcome, True, options.handshake_timeout_s, options.keys)
+        send_outcome(remote.address, self._engine, self.rank, outcome, True, options.handshake_timeout_s, options.keys)
         return src, route
 
     def _note(self, report: ShadowReport) -> None:

@@ -21,7 +21,8 @@ from vllm.utils.network_utils import get_ip
 from kvreshard.model import EngineLayout, merge_ranks, wire
 from kvreshard.model.logs import get_logger
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeMessage, HandshakeServer
+from kvreshard.session.handshake_messages import Address, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.seal import instance_id_of, new_key
 from kvreshard.vllm.options import Options
 

@@ -27,7 +27,7 @@ from kvreshard.plan.cost import CostModel, usual_cost
 from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.constants import host_description, load_constants
 from kvreshard.session.keys import Keys, read_keys
-from kvreshard.session.renewals import RENEWALS_PER_LEASE
+from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.posting import Pace

@@ -30,7 +30,7 @@ from kvreshard.model import KvReshardError
 from kvreshard.model.tables import PageTable
 from kvreshard.model.text import Name, plain
 from kvreshard.session.commands import RemoteEngine, RemoteLease
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
 from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
 

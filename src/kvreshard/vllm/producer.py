@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.choices import Choices

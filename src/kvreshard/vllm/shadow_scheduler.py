@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreshard.session.commands import Load, RemoteLease
 from kvreshard.session.engine_metadata import encode_engine_metadata
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.tools.shadow import ShadowLoad
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.consumer import Consumer

@@ -18,7 +18,7 @@ from kvreshard.session.commands import Publish
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.staging import Staging
+from kvreshard.session.mover import Staging
 from kvreshard.tools.observer import RankObserver
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion

@@ -22,7 +22,8 @@ from kvreshard.cli.doctor_host import Line, bounded
 from kvreshard.model import EngineLayout, wire
 from kvreshard.model.changed import replace
 from kvreshard.session.engine_metadata import RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeServer
+from kvreshard.session.handshake_messages import Address
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import read_keys, write_keys
 from kvreshard.session.seal import instance_id_of
 from kvreshard.testing.ranks import RankDiedError

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvreshard.session.connection_limits import Bounds, ConnectionLimits
-from kvreshard.session.rate_limit import RateLimit
+from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit
 
 PATIENCE_S = 60.0
 

@@ -37,7 +37,7 @@ from kvreshard.session.commands import (
     RemoteLease,
     Renew,
 )
-from kvreshard.session.handshake_server import Address, HandshakeError
+from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
@@ -110,7 +110,7 @@ def test_what_a_load_takes_for_its_words_comes_back(world: World, fault: Fault) 
         world.turn()
     world.fabric.step(5)
     world.turn()
-    assert [endpoint.num_scratch_places for endpoint in world.dst.endpoints.values()] == [0] * len(world.dst.endpoints)
+    assert [len(endpoint._scratch) for endpoint in world.dst.endpoints.values()] == [0] * len(world.dst.endpoints)
     received, failed, _ = collect(world.dst)
     assert received | set(failed) == {"d"}
 
@@ -130,7 +130,7 @@ def test_a_load_that_never_settles_is_quarantined_after_both_bounds(world: World
     _, failed, _ = collect(world.dst)
     assert (failed["d"].kind, failed["d"].is_quarantined) == ("timeout", True)
     assert "pages are quarantined" in failed["d"].text
-    assert all(endpoint.num_quarantined == 1 for endpoint in world.dst.endpoints.values())
+    assert all(len(endpoint._jobs._given_up) == 1 for endpoint in world.dst.endpoints.values())
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 3)])
@@ -177,7 +177,7 @@ def test_what_was_quarantined_is_told_when_it_has_settled_after_all(world: World
     world.fabric.step()
     world.turn()
     assert [endpoint.collect().settled for endpoint in world.dst.endpoints.values()] == [{"d"}] * len(results)
-    assert all(endpoint.num_quarantined == 0 for endpoint in world.dst.endpoints.values())
+    assert all(len(endpoint._jobs._given_up) == 0 for endpoint in world.dst.endpoints.values())
 
 
 def test_a_failed_read_fails_the_request_and_the_source_hears_of_it(world: World) -> None:
@@ -355,7 +355,7 @@ def test_an_endpoint_ends_while_a_source_does_not_answer(world: World) -> None:
         endpoint._peers = endpoint._remote_leases._peers = peers
         endpoint.start()
         endpoint.submit(Renew("d", remote, LEASE))
-        while not peers.num_asking:
+        while not len(peers._client._asking):
             time.sleep(0.001)
         ending = threading.Thread(target=endpoint.close)
         ending.start()

@@ -23,7 +23,7 @@ from kvreshard.session.commands import (
     StopRenewing,
 )
 from kvreshard.session.lease import FREE
-from kvreshard.session.local_leases import HEARING_S
+from kvreshard.session.local_leases import CATCH_UP_S
 
 
 def watch(world: World) -> None:
@@ -114,7 +114,7 @@ def test_a_source_that_stood_still_for_a_second_hears_its_readers_too(
 def test_a_source_that_is_always_late_ends_leases_all_the_same(world: World, gap_s: float) -> None:
     world.acquire_and_publish(ttl_s=10.0)
     world.src.turn()
-    for _ in range(int((10.0 + HEARING_S) / gap_s) + 2):
+    for _ in range(int((10.0 + CATCH_UP_S) / gap_s) + 2):
         world.clock.now_s += gap_s
         world.src.turn()
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})

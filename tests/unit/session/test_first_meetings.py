@@ -21,7 +21,7 @@ def meet():
     barrier.wait()
     found = decode_engine_metadata(encoded)
     found.decode_layout()
-    decode_metadata("nixl", found.ranks[0].metadata)
+    decode_metadata("nixl", found.ranks[0].transport_metadata)
     read_answer(encoded)
     done.append(found)
 

@@ -92,7 +92,7 @@ def test_pages_that_were_not_sealed_are_not_read(world: World, said: object, tmp
     assert (seen, differing_bytes(before, world.dst.memory)) == ([], {})
     assert not failed["d"].is_quarantined
     assert list(tmp_path.iterdir()) == []
-    assert [endpoint.num_scratch_places for endpoint in world.dst.endpoints.values()] == [0] * len(world.dst.endpoints)
+    assert [len(endpoint._scratch) for endpoint in world.dst.endpoints.values()] == [0] * len(world.dst.endpoints)
     world.acquire_and_publish()
     order_load(world, "honest")
     world.turn(20)

@@ -5,14 +5,18 @@ Two engines of several ranks in one process, as in `test_endpoint`.
 
 from __future__ import annotations
 
-import msgspec
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 from tests.unit.session.world import (
     KEY,
     LEASE,
     REMOTE,
     SLOT,
     WORD,
+    ScriptedPeers,
     World,
     collect,
     meet,
@@ -22,10 +26,10 @@ from tests.unit.session.world import (
 from kvreshard.model import LayoutMismatch
 from kvreshard.session.commands import Cancel, Release, RemoteEngine, RemoteLease, Renew, StopRenewing
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata
-from kvreshard.session.handshake_server import HandshakeError
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.lease import FREE
 from kvreshard.session.notes import Report, read_note
-from kvreshard.session.refusals import MAX_ENGINES, Refusals
+from kvreshard.session.remote_leases import MAX_REFUSED, RemoteLeases
 from kvreshard.transport.base import TransportError
 from kvreshard.transport.memory import Fabric, Fault, MemoryTransport
 
@@ -56,7 +60,7 @@ def test_a_source_that_is_not_given_back_by_its_load_waits_for_a_word(world: Wor
             endpoint.submit(Release(REMOTE, lease) if end == "release" else Cancel(end))
         world.turn()
         assert (collect(world.src)[2], world.words()) == ({end}, {FREE})
-        assert not any(endpoint.num_kept for endpoint in world.dst.endpoints.values())
+        assert not any(len(endpoint._remote_leases._loaded) for endpoint in world.dst.endpoints.values())
 
 
 @pytest.mark.parametrize("is_met", [False, True])
@@ -143,11 +147,12 @@ def test_a_source_that_cannot_be_read_from_gets_its_pages_back_if_it_has_been_me
 
 def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
     fabric = Fabric()
-    sources = [MemoryTransport(fabric, f"source {number}") for number in range(MAX_ENGINES + 2)]
+    sources = [MemoryTransport(fabric, f"source {number}") for number in range(MAX_REFUSED + 2)]
     mine, rank = MemoryTransport(fabric, "mine"), RankMetadata(0, b"", 0, 64, 0, 64)
     for transport in (*sources, mine):
         transport.register([])
-    refusals = Refusals(mine)
+    leases = RemoteLeases(mine, ScriptedPeers([]), 5.0)
+    me: Any = SimpleNamespace(name=("me", "life"), rank=3)
     for _ in range(2):
         for number, source in enumerate(sources):
             engine_metadata = EngineMetadata(
@@ -157,12 +162,12 @@ def test_only_so_many_engines_that_cannot_be_read_from_stay_connected() -> None:
                 "life",
                 {},
                 b"",
-                (msgspec.structs.replace(rank, metadata=source.metadata()),),
+                (replace(rank, transport_metadata=source.metadata()),),
                 KEY,
                 30.0,
             )
-            refusals.give_back("me/life", 3, engine_metadata, LEASE)
-            assert len(mine._peers) <= MAX_ENGINES
+            leases._report_refused(me, engine_metadata, LEASE)
+            assert len(mine._peers) <= MAX_REFUSED
             assert [read_note(note.payload) for note in source.notifications()] == [
                 Report(1, "me/life", LEASE.request, LEASE.word, 3, (3,), is_good=False)
             ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -22,9 +21,9 @@ from kvreshard.session.commands import (
     Renew,
     StopRenewing,
 )
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.peer import LocalRank, Peer
-from kvreshard.session.peers import Peers
+from kvreshard.session.peers import Peers, _Known
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.scratch import Scratch
 from kvreshard.transport.memory import Fault
@@ -70,7 +69,7 @@ def test_a_turn_of_a_source_costs_the_same_whatever_it_offers(make: Callable[[],
             endpoint.submit(Acquire(f"r{number}", number % 64, number + 1))
             endpoint.submit(Publish(f"r{number}", 30.0))
         endpoint.turn()
-        assert endpoint.num_leases == count
+        assert len(endpoint._own.book) == count
         return count_bytecodes(endpoint.turn)
 
     assert_flat(cost)
@@ -105,8 +104,8 @@ def test_what_happens_to_one_request_costs_the_same_whatever_others_wait(
             kept = Load(f"k{number}", REMOTE, of(count + number), NOTHING, seal(NOTHING), gives_back=False)
             remote_leases.begin(kept)
             remote_leases.end(me, kept, peer, is_good=True, is_kept=True)
-        remote_leases.send_releases(me, 100.0)
-        return count_bytecodes(lambda: (act(remote_leases, me), remote_leases.send_releases(me, 100.0)))
+        remote_leases.update(me, 100.0)
+        return count_bytecodes(lambda: (act(remote_leases, me), remote_leases.update(me, 100.0)))
 
     assert_flat(cost)
 
@@ -131,13 +130,13 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
     remote_leases = RemoteLeases(transport, peers, 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
-        known: Future[Peer] = Future()
+        known = _Known(0.0)
         engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)
-        known.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
+        known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
         peers._known[remote] = known
         peers._note_met(remote)
         remote_leases.start_renewing(Renew(f"w{number}", remote, of(number)), me)
-        remote_leases.send_releases(me, clock.now_s)
+        remote_leases.update(me, clock.now_s)
         remote_leases.renew(me, clock.now_s + 5.0 * number / count)
     return remote_leases, me, transport, clock
 
@@ -158,7 +157,7 @@ def test_a_turn_in_which_no_source_is_due_costs_the_same_whatever_others_are_kno
         remote_leases, me, transport, clock = many_sources(make(), count)
         before = transport.num_told
         spent = count_bytecodes(
-            lambda: (remote_leases.send_releases(me, clock.now_s), remote_leases.renew(me, clock.now_s + 4.999))
+            lambda: (remote_leases.update(me, clock.now_s), remote_leases.renew(me, clock.now_s + 4.999))
         )
         assert transport.num_told == before
         return spent

@@ -15,7 +15,7 @@ from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError, LayoutMismatch, WireError
 from kvreshard.model.changed import replace
-from kvreshard.session import handshake_server
+from kvreshard.session import handshake_messages
 from kvreshard.session.engine_metadata import (
     EngineMetadata,
     RankMetadata,
@@ -24,15 +24,9 @@ from kvreshard.session.engine_metadata import (
     encode_engine_metadata,
     make_engine_metadata,
 )
-from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.handshake_server import (
-    Address,
-    HandshakeError,
-    HandshakeMessage,
-    HandshakeServer,
-    fetch_engine_metadata,
-    tell_outcome,
-)
+from kvreshard.session.handshake_client import HandshakeClient, fetch_engine_metadata, send_outcome
+from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -65,7 +59,7 @@ def say(address: Address, *frames: bytes, wait_ms: int = 2000) -> bytes | None:
         return dealer.recv_multipart()[-1] if dealer.poll(wait_ms) else None
 
 
-def test_the_card_arrives_whole(listener: HandshakeServer) -> None:
+def test_the_engine_metadata_arrives_whole(listener: HandshakeServer) -> None:
     found = fetch_engine_metadata(listener.address, "decode", 1, 5.0)
     assert found == engine_metadata(model="m")
     assert found.decode_layout() == engine("prefill", tp=2)
@@ -73,11 +67,11 @@ def test_the_card_arrives_whole(listener: HandshakeServer) -> None:
 
 
 def test_an_outcome_arrives(listener: HandshakeServer, outcomes: list[HandshakeMessage]) -> None:
-    tell_outcome(listener.address, "decode", 1, "x" * 5000, False, 5.0)
+    send_outcome(listener.address, "decode", 1, "x" * 5000, False, 5.0)
     assert [
         (handshake_message.engine, handshake_message.rank, handshake_message.is_good, len(handshake_message.text))
         for handshake_message in outcomes
-    ] == [("decode", 1, False, handshake_server.MAX_TEXT)]
+    ] == [("decode", 1, False, handshake_messages.MAX_TEXT)]
 
 
 @pytest.mark.parametrize(
@@ -96,26 +90,26 @@ def test_an_outcome_arrives(listener: HandshakeServer, outcomes: list[HandshakeM
         ),
         ([b"a", b"b", b"c", b"d"], "not a kvreshard handshake message"),
         (
-            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_server.FORM, 9, "metadata", "e", 0))],
+            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_messages.FORM, 9, "metadata", "e", 0))],
             "handshake message of version 9; this side reads version 1",
         ),
         (
-            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_server.FORM, 1, "metadata", "e" * 3000, 0))],
+            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_messages.FORM, 1, "metadata", "e" * 3000, 0))],
             "of length <= 256 - at `$.engine`",
         ),
     ],
 )
-def test_a_stranger_gets_one_line_and_the_next_one_the_card(
+def test_noise_gets_one_line_and_the_next_peer_the_metadata(
     listener: HandshakeServer, frames: list[bytes], answer: str
 ) -> None:
     reply = say(listener.address, *frames)
     assert reply is not None
-    assert answer in msgspec.msgpack.decode(reply, type=handshake_server.HandshakeAnswer).text
+    assert answer in msgspec.msgpack.decode(reply, type=handshake_messages.HandshakeAnswer).text
     assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
 
-def test_an_oversized_hello_is_dropped_and_the_next_one_served(listener: HandshakeServer) -> None:
-    assert say(listener.address, b"", b"x" * (handshake_server.MAX_MESSAGE_BYTES + 1), wait_ms=200) is None
+def test_an_oversized_message_is_dropped_and_the_next_one_served(listener: HandshakeServer) -> None:
+    assert say(listener.address, b"", b"x" * (handshake_messages.MAX_MESSAGE_BYTES + 1), wait_ms=200) is None
     assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
 
 
@@ -135,7 +129,7 @@ def test_a_listener_whose_owner_fails_lives(outcomes: list[HandshakeMessage]) ->
     listener = HandshakeServer(LOCAL, engine_metadata(), fail)
     try:
         with pytest.raises(HandshakeError, match=r"within 0.2 s"):
-            tell_outcome(listener.address, "decode", 0, "boom", True, 0.2)
+            send_outcome(listener.address, "decode", 0, "boom", True, 0.2)
         assert fetch_engine_metadata(listener.address, "decode", 0, 5.0).engine == "prefill"
     finally:
         listener.close()
@@ -176,7 +170,7 @@ def test_a_resolver_that_does_not_answer_holds_up_nobody_else(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with contextlib.closing(HandshakeClient()) as client:
-        handshake_message = handshake_server.metadata_request("decode", 0)
+        handshake_message = handshake_messages.metadata_request("decode", 0)
         mute = [client.ask(Address("nowhere", port), handshake_message, 3600.0, 1 << 20) for port in range(1, 100)]
         assert client.ask(listener.address, handshake_message, 3600.0, 1 << 20).result(60.0)
         port = listener.address.port
@@ -205,7 +199,7 @@ def test_a_port_that_is_taken_is_said_with_the_remedy(listener: HandshakeServer)
         HandshakeServer(listener.address, engine_metadata())
 
 
-def test_cards_of_a_later_version_and_other_things_are_refused() -> None:
+def test_metadata_of_a_later_version_and_other_things_are_refused() -> None:
     good = engine_metadata()
     with pytest.raises(
         WireError, match="engine_metadata of version 7; this side reads version 1: run the same release"

@@ -11,11 +11,11 @@ import pytest
 from tests.unit.session.test_handshake import engine_metadata
 
 from kvreshard.session import handshake_client
-from kvreshard.session.exchange import HandshakeError
-from kvreshard.session.handshake_client import HandshakeClient
-from kvreshard.session.handshake_server import Address, HandshakeServer, metadata_request, read_engine_metadata
+from kvreshard.session.handshake_client import HandshakeClient, read_engine_metadata
+from kvreshard.session.handshake_messages import Address, HandshakeError, metadata_request
+from kvreshard.session.handshake_server import HandshakeServer
 
-HELLO = metadata_request("decode", 0)
+REQUEST = metadata_request("decode", 0)
 PATIENCE_S = 60.0
 HOUR_S = 3600.0
 
@@ -47,19 +47,19 @@ def until(condition: Callable[[], object]) -> None:
 
 def test_an_address_is_asked_one_question_at_a_time(listener: HandshakeServer, client: HandshakeClient) -> None:
     with mute() as address:
-        first, second = (client.ask(address, HELLO, HOUR_S, 1 << 20) for _ in range(2))
-        answers = [client.ask(listener.address, HELLO, HOUR_S, 1 << 20) for _ in range(5)]
+        first, second = (client.ask(address, REQUEST, HOUR_S, 1 << 20) for _ in range(2))
+        answers = [client.ask(listener.address, REQUEST, HOUR_S, 1 << 20) for _ in range(5)]
         assert all(
             read_engine_metadata(listener.address, one.result(PATIENCE_S)) == engine_metadata() for one in answers
         )
-        assert client.num_asking == 1
+        assert len(client._asking) == 1
         second.cancel()
-        third = client.ask(address, HELLO, HOUR_S, 1 << 20)
+        third = client.ask(address, REQUEST, HOUR_S, 1 << 20)
         assert not first.done()
         first.cancel()
         until(lambda: [one.answer for one in list(client._asking.values())] == [third])
         third.cancel()
-        until(lambda: not client.num_asking and not client._waiting and not client._next)
+        until(lambda: not len(client._asking) and not client._waiting and not client._next)
 
 
 def test_what_gave_way_is_asked_anew(
@@ -69,9 +69,9 @@ def test_what_gave_way_is_asked_anew(
     monkeypatch.setattr(handshake_client, "AGAIN_S", 0.05)
     with mute() as first, mute() as second, socket.create_server(("127.0.0.1", 0)) as late:
         address = Address("127.0.0.1", late.getsockname()[1])
-        waits = client.ask(address, HELLO, HOUR_S, 1 << 20)
-        others = [client.ask(one, HELLO, HOUR_S, 1 << 20) for one in (first, second)]
-        assert client.ask(listener.address, HELLO, HOUR_S, 1 << 20).result(PATIENCE_S)
+        waits = client.ask(address, REQUEST, HOUR_S, 1 << 20)
+        others = [client.ask(one, REQUEST, HOUR_S, 1 << 20) for one in (first, second)]
+        assert client.ask(listener.address, REQUEST, HOUR_S, 1 << 20).result(PATIENCE_S)
         until(lambda: address not in client._asking)
         until(lambda: address in client._asking)
         late.close()
@@ -81,19 +81,19 @@ def test_what_gave_way_is_asked_anew(
 
 def test_a_question_that_has_waited_for_all_of_its_time_fails(client: HandshakeClient) -> None:
     with mute() as address:
-        answers = [client.ask(address, HELLO, 0.05, 1 << 20) for _ in range(3)]
+        answers = [client.ask(address, REQUEST, 0.05, 1 << 20) for _ in range(3)]
         assert all(isinstance(one.exception(PATIENCE_S), HandshakeError) for one in answers)
 
 
 def test_closing_ends_every_question_and_takes_no_more(client: HandshakeClient) -> None:
     with mute() as first, mute() as second, mute() as third:
-        answers = [client.ask(one, HELLO, HOUR_S, 1 << 20) for one in (first, second, third, third)]
-        until(lambda: client.num_asking == 2)
+        answers = [client.ask(one, REQUEST, HOUR_S, 1 << 20) for one in (first, second, third, third)]
+        until(lambda: len(client._asking) == 2)
         client.close()
         thread = client._thread
         assert thread is not None
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
         assert all(one.cancelled() for one in answers)
-        assert client.ask(first, HELLO, HOUR_S, 1 << 20).cancelled()
+        assert client.ask(first, REQUEST, HOUR_S, 1 << 20).cancelled()
         client.close()

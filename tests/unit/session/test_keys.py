@@ -16,13 +16,9 @@ from tests.pairs.small import engine
 
 from kvreshard.model import KvReshardError
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import (
-    Address,
-    HandshakeError,
-    HandshakeServer,
-    fetch_engine_metadata,
-    tell_outcome,
-)
+from kvreshard.session.handshake_client import fetch_engine_metadata, send_outcome
+from kvreshard.session.handshake_messages import Address, HandshakeError
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.probe import read_mechanism
 
@@ -58,7 +54,7 @@ def own_keys(directory: Path, name: str, *trusted: str) -> Keys:
 
 def test_one_pair_for_all_is_enough(listener: HandshakeServer, room: Keys) -> None:
     assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room) == engine_metadata()
-    tell_outcome(listener.address, "decode", 0, "fine", True, PATIENCE_S, room)
+    send_outcome(listener.address, "decode", 0, "fine", True, PATIENCE_S, room)
 
 
 def test_a_pair_each_works_where_both_trust(tmp_path: Path) -> None:
@@ -83,7 +79,7 @@ def test_a_stranger_is_refused_at_once_and_both_sides_say_why(
         fetch_engine_metadata(listener.address, "decode", 0, 10 * PATIENCE_S, stranger)
     assert f"does not trust this engine's key {stranger.public.decode()}" in str(caught.value)
     assert "curve_public_keys_dir" in str(caught.value)
-    assert f"a stranger with the public key {stranger.public.decode()} was refused" in caplog.text
+    assert f"a peer with the unknown public key {stranger.public.decode()} was refused" in caplog.text
     assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room).engine == "prefill"
 
 
@@ -95,14 +91,14 @@ def test_another_engine_in_its_place_is_not_believed(listener: HandshakeServer, 
 
 
 def test_a_greeting_tells_whether_keys_are_wanted(listener: HandshakeServer) -> None:
-    open_door = HandshakeServer(LOCAL, engine_metadata())
+    open_server = HandshakeServer(LOCAL, engine_metadata())
     try:
-        assert (read_mechanism(listener.address, PATIENCE_S), read_mechanism(open_door.address, PATIENCE_S)) == (
+        assert (read_mechanism(listener.address, PATIENCE_S), read_mechanism(open_server.address, PATIENCE_S)) == (
             "CURVE",
             "NULL",
         )
     finally:
-        open_door.close()
+        open_server.close()
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = Address("127.0.0.1", other.getsockname()[1])
 
@@ -129,12 +125,12 @@ def test_keys_on_one_side_only_are_told_at_once(listener: HandshakeServer, room:
         HandshakeError, match="wants a key and this one has none: give this engine a curve_secret_key_file"
     ):
         fetch_engine_metadata(listener.address, "decode", 0, 10 * PATIENCE_S)
-    open_door = HandshakeServer(LOCAL, engine_metadata())
+    open_server = HandshakeServer(LOCAL, engine_metadata())
     try:
         with pytest.raises(HandshakeError, match="uses no keys and this one does: give both"):
-            fetch_engine_metadata(open_door.address, "decode", 0, 10 * PATIENCE_S, room)
+            fetch_engine_metadata(open_server.address, "decode", 0, 10 * PATIENCE_S, room)
     finally:
-        open_door.close()
+        open_server.close()
 
 
 def test_a_peer_without_keys_stands_in_the_servers_log(
@@ -145,18 +141,20 @@ def test_a_peer_without_keys_stands_in_the_servers_log(
             with pytest.raises(HandshakeError):
                 fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
         fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S, room)
-    lines = [record.getMessage() for record in caplog.records if "did not get through the door" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "could not connect: it has no keys" in record.getMessage()
+    ]
     assert len(set(lines)) == len(lines) >= 1  # the first, the second, the fourth, ...; ZeroMQ asks again by itself
 
 
-def carry(door: socket.socket, target: Address, seen: bytearray, is_over: threading.Event) -> None:
-    """Pass on all that is said between whoever knocks at `door` and `target`, and keep it."""
+def carry(front: socket.socket, target: Address, seen: bytearray, is_over: threading.Event) -> None:
+    """Pass on all bytes between whoever connects to `front` and `target`, and keep it."""
     with ExitStack() as stack:
         ends: dict[socket.socket, socket.socket] = {}
         while not is_over.is_set():
-            for ready in select.select([door, *ends], [], [], 0.05)[0]:
-                if ready is door:
-                    near = stack.enter_context(door.accept()[0])
+            for ready in select.select([front, *ends], [], [], 0.05)[0]:
+                if ready is front:
+                    near = stack.enter_context(front.accept()[0])
                     far = stack.enter_context(socket.create_connection((target.host, target.port)))
                     ends |= {near: far, far: near}
                 elif content := ready.recv(1 << 16):
@@ -172,11 +170,11 @@ def test_a_reader_on_the_way_sees_nothing_where_there_are_keys(room: Keys, has_k
     keys, seen, is_over = room if has_keys else None, bytearray(), threading.Event()
     listener = HandshakeServer(LOCAL, engine_metadata(), keys=keys)
     try:
-        with socket.create_server(("127.0.0.1", 0)) as door:
-            carrier = threading.Thread(target=carry, args=(door, listener.address, seen, is_over))
+        with socket.create_server(("127.0.0.1", 0)) as front:
+            carrier = threading.Thread(target=carry, args=(front, listener.address, seen, is_over))
             carrier.start()
             try:
-                way = Address("127.0.0.1", door.getsockname()[1])
+                way = Address("127.0.0.1", front.getsockname()[1])
                 assert fetch_engine_metadata(way, "decode", 0, PATIENCE_S, keys) == engine_metadata()
             finally:
                 is_over.set()

@@ -1,4 +1,4 @@
-"""Does a rank meet an engine through the door, with keys, and is engine metadata that lies refused in words?"""
+"""Does a rank meet an engine through its listener, with keys, and is engine metadata that lies refused in words?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from kvreshard.session.engine_metadata import (
     decode_engine_metadata,
     encode_engine_metadata,
 )
-from kvreshard.session.handshake_server import Address, HandshakeError, HandshakeMessage, HandshakeServer
+from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.keys import Keys, read_keys, write_keys
 from kvreshard.session.peer import LocalRank, disconnect
 from kvreshard.transport.base import TransportError
@@ -129,7 +130,7 @@ def other_layout(engine_metadata: EngineMetadata, **changes: object) -> EngineMe
         (lambda engine_metadata: msgspec.structs.replace(engine_metadata, layout=b"\xff" * 99), "not a layout"),
     ],
 )
-def test_a_card_that_lies_is_refused_and_told(
+def test_metadata_that_lies_is_refused_and_reported(
     sides: tuple[Side, Side], change: Callable[[EngineMetadata], EngineMetadata], told: str
 ) -> None:
     heard: list[HandshakeMessage] = []

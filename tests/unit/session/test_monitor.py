@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvreshard.session.handshake_server import Address, HandshakeError, fetch_engine_metadata
+from kvreshard.session.handshake_client import fetch_engine_metadata
+from kvreshard.session.handshake_messages import Address, HandshakeError
 
 PATIENCE_S = 60.0
 

@@ -15,9 +15,10 @@ from kvreshard.model.changed import replace
 from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.handshake_client import MAX_AT_ONCE
-from kvreshard.session.handshake_server import Address, HandshakeError, HandshakeMessage, HandshakeServer
-from kvreshard.session.peer import LocalRank, Peer
-from kvreshard.session.peers import MAX_PER_HOST, Peers, connect_engine
+from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
+from kvreshard.session.handshake_server import HandshakeServer
+from kvreshard.session.peer import LocalRank, Peer, connect_engine
+from kvreshard.session.peers import MAX_PER_HOST, Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.seal import instance_id_of
 from kvreshard.transport.local import HostMemory
@@ -69,7 +70,7 @@ class Room:
 
     def hear(self) -> None:
         """What has been found out of a peer that is doubted."""
-        while self.peers._doubted:
+        while self.peers._checking:
             assert self.woken.wait(PATIENCE_S)
             self.woken.clear()
             self.peers.sweep(tuple)
@@ -134,6 +135,21 @@ def test_the_former_life_is_dropped_when_the_new_one_has_answered(room: Room) ->
     assert room.peers.get(room.me, following) is second
 
 
+def test_the_former_instance_is_dropped_when_the_new_one_has_answered_elsewhere(room: Room) -> None:
+    """A restarted pod has another address."""
+    room.gate.set()
+    room.peers.get(room.me, room.remote).result(PATIENCE_S)
+    room.listener.close()
+    with contextlib.closing(HandshakeServer(Address("127.0.0.1", 0), room.next_metadata())) as listener:
+        following = RemoteEngine("prefill", NEXT_LIFE, listener.address)
+        second = room.peers.get(room.me, following)
+        second.result(PATIENCE_S)
+        room.woken.clear()
+        assert room.peers.get(room.me, following) is second
+        room.hear()
+        assert (room.peers.met(room.remote), room.peers.met(following)) == (None, second.result())
+
+
 def test_two_engines_of_one_name_are_both_read_from(room: Room) -> None:
     room.gate.set()
     first = room.peers.get(room.me, room.remote).result(PATIENCE_S)
@@ -145,7 +161,7 @@ def test_two_engines_of_one_name_are_both_read_from(room: Room) -> None:
                 room.woken.clear()
                 assert room.peers.get(room.me, remote).result(PATIENCE_S) is peer
                 room.peers.sweep(())
-        room.peers.doubt(room.me, first)
+        room.peers.check(room.me, first)
         room.hear()
         assert (room.peers.met(room.remote), room.peers.met(following)) == (first, second)
 
@@ -157,7 +173,7 @@ def test_a_doubted_peer_is_forgotten_only_if_it_is_not_there(room: Room) -> None
         room.woken.clear()
         if not is_there:
             room.restart()
-        room.peers.doubt(room.me, peer)
+        room.peers.check(room.me, peer)
         room.hear()
         assert room.peers.met(room.remote) is (peer if is_there else None)
 
@@ -222,7 +238,7 @@ def test_hosts_that_never_answer_do_not_hold_up_one_that_does(room: Room) -> Non
         for remote in mute.remotes:
             several.get(room.me, remote)
         assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote
-        assert several.num_asking <= MAX_AT_ONCE
+        assert len(several._client._asking) <= MAX_AT_ONCE
         assert several.met(mute.remotes[0]) is None
 
 
@@ -236,13 +252,13 @@ def test_few_engines_of_one_host_are_asked_at_once(room: Room) -> None:
         for remote in remotes[:-1]:
             remote_leases.release(Release(remote, LEASE))
         for _ in range(5):
-            remote_leases.send_releases(room.me, room.clock())
+            remote_leases.update(room.me, room.clock())
         assert dict(several._num_of_host) == {host: MAX_PER_HOST}
         late = several.get(room.me, remotes[-1])
         assert "32 other engines that were named at 127.0.9.9 have not answered" in str(late.exception(0))
         assert several.get(room.me, remotes[-1]) is late
         assert several.get(room.me, room.remote).result(PATIENCE_S).remote == room.remote  # of another host
-        remote_leases.send_releases(room.me, room.clock())
+        remote_leases.update(room.me, room.clock())
         assert len(remote_leases._sources) == MAX_PER_HOST  # what nobody is asked for is not kept
         several.cancel(remotes[0])
         room.clock.now_s += room.peers._options.retry_s
@@ -254,7 +270,7 @@ def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) 
         first = several.get(room.me, mute.remotes[0])
         several.cancel(mute.remotes[0])
         assert first.cancelled()
-        assert (several.num_known, several.met(mute.remotes[0])) == (0, None)
+        assert (len(several._known), several.met(mute.remotes[0])) == (0, None)
         assert several.get(room.me, mute.remotes[0]) is not first
         several.get(room.me, room.remote).result(PATIENCE_S)
         several.cancel(room.remote)
@@ -263,7 +279,7 @@ def test_an_engine_that_is_not_wanted_any_more_is_not_asked_further(room: Room) 
 
 def test_what_is_being_connected_is_not_cancelled(room: Room) -> None:
     peer = room.peers.get(room.me, room.remote)
-    while room.peers._asked:
+    while room.peers._known[room.remote].reply is not None:
         assert room.woken.wait(0.01) or not peer.done()
     room.peers.cancel(room.remote)
     room.gate.set()
@@ -308,7 +324,7 @@ def test_what_nobody_asks_for_is_forgotten_in_time(room: Room) -> None:
     for seconds, in_use, expected in ((61.0, (), 1), (ttl_s, (peer,), 1), (61.0, (), 0)):
         room.clock.now_s += seconds
         room.peers.sweep(lambda in_use=in_use: in_use)
-        assert room.peers.num_known == expected
+        assert len(room.peers._known) == expected
 
 
 def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,34 +25,33 @@ from kvreshard.model import WireError
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Acquire, Publish, Release, RemoteLease, Renew, StopRenewing
 from kvreshard.session.engine_metadata import EngineMetadata, decode_engine_metadata, encode_engine_metadata
-from kvreshard.session.lease import FREE
+from kvreshard.session.lease import FREE, RENEWALS_PER_LEASE
 from kvreshard.session.notes import Heartbeat, read_note
-from kvreshard.session.renewals import RENEWALS_PER_LEASE
 
-Told = list[tuple[float, int]]
+Heartbeats = list[tuple[float, int]]
 """(time, leases) of each heartbeat."""
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], tuple[World, Told]]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], tuple[World, Heartbeats]]]:
     """An engine of two ranks that reads from one of one, `usual_s` is the reader's own interval."""
     worlds: list[World] = []
 
-    def make(lease_s: float, usual_s: float) -> tuple[World, Told]:
+    def make(lease_s: float, usual_s: float) -> tuple[World, Heartbeats]:
         world = make_world(1, 2, replace(OPTIONS, heartbeat_s=usual_s))
         worlds.append(world)
         world.src.lease_s = lease_s
-        told: Told = []
+        heartbeats: Heartbeats = []
         sending = world.dst.transports[0].notify
 
         def notify(peer: str, payload: bytes) -> None:
             note = read_note(payload)
             if isinstance(note, Heartbeat):
-                told.append((world.clock.now_s, len(note.leases)))
+                heartbeats.append((world.clock.now_s, len(note.leases)))
             sending(peer, payload)
 
         monkeypatch.setattr(world.dst.transports[0], "notify", notify)
-        return world, told
+        return world, heartbeats
 
     yield make
     for world in worlds:
@@ -84,40 +83,40 @@ def live(world: World, seconds: float) -> None:
     ],
 )
 def test_a_lease_lasts_as_long_as_its_reader_wants_it(
-    make: Callable[[float, float], tuple[World, Told]], lease_s: float, usual_s: float
+    make: Callable[[float, float], tuple[World, Heartbeats]], lease_s: float, usual_s: float
 ) -> None:
-    world, told = make(lease_s, usual_s)
+    world, heartbeats = make(lease_s, usual_s)
     world.acquire_and_publish(ttl_s=lease_s)
     watch(world)
     world.turn()
     meet(world)
     live(world, 5 * lease_s)
     assert (collect(world.src)[2], world.words()) == (set(), {WORD})
-    assert 5 * RENEWALS_PER_LEASE - 1 <= len(told) <= 5 * RENEWALS_PER_LEASE + 2
+    assert 5 * RENEWALS_PER_LEASE - 1 <= len(heartbeats) <= 5 * RENEWALS_PER_LEASE + 2
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(StopRenewing("d"))
     live(world, 1.5 * lease_s)
     assert (collect(world.src)[2], world.words()) == ({"r"}, {FREE})
 
 
-def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float, float], tuple[World, Told]]) -> None:
+def test_a_source_is_told_as_soon_as_it_is_met(make: Callable[[float, float], tuple[World, Heartbeats]]) -> None:
     """The lease has been old when the request got here, and the meeting takes a while."""
-    world, told = make(4.0, 5.0)
+    world, heartbeats = make(4.0, 5.0)
     world.acquire_and_publish(ttl_s=4.0)
     world.turn()
     live(world, 2.0)
     watch(world)
     live(world, 1.9)
-    assert not told
+    assert not heartbeats
     meet(world)
     world.turn(1)
-    assert told == [(world.clock.now_s, 1)]
+    assert heartbeats == [(world.clock.now_s, 1)]
 
 
 def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
-    make: Callable[[float, float], tuple[World, Told]],
+    make: Callable[[float, float], tuple[World, Heartbeats]],
 ) -> None:
-    world, told = make(4.0, 5.0)
+    world, heartbeats = make(4.0, 5.0)
     leases = [RemoteLease(f"{number:0100}", SLOT, WORD + number) for number in range(500)]
     for endpoint in world.src.endpoints.values():
         for lease in leases:
@@ -130,18 +129,18 @@ def test_what_comes_later_waits_for_its_turn_and_hundreds_go_together(
             world.turn()
             meet(world)
             world.turn()
-            assert [leases for _, leases in told] == [1]
-    told.clear()
+            assert [leases for _, leases in heartbeats] == [1]
+    heartbeats.clear()
     live(world, 40.0)
     assert collect(world.src)[2] == set()
-    times = sorted({at_s for at_s, _ in told})
-    assert [sum(leases for at_s, leases in told if at_s == time) for time in times] == [500] * len(times)
+    times = sorted({at_s for at_s, _ in heartbeats})
+    assert [sum(leases for at_s, leases in heartbeats if at_s == time) for time in times] == [500] * len(times)
     assert len(times) <= 10 * RENEWALS_PER_LEASE
-    assert len(told) <= 3 * len(times)
+    assert len(heartbeats) <= 3 * len(times)
 
 
 def test_what_one_rank_has_loaded_is_kept_until_all_have(
-    make: Callable[[float, float], tuple[World, Told]],
+    make: Callable[[float, float], tuple[World, Heartbeats]],
 ) -> None:
     """The engine gives its source back; until then other ranks, and other choices of the request, may still read."""
     world, _ = make(4.0, 5.0)
@@ -161,24 +160,24 @@ def test_what_one_rank_has_loaded_is_kept_until_all_have(
 
 
 def test_an_engine_that_does_not_step_tells_nobody_and_rests(
-    make: Callable[[float, float], tuple[World, Told]],
+    make: Callable[[float, float], tuple[World, Heartbeats]],
 ) -> None:
-    world, told = make(1.0, 5.0)
+    world, heartbeats = make(1.0, 5.0)
     world.acquire_and_publish(ttl_s=1.0)
     watch(world)
     world.turn()
     meet(world)
     world.turn()
     world.clock.now_s += OPTIONS.paused_renewal_s + 1.0
-    told.clear()
+    heartbeats.clear()
     assert [endpoint.turn() > 0.1 for endpoint in world.dst.endpoints.values()] == [True, True]
-    assert not told
+    assert not heartbeats
 
 
 def test_a_source_that_cannot_be_met_is_asked_for_now_and_then(
-    make: Callable[[float, float], tuple[World, Told]], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[float, float], tuple[World, Heartbeats]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, told = make(4.0, 5.0)
+    world, heartbeats = make(4.0, 5.0)
     asked: list[float] = []
     peers = world.dst.endpoints[0]._peers
     getting = peers.get
@@ -186,7 +185,7 @@ def test_a_source_that_cannot_be_met_is_asked_for_now_and_then(
     watch(world)
     live(world, 50.0)
     assert 10 <= len(asked) <= 12
-    assert not told
+    assert not heartbeats
 
 
 def engine_metadata(lease_s: float) -> EngineMetadata:
@@ -203,5 +202,5 @@ def test_a_lease_time_that_is_none_is_refused(lease_s: float) -> None:
         decode_engine_metadata(encode_engine_metadata(engine_metadata(lease_s)))
 
 
-def test_a_card_says_its_lease_time() -> None:
+def test_engine_metadata_has_the_lease_time() -> None:
     assert decode_engine_metadata(encode_engine_metadata(engine_metadata(4.0))).lease_s == 4.0

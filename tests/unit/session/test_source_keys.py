@@ -2,91 +2,101 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.pairs.small import request
-from tests.unit.session.world import KEY, LEASE, REMOTE, World, at_once, collect, make_world, meet, seal
+from tests.unit.session.world import KEY, LEASE, REMOTE, ScriptedPeers, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Failure, Load, RemoteEngine, Renew, StopRenewing
-from kvreshard.session.handshake_server import HandshakeError
+from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.peer import Peer
-from kvreshard.session.source_keys import SourceKeys
+from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.tools.flight import decode_flight
 from kvreshard.tools.recorder import Recorder
 
 OTHER = replace(REMOTE, engine="other")
 
 
-class Handshakes:
-    """Handshakes that end when the test says so."""
+class Waiting:
+    """The leases of a rank whose handshakes end when the test says so."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[RemoteEngine, Future[Peer]]] = []
+    def __init__(self, world: World) -> None:
+        endpoint = world.dst.endpoints[0]
+        assert endpoint._me is not None
+        self.me, self.peers = endpoint._me, ScriptedPeers([])
+        self.leases = RemoteLeases(world.dst.transports[0], self.peers, 5.0)
 
-    def get(self, remote: RemoteEngine) -> Future[Peer]:
-        self.asked.append((remote, Future()))
-        return self.asked[-1][1]
+    def ask(self, name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> None:
+        self.leases.start_renewing(Renew(name, remote, LEASE, asks_key), None)
+
+    def take(self) -> tuple[dict[str, bytes], dict[str, BaseException]]:
+        self.leases.update(self.me, 100.0)
+        return self.leases.take_keys()
 
 
 @pytest.fixture
-def peer() -> Peer:
-    world = make_world(1, 1)
+def world() -> Iterator[World]:
+    made = make_world(1, 1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def waiting(world: World) -> Waiting:
+    return Waiting(world)
+
+
+@pytest.fixture
+def peer(world: World) -> Peer:
     (endpoint,) = world.dst.endpoints.values()
     endpoint.submit(Renew("d", REMOTE, LEASE))
     world.turn()
     meet(world)
     made = endpoint._peers.met(REMOTE)
-    world.close()
     assert made is not None
     return made
 
 
-def wanted(name: str, remote: RemoteEngine = REMOTE, *, asks_key: bool = True) -> Renew:
-    return Renew(name, remote, LEASE, asks_key)
-
-
-def test_requests_of_one_source_share_its_handshake(peer: Peer) -> None:
-    keys, handshakes = SourceKeys(), Handshakes()
+def test_requests_of_one_source_share_its_handshake(peer: Peer, waiting: Waiting) -> None:
     for name in ("a", "b", "c"):
-        keys.ask(wanted(name))
-    keys.ask(wanted("d", OTHER))
-    keys.ask(wanted("e", asks_key=False))
-    assert keys.take(handshakes.get) == keys.take(handshakes.get) == ({}, {})
-    assert [remote for remote, _ in handshakes.asked] == [REMOTE, OTHER]
-    keys.forget("b")
-    keys.forget("b")
+        waiting.ask(name)
+    waiting.ask("d", OTHER)
+    waiting.ask("e", asks_key=False)
+    assert waiting.take() == waiting.take() == ({}, {})
+    handshakes = dict(waiting.peers.known)
+    assert list(handshakes) == [REMOTE, OTHER]
+    waiting.leases.stop_renewing("b")
+    waiting.leases.stop_renewing("b")
     error = HandshakeError("nobody")
-    handshakes.asked[0][1].set_result(peer)
-    handshakes.asked[1][1].set_exception(error)
-    assert keys.take(handshakes.get) == ({"a": KEY, "c": KEY}, {"d": error})
-    assert (len(keys), keys.take(handshakes.get)) == (0, ({}, {}))
-    assert len(handshakes.asked) == 2
-    assert (keys._asked, keys._source) == ({}, {})
+    handshakes[REMOTE].set_result(peer)
+    handshakes[OTHER].set_exception(error)
+    assert waiting.take() == ({"a": KEY, "c": KEY}, {"d": error})
+    assert waiting.take() == ({}, {})
+    assert waiting.peers.known == handshakes
+    assert not any(source.key_requests for source in waiting.leases._sources.values())
 
 
-def test_nobody_is_asked_for_whom_nobody_waits() -> None:
-    keys, handshakes = SourceKeys(), Handshakes()
-    keys.ask(wanted("a"))
-    keys.ask(wanted("a", OTHER))
-    keys.forget("a")
-    assert keys.take(handshakes.get) == ({}, {})
-    assert (handshakes.asked, keys._asked, keys._source) == ([], {}, {})
+def test_nobody_is_asked_for_whom_nobody_waits(waiting: Waiting) -> None:
+    waiting.ask("a")
+    waiting.ask("a", OTHER)
+    waiting.leases.stop_renewing("a")
+    assert waiting.take() == ({}, {})
+    assert (waiting.peers.known, waiting.leases._sources, waiting.leases._waiting) == ({}, {}, {})
 
 
-def test_a_handshake_that_was_cancelled_is_begun_anew(peer: Peer) -> None:
-    keys, handshakes = SourceKeys(), Handshakes()
-    keys.ask(wanted("a"))
-    keys.take(handshakes.get)
-    handshakes.asked[0][1].cancel()
-    assert keys.take(handshakes.get) == ({}, {})
-    handshakes.asked[1][1].set_result(peer)
-    assert keys.take(handshakes.get) == ({"a": KEY}, {})
+def test_a_handshake_that_was_cancelled_is_begun_anew(peer: Peer, waiting: Waiting) -> None:
+    waiting.ask("a")
+    waiting.take()
+    waiting.peers.cancel(REMOTE)
+    assert waiting.take() == ({}, {})
+    waiting.peers.known[REMOTE].set_result(peer)
+    assert waiting.take() == ({"a": KEY}, {})
 
 
-def told(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]]:
+def collected(world: World) -> tuple[list[dict[str, bytes]], list[dict[str, Failure]]]:
     results = [endpoint.collect() for endpoint in world.dst.endpoints.values()]
     return [found.keys for found in results], [found.unmet for found in results]
 
@@ -104,15 +114,15 @@ def test_every_rank_says_the_key_of_a_source_once_it_is_met() -> None:
     for endpoint in world.dst.endpoints.values():
         endpoint.submit(StopRenewing("c"))
     world.turn()
-    assert told(world) == ([{}, {}], [{}, {}])
+    assert collected(world) == ([{}, {}], [{}, {}])
     meet(world)
     world.turn()
-    assert told(world) == ([{"a": KEY}, {"a": KEY}], [{}, {}])
+    assert collected(world) == ([{"a": KEY}, {"a": KEY}], [{}, {}])
     world.turn()
-    assert told(world) == ([{}, {}], [{}, {}])
+    assert collected(world) == ([{}, {}], [{}, {}])
     watch(world, "later")
     world.turn()
-    assert told(world) == ([{"later": KEY}, {"later": KEY}], [{}, {}])
+    assert collected(world) == ([{"later": KEY}, {"later": KEY}], [{}, {}])
     world.close()
 
 
@@ -124,7 +134,7 @@ def test_a_source_that_cannot_be_met_is_said_with_the_reason() -> None:
     meet(world)
     world.turn()
     failure = Failure("handshake", "nobody is there")
-    assert told(world) == ([{}, {}], [{"a": failure}, {"a": failure}])
+    assert collected(world) == ([{}, {}], [{"a": failure}, {"a": failure}])
     world.close()
 
 
@@ -144,7 +154,7 @@ def test_a_load_that_was_refused_reads_nothing_and_asks_nobody(tmp_path: Path) -
     assert world.met == []
     for endpoint in world.dst.endpoints.values():
         assert not endpoint._jobs
-        assert not len(endpoint._source_keys)
+        assert not endpoint._remote_leases._sources
     (record,) = tmp_path.iterdir()
     assert decode_flight(record.read_bytes()).failure.kind == "mismatch"
     world.close()

@@ -9,8 +9,8 @@ from kvreshard.plan import compile_route
 from kvreshard.plan.copies import CopyList
 from kvreshard.plan.stage import Batch
 from kvreshard.session import pull
+from kvreshard.session.mover import Staging, reads_into
 from kvreshard.session.pull import pull_steps
-from kvreshard.session.staging import Staging, reads_into
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 from kvreshard.transport.memory import Fabric, Fault
 

@@ -13,9 +13,8 @@ from kvreshard.model import BindError, EngineLayout
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import compile_route
 from kvreshard.plan.cost import Way
-from kvreshard.session.mover import Mover
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.pull import LeaseProof, StaleLease, pull_steps
-from kvreshard.session.staging import Staging
 from kvreshard.session.transfer import pull, push
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.base import MemoryRegion, Transfer, TransferState, TransportError

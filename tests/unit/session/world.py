@@ -26,13 +26,12 @@ from kvreshard.session.commands import (
 )
 from kvreshard.session.endpoint import REST_IDLE_S, Endpoint
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
-from kvreshard.session.mover import Mover
+from kvreshard.session.mover import Mover, Staging
 from kvreshard.session.peer import LocalRank, Peer, disconnect
 from kvreshard.session.peers import Peers
 from kvreshard.session.seal import Seal, instance_id_of, make_seal
-from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.tools.recorder import Recorder
 from kvreshard.transport.base import MemoryRegion, Transfer
@@ -216,7 +215,7 @@ class ScriptedPeers(Peers):
             del self.known[remote]
             disconnect(met)
 
-    def doubt(self, me: LocalRank, peer: Peer) -> None:
+    def check(self, me: LocalRank, peer: Peer) -> None:
         self.queue.append(lambda: self._ask(peer))
 
     def cancel(self, remote: RemoteEngine) -> None:
@@ -234,7 +233,7 @@ class ScriptedPeers(Peers):
         raise NotImplementedError
 
     def _ask(self, peer: Peer) -> None:
-        """Whether a doubted peer is still there; if not, it is forgotten."""
+        """Whether a peer that is checked is still there; if not, it is forgotten."""
         raise NotImplementedError
 
 
@@ -253,7 +252,7 @@ class FakePeers(ScriptedPeers):
         route = compile_route(self.world.src.layout, me.layout, self.rank)
         names = {rank: f"p{rank}" for rank in self.world.src.transports}
         for rank, name in names.items():
-            me.transport.add_peer(name, engine_metadata.rank_by_number[rank].metadata)
+            me.transport.add_peer(name, engine_metadata.rank_by_number[rank].transport_metadata)
         future.set_result(
             Peer(
                 remote, engine_metadata, self.world.src.layout, route, Mover(me.transport, me.memory, names, me.staging)

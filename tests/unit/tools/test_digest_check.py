@@ -210,7 +210,7 @@ def test_a_source_without_a_mailbox_is_skipped() -> None:
     meet_first = order_load(world)
     world.turn()
     meet(world)
-    route = next(iter(endpoint._jobs)).meeting.result().route
+    route = next(iter(endpoint._jobs)).handshake.result().route
     assert meet_first is not None
     told = digest_check.find_obstacle(route, world.src.layout, ranks, mine, endpoint._memory)
     assert "rank 0 of engine 'prefill' answers no digest requests" in told

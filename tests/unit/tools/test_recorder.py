@@ -38,7 +38,8 @@ from kvreshard.model import KvReshardError, LayoutMismatch, WireError, wire
 from kvreshard.model.tables import PageTable, Request
 from kvreshard.plan import bind, compile_route
 from kvreshard.session.commands import Cancel, Failure, Load, RemoteEngine
-from kvreshard.session.handshake_server import Address, HandshakeServer
+from kvreshard.session.handshake_messages import Address
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.peer import LocalRank
 from kvreshard.tools import flight as form
 from kvreshard.tools.flight import Flight, FlightSide, decode_flight, encode_flight

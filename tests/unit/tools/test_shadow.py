@@ -19,7 +19,8 @@ from kvreshard.plan import bind, compile_route
 from kvreshard.plan.copies import CopyList
 from kvreshard.session.commands import Load, RemoteEngine, RemoteLease
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
-from kvreshard.session.handshake_server import Address, HandshakeServer
+from kvreshard.session.handshake_messages import Address
+from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.seal import Seal
 from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOptions
 from kvreshard.tools.shadow_record import DescriptorList, RecordingAgent

@@ -11,7 +11,7 @@ from tests.changed import leaves, other
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import RemoteEngine, RemoteLease
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import SealError, check_seal, instance_id_of
 from kvreshard.vllm.params import KEY, GroupParams, ParamsError, RemotePrefill, read_params, write_params
 from kvreshard.vllm.prompt import Prompt, digest_prompt

@@ -43,10 +43,10 @@ from kvreshard.model.changed import replace
 from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
-from kvreshard.session.handshake_server import Address
+from kvreshard.session.handshake_messages import Address
 from kvreshard.session.lease import LeaseTable
+from kvreshard.session.mover import Staging
 from kvreshard.session.peers import Peers
-from kvreshard.session.staging import Staging
 from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.interface import PauseState
 from kvreshard.plan import compile_route
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.endpoint import REST_IDLE_S
-from kvreshard.session.handshake_server import Address, HandshakeError
+from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.mover import Mover
 from kvreshard.session.peer import LocalRank, Peer
 from kvreshard.transport.base import Transfer
@@ -114,7 +114,7 @@ class WorldPeers(ScriptedPeers):
         route = self._world.route(source, self._engine, self._rank)
         names = {rank.rank: f"{source.name}-{rank.rank}" for rank in source.engine_metadata.ranks}
         for rank in source.engine_metadata.ranks:
-            me.transport.add_peer(names[rank.rank], rank.metadata)
+            me.transport.add_peer(names[rank.rank], rank.transport_metadata)
         future.set_result(
             Peer(
                 remote,
@@ -413,9 +413,9 @@ class World:
         assert not scheduling._admission.num_failed, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
-            assert endpoint.num_quarantined == 0, engine.name
-            assert endpoint.num_scratch_places == 0, engine.name
-            assert endpoint.num_kept == 0, engine.name
+            assert len(endpoint._jobs._given_up) == 0, engine.name
+            assert len(endpoint._scratch) == 0, engine.name
+            assert len(endpoint._remote_leases._loaded) == 0, engine.name
 
     def run(self, num_requests: int, ticks_between: int = 25) -> None:
         """A whole life."""
