@@ -19,7 +19,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-from kvreshard.vllm.layer_info import LayerInfo
+from kvreshard.vllm.describe.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 75

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.layer_info import LayerInfo
+from kvreshard.vllm.describe.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 150

@@ -1,4 +1,4 @@
-"""The shadow in a rank's process: describes the rank, looks over the shoulder of NixlConnector's worker, and hands over what has ended."""
+"""The shadow in a rank's process: describes the rank, records what NixlConnector's worker posts, and hands ended loads to the judge."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOpt
 from kvreshard.tools.shadow_record import RecordingAgent
 from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.describe.place import read_place
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.shadow_scheduler import ShadowCommands
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ShadowWorker:
-    """One per rank. `part`: what this rank says of itself, once the caches are known."""
+    """One per rank. `part`: this rank's part of the engine's metadata, after `register`."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._kv_cache_config, self._engine = vllm_config, kv_cache_config, engine
@@ -37,19 +37,19 @@ class ShadowWorker:
         )
 
     def watch(self, worker: Any) -> None:
-        """Look over the shoulder of NixlConnector's worker (vLLM 0.32.0, `nixl/pull_worker.py`, `_read_blocks`)."""
+        """Record what NixlConnector's worker posts (vLLM 0.32.0, `nixl/pull_worker.py`, `_read_blocks`)."""
         self._worker, agent = worker, RecordingAgent(worker.nixl_wrapper)
         worker.nixl_wrapper = self._agent = agent
         read_blocks = worker._read_blocks
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             agent.current = kwargs.get("request_id")
             try:
                 return read_blocks(*args, **kwargs)
             finally:
                 agent.current = None
 
-        worker._read_blocks = noted
+        worker._read_blocks = recorded
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches. Raises LayoutError."""
@@ -64,19 +64,19 @@ class ShadowWorker:
             kv_caches=kv_caches,
             place=place,
         )
-        # No agent of ours: a peer's shadow only looks at the layout.
+        # Without a NIXL agent: a peer's shadow only reads the layout.
         self.part = RankPart(
             wire.encode(part), RankMetadata(place.rank, b"", 0, 0), read_compatibility(self._vllm_config)
         )
 
-    def remember(self, commands: ShadowCommands) -> None:
-        """This step's loads."""
+    def add_commands(self, commands: ShadowCommands) -> None:
+        """Keep this step's loads."""
         if commands.engine_metadata is not None:
             self._judge.introduce(decode_engine_metadata(commands.engine_metadata))
         self._loads.update((load.request, load) for load in commands.loads)
 
     def ended(self, received: set[str], failed: set[str]) -> None:
-        """NixlConnector is done with these requests: have them judged."""
+        """NixlConnector has ended these loads: have them judged."""
         for request in received | failed:
             load = self._loads.pop(request, None)
             posted = self._agent.take(request) if self._agent is not None else []

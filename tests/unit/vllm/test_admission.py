@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvreshard.vllm.admission import Admission
+from kvreshard.vllm.admission import Admission, DeadlockDetector
 
 
 def test_a_failed_request_is_put_behind_once() -> None:
@@ -90,3 +90,14 @@ def test_an_engine_that_looks_at_nobody_is_paused() -> None:
         assert admission.is_looking
         admission.step(is_pool_free=False)
         assert not admission.is_looking
+
+
+def test_one_gives_up_after_every_while_without_a_sign_of_life() -> None:
+    now_s = 100.0
+    deadlock = DeadlockDetector(30.0, lambda: now_s)
+    said = []
+    for second, is_still in enumerate([False, *[True] * 65, False, *[True] * 29, False, *[True] * 31]):
+        now_s = 100.0 + second
+        if deadlock.step(is_still):
+            said.append(second)
+    assert said == [31, 61, 127]

@@ -46,7 +46,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from kvreshard.model import EngineLayout
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.rank_place import read_place
+from kvreshard.vllm.describe.place import read_place
 
 MAX_TOKENS = 1024
 NUM_PAGES = 2

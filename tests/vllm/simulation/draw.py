@@ -21,7 +21,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.rank_place import RankPlace
+from kvreshard.vllm.describe.place import RankPlace
 
 Layers = Mapping[str, ModelLayer]
 # Tokens that become one compressed entry.

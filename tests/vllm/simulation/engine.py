@@ -239,31 +239,29 @@ class Engine:
 
         self.connector.get_num_new_matched_tokens = asked
         consumer = self.connector._scheduler._consumer
-        give_up_one, give_up = consumer.give_up_one, consumer.give_up
+        give_up = consumer.give_up
 
-        def given_up(request_id: str) -> Any:
-            self.given_up.add(request_id)
-            return give_up(request_id)
+        def given_up(request_id: str, cause: str) -> Any:
+            if cause != "reset":
+                self.given_up.add(request_id)
+            return give_up(request_id, cause)
 
-        def longest_given_up() -> Any:
-            self.given_up.add(next(iter(consumer._waiting)))
-            return give_up_one()
+        consumer.give_up = given_up
+        count = consumer._count
 
-        consumer.give_up, consumer.give_up_one = given_up, longest_given_up
-        note_fallback = consumer._note_fallback
+        def counted(counter: str, label: str, amount: int) -> None:
+            if counter == "fallbacks":
+                self.fallbacks[label] += amount
+            count(counter, label, amount)
 
-        def noted(cause: str) -> None:
-            self.fallbacks[cause] += 1
-            note_fallback(cause)
+        consumer._count = counted
+        note_partial = consumer._note_partial
 
-        consumer._note_fallback = noted
-        note_partial = consumer._partial_loads.note
+        def partial(waiting: Any, cause: str, *numbers: Any) -> None:
+            self.partial[waiting.request.request_id] = cause
+            note_partial(waiting, cause, *numbers)
 
-        def partial(name: str, cause: str, *numbers: Any) -> None:
-            self.partial[name] = cause
-            note_partial(name, cause, *numbers)
-
-        consumer._partial_loads.note = partial
+        consumer._note_partial = partial
         preempt = self.scheduler._preempt_request
 
         def preempted(*args: Any, **kwargs: Any) -> None:
@@ -380,7 +378,7 @@ class Engine:
             self.runner.poison(step.fresh)
         step.connector = []
         for worker in self.workers:
-            worker.obey(step.scheduled.kv_connector_metadata)
+            worker.submit(step.scheduled.kv_connector_metadata)
             results = worker.collect()
             self.failed.update(results.failed_recving or ())
             step.connector.append(

@@ -1,11 +1,11 @@
-"""What does this worker hold, field by field, and at which address?
+"""Layout of one rank: fields, shards and regions of its caches.
 
 1. Groups are vLLM's transfer groups by index, `g0`, `g1`, ...; they overlay in one pool whose page 0 means "no page".
 2. Layers of a group are described one by one, from their own specification (`UniformTypeKVCacheSpecs` is unwrapped), their
-   registered tensor and the facts about them; never from numbers of the whole model alone.
+   registered tensor and their `LayerInfo`; never from numbers of the whole model alone.
 3. A layer that cannot be described exactly becomes an opaque page. A name under which a layer shares another's cache gets no
    field, and neither does a cache without pages (encoder-only attention).
-4. What the kind says a page has must be what the tensor has; then steps and offsets are the tensor's own.
+4. The page that the kind expects must be the page of the tensor; then steps and offsets are the tensor's own.
 
 Every storage is one region (`kv`, `kv1`, ...). Refused, with both values: views that contradict the kind, layers without a
 tensor, cross attention and attention sinks in shared pages, caches without views (HiSparse).
@@ -21,16 +21,21 @@ from kvreshard.kinds import Kind, Opaque, Piece, Place, Ring, Style
 from kvreshard.kinds.assemble import NULL_PAGE, POOL
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
 from kvreshard.model.changed import replace
-from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
-from kvreshard.vllm.heads import configured_heads, total_kv_heads
-from kvreshard.vllm.layer_info import LayerInfo, Scales, read_layer
-from kvreshard.vllm.layer_view import LayerView, layer_view, slabs
-from kvreshard.vllm.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
-from kvreshard.vllm.rank_place import RankPlace
-from kvreshard.vllm.states import state_kind
+from kvreshard.vllm.describe.layer_info import LayerInfo, read_layer
+from kvreshard.vllm.describe.layer_view import LayerView, layer_view, slabs
+from kvreshard.vllm.describe.model_config import (
+    configured_heads,
+    draft_place,
+    is_draft,
+    num_target_layers,
+    total_kv_heads,
+)
+from kvreshard.vllm.describe.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
+from kvreshard.vllm.describe.place import RankPlace
+from kvreshard.vllm.describe.states import state_kind
 
 REFUSED: Mapping[str, str] = {
-    "CrossAttentionSpec": "cross attention keeps an encoder's tokens",
+    "CrossAttentionSpec": "cross attention caches an encoder's tokens",
     "SinkFullAttentionSpec": "attention sinks are pages that requests share",
     "HiSparseHotSpec": "the cache has no view",
     "HiSparseResidentSpec": "the cache has no view",
@@ -45,14 +50,13 @@ def describe_rank(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
     place: RankPlace,
-    scales: Mapping[str, Scales] | None = None,
     info: Mapping[str, LayerInfo] | None = None,
 ) -> EngineLayout:
     """The layout of `engine` with this one rank. `kv_caches`: the tensors that vLLM registers, by layer.
 
-    `scales` and `info` replace what would be read from vLLM's layers. Raises LayoutError.
+    `info`: replaces what is read from vLLM's layers, by layer. Raises LayoutError.
     """
-    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(scales or {}), dict(info or {}))
+    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(info or {}))
     groups = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
         group_spec = group.kv_cache_spec
@@ -66,7 +70,7 @@ def describe_rank(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer with what is needed to make its fields."""
+    """A described layer, before its fields are made."""
 
     name: str
     group: str
@@ -79,19 +83,18 @@ class _Layer:
 
 
 class _Rank:
-    """A rank that is being described."""
+    """Collects the fields, shards and regions of a rank."""
 
     def __init__(
         self,
         vllm_config: Any,
         num_pages: int,
         place: RankPlace,
-        scales: dict[str, Scales],
         info: dict[str, LayerInfo],
     ) -> None:
         self.fields: dict[str, Field] = {}
         self._vllm_config, self._num_pages, self._place = vllm_config, num_pages, place
-        self._scales, self._info = scales, info
+        self._info = info
         self._regions: dict[int, Region] = {}
         self._shards: list[Shard] = []
         self._views: list[LayerView] = []
@@ -128,9 +131,7 @@ class _Rank:
 
     def _layer_info(self, layer: str, spec: Any) -> LayerInfo:
         info = self._info.get(layer)
-        if info is None:
-            info = read_layer(self._vllm_config, layer, spec, self._place.tp_size)
-        return replace(info, scales=self._scales[layer]) if layer in self._scales else info
+        return read_layer(self._vllm_config, layer, spec, self._place.tp_size) if info is None else info
 
     def _describe(self, name: str, group: str, spec: Any, info: LayerInfo, tensor: Any) -> _Layer:
         view = layer_view(name, tensor, self._region(tensor), self._num_pages)
@@ -191,7 +192,7 @@ class _Rank:
             self._shards.append(Shard(piece.field.name, layer.view.region, offset, geometry))
 
     def _group(self, name: str, spec: Any, added: list[tuple[_Layer, Any]]) -> Group:
-        """What the group's pages span; a stage without layers of it says what the specification says."""
+        """The group with the tokens that its pages span; from its specification on a stage without layers of it."""
         specs = [own for _, own in added] or list(getattr(spec, "kv_cache_specs", {}).values())[:1] or [spec]
         spans = {_tokens_per_page(own, self._place.dcp_size if own.dcp_sharded else 1) for own in specs}
         if any(layer.kind.is_state and not isinstance(layer.kind, Ring) for layer, _ in added):
@@ -212,7 +213,7 @@ class _Rank:
 
 
 def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
-    """The fields of a layer of known inside, after comparing its page with the view's."""
+    """The fields of a layer of known interior. Raises LayoutError if its page is not that of the view."""
     shapes = layer.kind.tensors(layer.place, layer.style, layer.block_tokens)
     view = layer.view
     expected = [(shape.slots, shape.states, shape.cell_bytes) for shape in shapes]
@@ -228,7 +229,7 @@ def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
 def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: str) -> tuple[Kind, Place]:
     """The page as bytes, with a tag of everything that could give them another meaning.
 
-    Each rank is a part of its own, unless vLLM says that all ranks hold the same.
+    Each rank holds a part of its own, unless all ranks are replicas.
     """
     import vllm
 
@@ -259,7 +260,7 @@ def _tokens_per_page(spec: Any, dcp_size: int) -> int | None:
 
 
 def _content(spec: Any) -> str:
-    """Dtypes, and for states their shapes, which also tell the order of a convolution."""
+    """Dtypes, and for states their shapes, which also show the order of a convolution."""
     shapes = getattr(spec, "shapes", ((),))
     dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "none"),)
     return "+".join(

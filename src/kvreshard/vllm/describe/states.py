@@ -1,9 +1,8 @@
-"""Which kind of state is in the pages of a recurrent layer, and do its shapes say the same?
+"""Kind of a recurrent layer's state, checked against the shapes of its pages.
 
 The form of a state comes from the class of vLLM's layer, its sizes from the attributes from which that layer computes its
 shapes (`layer_info`). A page holds the states back to back in the order of `MambaSpec.shapes`; a convolution state is
-(channel, tap) or (tap, channel), as `is_conv_state_dim_first` says. Columns that speculation adds are what the shape has
-beyond the live taps.
+(channel, tap) or (tap, channel), as `is_conv_state_dim_first` tells. Speculation adds columns beyond the live taps.
 
 | form | shapes on a rank |
 |---|---|
@@ -15,8 +14,8 @@ beyond the live taps.
 | `position-conv` | conv (channels), all on every rank |
 | `linear` | (heads, head size, head size) |
 
-Not known, so opaque: other forms, states of those that every rank keeps whole, more shapes than these (replay rings and records of
-speculation, whose meaning depends on where they stand). Refused: shapes that contradict the sizes.
+Opaque: other forms, states of those that every rank keeps whole, more shapes than these (replay rings and records of
+speculation, whose meaning depends on where they stand).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from kvreshard.kinds import GatedDelta, Kind, LinearState, Mamba1, Mamba2, Place
 from kvreshard.kinds.page import DTYPE_BYTES
 from kvreshard.kinds.place import size
 from kvreshard.model import LayoutError
-from kvreshard.vllm.layer_info import LayerInfo
-from kvreshard.vllm.paged import Found, dtype_name
+from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.describe.paged import Found, dtype_name
 
 Sizes = Mapping[str, int]
 Shapes = tuple[tuple[int, ...], ...]
@@ -58,7 +57,7 @@ TAPS: Mapping[str, tuple[str, int]] = {
     "short-conv": ("L_cache", -1),
     "position-conv": ("conv_state_len", 0),
 }
-"""Where the live taps of a convolution are said, and how many less there are."""
+"""Form -> the size that gives the live taps of its convolution, and what to add to it."""
 
 
 def state_kind(layer: str, spec: Any, info: LayerInfo, place: Place, conv_dim_first: bool) -> Found:
@@ -115,7 +114,7 @@ def _expected(form: str, sizes: Sizes, place: Place) -> tuple[int, Shapes]:
 
 
 def _scratch_taps(layer: str, form: str, shape: tuple[int, ...], channels: int, taps: int, conv_dim_first: bool) -> int:
-    """Columns beyond the live taps. Mamba-1 has none."""
+    """Columns beyond the live taps. Mamba-1 has none. Raises LayoutError."""
     dim, length = shape if conv_dim_first else shape[::-1]
     if dim != channels or length < taps or (form == "mamba1" and length != taps):
         order = "(channel, tap)" if conv_dim_first else "(tap, channel)"
