@@ -19,8 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvreshard.model import LayoutError
 from kvreshard.vllm.describe import interiors as table
-from kvreshard.vllm.describe.layer_info import STATE_SIZES, read_layer
+from kvreshard.vllm.describe.layer_info import read_layer
 from kvreshard.vllm.describe.model_config import configured_heads, is_draft, layer_index, total_kv_heads
+from kvreshard.vllm.describe.state_forms import FORMS
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(vllm.__file__).parent
@@ -84,7 +85,7 @@ def test_classes_of_states_have_the_sizes_that_are_read(name: str) -> None:
     ((file, _),) = lines_of(source)
     text = file.read_text()
     assert re.search(rf"^class {name}\b", text, flags=re.MULTILINE)
-    for attribute in STATE_SIZES[form]:
+    for attribute in FORMS[form].sizes:
         assert re.search(rf"self\.{attribute}\b(?:: int)? =", text), f"{name}.{attribute}"
 
 

@@ -7,7 +7,7 @@
 | `layer_info` | properties of a layer that its specification and memory do not show |
 | `layer_view` | where a layer's pages lie, from its registered tensor |
 | `interiors` | how each attention backend fills a page: the table of all that is known |
-| `paged`, `states` | the kind of a layer with pages of tokens, or with states |
+| `paged`, `states` | the kind of a layer with pages of tokens, or with states (`state_forms`: the table of their forms) |
 | `model_config` | what the model's configuration determines: draft layers, number of KV heads |
 """
 

@@ -24,19 +24,10 @@ from typing import Any
 
 from kvreshard.model import LayoutError
 from kvreshard.vllm.describe.interiors import FLOATS, FP8, state_form
+from kvreshard.vllm.describe.state_forms import FORMS
 
 Scales = tuple[float, float]
 
-# Form of a state -> the layer's attributes with the sizes of the whole model.
-STATE_SIZES: Mapping[str, tuple[str, ...]] = {
-    "mamba1": ("intermediate_size", "ssm_state_size", "conv_kernel_size"),
-    "mamba2": ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size"),
-    "short-conv": ("conv_dim", "L_cache"),
-    "position-conv": ("hc_hidden_size", "conv_state_len"),
-    "linear": ("num_heads", "head_dim"),
-    "gated-delta": ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size"),
-    "kimi-delta": ("num_heads", "head_dim", "conv_size"),
-}
 GROUP_NAMES = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
@@ -61,7 +52,7 @@ def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerInf
     if layer is None:
         return LayerInfo()
     form = state_form(tuple(cls.__name__ for cls in type(layer).__mro__))
-    sizes = {} if form is None else {key: int(getattr(layer, key)) for key in STATE_SIZES[form]}
+    sizes = {} if form is None else {key: int(getattr(layer, key)) for key in FORMS[form].sizes}
     if form == "mamba2":
         sizes["n_groups"] = _whole_groups(name, layer, tp_size, vllm_config.model_config)
     backend = layer.get_attn_backend().get_name()

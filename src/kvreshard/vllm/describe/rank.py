@@ -14,7 +14,6 @@ tensor, cross attention and attention sinks in shared pages, caches without view
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvreshard.kinds import Kind, Opaque, Piece, Place, Ring, Style
@@ -56,7 +55,7 @@ def describe_rank(
 
     `info`: replaces what is read from vLLM's layers, by layer. Raises LayoutError.
     """
-    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(info or {}))
+    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, info or {})
     groups = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
         group_spec = group.kv_cache_spec
@@ -68,40 +67,19 @@ def describe_rank(
     return EngineLayout(engine, tuple(described.fields.values()), tuple(groups), (described.rank(),))
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A described layer, before its fields are made."""
-
-    name: str
-    group: str
-    kind: Kind
-    style: Style
-    place: Place
-    view: LayerView
-    optional: bool
-    block_tokens: int
-
-
 class _Rank:
     """Collects the fields, shards and regions of a rank."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        num_pages: int,
-        place: RankPlace,
-        info: dict[str, LayerInfo],
-    ) -> None:
+    def __init__(self, vllm_config: Any, num_pages: int, place: RankPlace, info: Mapping[str, LayerInfo]) -> None:
         self.fields: dict[str, Field] = {}
-        self._vllm_config, self._num_pages, self._place = vllm_config, num_pages, place
-        self._info = info
+        self._vllm_config, self._num_pages, self._place, self._info = vllm_config, num_pages, place, info
         self._regions: dict[int, Region] = {}
         self._shards: list[Shard] = []
         self._views: list[LayerView] = []
 
     def add_group(self, name: str, spec: Any, layers: Mapping[str, Any], kv_caches: Mapping[str, Any]) -> Group:
         """Describe the layers of one group; `spec` is the group's own, which may wrap the layers'."""
-        added: list[tuple[_Layer, Any]] = []
+        added: list[tuple[Kind, Any]] = []
         for layer, own in layers.items():
             info = self._layer_info(layer, own if own is not None else spec)
             if info.shares_with is not None:
@@ -114,9 +92,7 @@ class _Rank:
                 )
             if layer not in kv_caches:
                 raise LayoutError(f"layer '{layer}' of group '{name}' has no registered cache among {len(kv_caches)}")
-            added.append((self._describe(layer, name, own, info, kv_caches[layer]), own))
-        for described, _ in added:
-            self._add_fields(described)
+            added.append((self._add_layer(layer, name, own, info, kv_caches[layer]), own))
         return self._group(name, spec, added)
 
     def rank(self) -> Rank:
@@ -133,16 +109,24 @@ class _Rank:
         info = self._info.get(layer)
         return read_layer(self._vllm_config, layer, spec, self._place.tp_size) if info is None else info
 
-    def _describe(self, name: str, group: str, spec: Any, info: LayerInfo, tensor: Any) -> _Layer:
+    def _add_layer(self, name: str, group: str, spec: Any, info: LayerInfo, tensor: Any) -> Kind:
+        """Add the fields and shards of a layer. Returns its kind."""
         view = layer_view(name, tensor, self._region(tensor), self._num_pages)
-        optional = is_draft(name, num_target_layers(self._vllm_config), info.is_draft)
-        place = self._layer_place(spec, optional)
-        tokens = int(spec.block_size)
-        found = self._find(name, spec, info, place, optional)
-        kind = found.kind
-        if kind is None:
+        is_optional = is_draft(name, num_target_layers(self._vllm_config), info.is_draft)
+        place = self._layer_place(spec, is_optional)
+        found = self._find(name, spec, info, place, is_optional)
+        if found.kind is None:
             kind, place = _opaque(spec, info, place, view, found.reason)
-        return _Layer(name, group, kind, found.style, place, view, optional, tokens)
+            pieces = kind.pieces(name, place, found.style, {"page": view.opaque_view("page")})
+        else:
+            kind = found.kind
+            pieces = _exact_pieces(name, kind, found.style, place, view, int(spec.block_size))
+        self._views.append(view)
+        for piece in pieces:
+            self.fields[piece.field.name] = replace(piece.field, optional=is_optional)
+            geometry = Geometry(group, view.page_step, piece.axes)
+            self._shards.append(Shard(piece.field.name, view.region, view.offset_bytes + piece.offset_bytes, geometry))
+        return kind
 
     def _layer_place(self, spec: Any, is_draft_layer: bool) -> Place:
         if is_draft_layer and not (spec.dcp_sharded and self._place.dcp_size > 1):
@@ -178,24 +162,11 @@ class _Rank:
 
         return attention_kind(spec, info, count_heads)
 
-    def _add_fields(self, layer: _Layer) -> None:
-        if isinstance(layer.kind, Opaque):
-            view = layer.view.opaque_view("page")
-            pieces = layer.kind.pieces(layer.name, layer.place, layer.style, {"page": view})
-        else:
-            pieces = _exact_pieces(layer)
-        self._views.append(layer.view)
-        for piece in pieces:
-            self.fields[piece.field.name] = replace(piece.field, optional=layer.optional)
-            geometry = Geometry(layer.group, layer.view.page_step, piece.axes)
-            offset = layer.view.offset_bytes + piece.offset_bytes
-            self._shards.append(Shard(piece.field.name, layer.view.region, offset, geometry))
-
-    def _group(self, name: str, spec: Any, added: list[tuple[_Layer, Any]]) -> Group:
+    def _group(self, name: str, spec: Any, added: list[tuple[Kind, Any]]) -> Group:
         """The group with the tokens that its pages span; from its specification on a stage without layers of it."""
         specs = [own for _, own in added] or list(getattr(spec, "kv_cache_specs", {}).values())[:1] or [spec]
         spans = {_tokens_per_page(own, self._place.dcp_size if own.dcp_sharded else 1) for own in specs}
-        if any(layer.kind.is_state and not isinstance(layer.kind, Ring) for layer, _ in added):
+        if any(kind.is_state and not isinstance(kind, Ring) for kind, _ in added):
             spans = {None}
         if len(spans) != 1:
             raise LayoutError(f"group '{name}': its layers span {sorted(map(str, spans))} tokens per page")
@@ -212,18 +183,19 @@ class _Rank:
         return self._regions[address].name
 
 
-def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
+def _exact_pieces(
+    name: str, kind: Kind, style: Style, place: Place, view: LayerView, block_tokens: int
+) -> tuple[Piece, ...]:
     """The fields of a layer of known interior. Raises LayoutError if its page is not that of the view."""
-    shapes = layer.kind.tensors(layer.place, layer.style, layer.block_tokens)
-    view = layer.view
+    shapes = kind.tensors(place, style, block_tokens)
     expected = [(shape.slots, shape.states, shape.cell_bytes) for shape in shapes]
     if expected != [(view.slots, view.states, view.cell_bytes)]:
         raise LayoutError(
-            f"layer '{layer.name}': rank {layer.place.tp_rank} of {layer.place.tp_size} should hold pages of (head slots, "
+            f"layer '{name}': rank {place.tp_rank} of {place.tp_size} should hold pages of (head slots, "
             f"states, cell bytes) {expected[0]}, but its cache has {(view.slots, view.states, view.cell_bytes)}; the model's "
-            f"config and the engine's cache contradict one another ({layer.kind})"
+            f"config and the engine's cache contradict one another ({kind})"
         )
-    return layer.kind.pieces(layer.name, layer.place, layer.style, {shapes[0].name: view.page_view(shapes[0])})
+    return kind.pieces(name, place, style, {shapes[0].name: view.page_view(shapes[0])})
 
 
 def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: str) -> tuple[Kind, Place]:
