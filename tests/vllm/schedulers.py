@@ -1,4 +1,4 @@
-"""How are both sides' halves of a scheduler asked without an engine?
+"""Both sides' halves of a scheduler, called without an engine.
 
 With vLLM's own block classes and specifications, and requests that have only what is looked at. What the prefill side answers
 goes through JSON to the decode side.

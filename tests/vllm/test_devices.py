@@ -1,4 +1,4 @@
-"""What is done for the devices that caches are on: who enters them, who waits for them, and what is told of them?"""
+"""What a rank does for its caches' devices: entering them, waiting for them, warning about an unused host buffer."""
 
 import logging
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What does a client get that changes its `kv_transfer_params`, mixes those of two requests, or sends them again?
+"""Clients that change their `kv_transfer_params`, mix those of two requests, or send them again.
 
 Two prefill engines and a decode engine without kernels (`simulation/`): vLLM's own schedulers with this connector. A client knows everything
 that travels, and not the engines' keys. Whatever it sends: no byte moves, nothing enters the prefix cache, and all blocks are free again.

@@ -1,4 +1,4 @@
-"""Does a rank wait only while its engine computes nothing?"""
+"""A rank waits for its loads only while its engine computes nothing."""
 
 from types import SimpleNamespace
 from typing import Any

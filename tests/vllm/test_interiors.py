@@ -1,4 +1,4 @@
-"""Are the facts about vLLM still true of the installed one, and are they read from a layer as vLLM keeps them?"""
+"""The tables about vLLM against the installed one, and properties of a layer as vLLM keeps them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Are comparisons with the source counted by how they ended, and told in the log line? Beside another connector too?"""
+"""Counters, the log line and the series of `/metrics`, also beside another connector."""
 
 from __future__ import annotations
 

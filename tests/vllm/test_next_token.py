@@ -1,4 +1,4 @@
-"""Is there everything that the next token looks at, with vLLM's own block managers on both sides?
+"""All that the next token attends to is there, with vLLM's own block managers on both sides.
 
 A prompt is prefilled by one manager, in chunks, and loaded into the pages of another as vLLM's scheduler drives it: local hits, a
 load beyond them, and once it is over the rest is computed, the last token at least (vLLM 0.32.0,
@@ -198,7 +198,7 @@ def test_pages_of_a_preempted_prefill_are_given_back_and_those_of_its_second_sta
     list(side.schedule(asked))
     assert engine.allocate_slots(asked, 10)
     side.last_pages.hold()
-    assert side.last_pages.num_blocks == 1
+    assert len(side.last_pages._held["p"]) == 1
     engine.free(asked)
     assert engine.block_pool.get_num_free_blocks() == free_before - 1
     side.last_pages.hold()
@@ -206,7 +206,7 @@ def test_pages_of_a_preempted_prefill_are_given_back_and_those_of_its_second_sta
     assert engine.block_pool.get_num_free_blocks() == free_before
     compute(engine, asked, 10, side.last_pages.hold)
     second = engine.get_block_ids("p")[1][0]
-    assert side.last_pages.num_blocks == 1
+    assert len(side.last_pages._held["p"]) == 1
     engine.remove_skipped_blocks("p", 27, 27)
     assert engine.get_block_ids("p")[1][0] == 0
     assert side.last_pages.restore("p", engine.get_block_ids("p"))[1] == [second, *engine.get_block_ids("p")[1][1:]]

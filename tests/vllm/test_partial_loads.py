@@ -1,4 +1,4 @@
-"""Is it noted, with its cause, whenever fewer tokens are loaded than were prefilled, and only then?"""
+"""Loads of fewer tokens than were prefilled are counted with their cause, and no others."""
 
 from __future__ import annotations
 

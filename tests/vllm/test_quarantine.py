@@ -1,4 +1,4 @@
-"""Are blocks kept as long as any rank's read may write them, and no longer?"""
+"""Blocks are held as long as any rank's read may write them, and no longer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which part of a cache does a rank of vLLM's grid hold, and which ranks hold the same?"""
+"""The part of a cache that a rank of vLLM's grid holds, and the ranks that are replicas."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Does a request's life in the scheduler become the right orders, and is nothing loaded that must not be?"""
+"""The life of a request in the scheduler: its commands, and what must not be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every kernel find what it looks for, whatever vLLM's schedulers, the network and the clients do?
+"""Every kernel finds its input, whatever vLLM's schedulers, the network and the clients do.
 
 Engines without kernels (`simulation/`): vLLM's own schedulers with this connector, its sessions and planner on plain memory, and a runner
 that knows what every token's cache must hold. A world has two to four engines and twenty requests; `python -m tests.vllm.simulation

@@ -1,4 +1,4 @@
-"""Does a request wait for its source's key, without blocks and for nothing longer, and does a source that is not there fail it by policy?"""
+"""A request waits for its source's key without blocks, and only for the key; a source that is not there fails it by policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests share a source, which give it back, and who goes on when a load fails or engines wait in a circle?"""
+"""Requests that share a source, release it, fail to load, or wait in a circle of engines."""
 
 from __future__ import annotations
 

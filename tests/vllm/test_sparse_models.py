@@ -1,4 +1,4 @@
-"""The caches of models that attend to what an indexer chooses, side by side as each model has them: are they where they are said to be?
+"""Caches of models with an indexer, side by side as each model has them, at the described addresses.
 
 | model | caches |
 |---|---|

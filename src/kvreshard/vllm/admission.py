@@ -42,11 +42,6 @@ class Admission:
         self._stuck: tuple[str, float] | None = None
 
     @property
-    def num_failed(self) -> int:
-        """Requests whose load has failed and that have no blocks yet."""
-        return len(self._failed) + len(self._behind)
-
-    @property
     def is_looking(self) -> bool:
         """Whether vLLM has looked for requests to start in this step. It does not while it is paused."""
         return self._is_looking

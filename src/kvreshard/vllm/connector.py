@@ -47,13 +47,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class ReshardHandshake(KVConnectorHandshakeMetadata):
-    """One rank's part of the engine's metadata."""
-
-    def __init__(self, part: RankPart) -> None:
-        self.part = part
-
-
 class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's hooks.
 
@@ -136,7 +129,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         # By (pipeline rank, tensor rank).
-        self._scheduling.set_ranks({place: m.part for place, m in metadata.items() if isinstance(m, ReshardHandshake)})
+        self._scheduling.set_ranks({place: m for place, m in metadata.items() if isinstance(m, RankPart)})
 
     # Worker side
 
@@ -145,8 +138,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's part of the engine's metadata; None in a replica."""
-        part = self._working.part
-        return None if part is None else ReshardHandshake(part)
+        return self._working.part
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if isinstance(self._connector_metadata, ReshardMetadata):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
@@ -29,8 +30,8 @@ logger = get_logger(__name__)
 MAX_OUTCOMES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
+@dataclass(frozen=True)
+class RankPart(KVConnectorHandshakeMetadata):
     """One rank's part of the engine's metadata: its layout in the wire form, its addresses, and what `compatibility` reads."""
 
     layout: bytes

@@ -35,11 +35,6 @@ class LastPages:
         self._expected: dict[str, list[Place]] = {}
         self._held: dict[str, dict[Place, KVCacheBlock]] = {}
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that are held."""
-        return sum(map(len, self._held.values()))
-
     def expect(self, request_id: str, num_tokens: int) -> None:
         """A prompt of `num_tokens` tokens is computed for another engine."""
         places = [(group, page) for group in self._groups for page in group.last_pages(num_tokens)]

@@ -1,4 +1,4 @@
-"""What must come from the prefill, and what is this engine's own, for items in every place?"""
+"""Items in every place: those that must come from the prefill, and those that are this engine's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the defaults hold, and is a typo told?"""
+"""Defaults, typos and wrong values of options, and versions of vLLM."""
 
 import dataclasses
 import logging

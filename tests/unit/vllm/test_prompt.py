@@ -1,4 +1,4 @@
-"""Is exactly the common prefix of two prompts found, and never a token more?"""
+"""Exactly the common prefix of two prompts is found, and never a token more."""
 
 import json
 

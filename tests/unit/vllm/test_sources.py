@@ -1,4 +1,4 @@
-"""Is a host that is not listed refused in every spelling, and a list that is none refused at start?"""
+"""Hosts that are not listed are refused in every spelling, and a wrong list at start."""
 
 from __future__ import annotations
 

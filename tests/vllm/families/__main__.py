@@ -1,4 +1,4 @@
-"""What does each layer of a model say about its cache, and which layers share a block table, asked of vLLM's own model class?
+"""What each layer of a model caches, and which layers share a block table, from vLLM's own model class.
 
     python -m tests.vllm.families TP_SIZE TP_RANK NUM_DRAFTS
 

@@ -1,4 +1,4 @@
-"""What stands in the way of a model's class where no model is run, and is taken out: what only other platforms have.
+"""Patches for what keeps a model's class from being made where no model runs: what only other platforms have.
 
 | taken out | because |
 |---|---|

@@ -1,4 +1,4 @@
-"""Which engines, which model and which weather does a seed stand for?
+"""The engines, the model and the weather that a seed stands for.
 
 All engines of a world run one model, each at its own TP (DCP with latents), PP, page size, order of dimensions, pool, step size, with or
 without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. A third serve by priority. Some

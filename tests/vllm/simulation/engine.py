@@ -51,7 +51,6 @@ from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
-from kvreshard.vllm.connector import ReshardHandshake
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.worker import WorkerSide
@@ -289,9 +288,8 @@ class Engine:
                 rank.rank, transport.metadata(), table.region.address, len(table),
                 observer.mailbox.region.address, len(observer.mailbox),
             )  # fmt: skip
-            parts[divmod(place, self.shape.tp)] = ReshardHandshake(
-                RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), engine_metadata, {})
-            )
+            layout = wire.encode(replace(self.side.layout, ranks=(rank,)))
+            parts[divmod(place, self.shape.tp)] = RankPart(layout, engine_metadata, {})
             worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
             worker._endpoint, worker._rank = endpoint, rank.rank
             self.workers.append(worker)

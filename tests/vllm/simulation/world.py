@@ -1,4 +1,4 @@
-"""Engines that exchange requests through a router, at random but repeatable: what may not happen, ever?
+"""Engines that exchange requests through a router, at random but repeatable, and what must always hold.
 
 1. `submit`: a text is prefilled on one engine and decoded on another, on several, or on none; or it is only computed somewhere.
 2. `tick`: somebody does something: a step of an engine, a turn of its sessions, bytes move, engines meet, a request is aborted.
@@ -405,11 +405,12 @@ class World:
         scheduling = engine.connector._scheduler
         assert not engine.scheduler.requests, engine.name
         assert engine.num_free_blocks == engine.num_blocks_at_rest, (engine.name, engine.num_free_blocks)
-        assert scheduling._producer.last_pages.num_blocks == 0, engine.name
+        assert not any(scheduling._producer.last_pages._held.values()), engine.name
         assert not scheduling._producer.last_pages._expected, engine.name
         assert not scheduling._producer._leases._leases, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
-        assert not scheduling._admission.num_failed, engine.name
+        assert not scheduling._admission._failed, engine.name
+        assert not scheduling._admission._behind, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
             assert endpoint.num_quarantined == 0, engine.name
