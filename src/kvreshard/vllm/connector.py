@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvreshard import __version__
-from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
@@ -58,20 +57,17 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = vllm_config.kv_transfer_config
-        if config is None or config.engine_id is None:
-            raise KvReshardError("ReshardConnector needs a kv_transfer_config with an engine id; vLLM gives one")
         check_start(vllm_config)
         options = read_options(config.kv_connector_extra_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             logger.info(
                 "kvreshard %s: engine %s, kv_role %s, NIXL backend %s %s, options: %s",
                 *(__version__, config.engine_id, config.kv_role, options.backend, options.nixl.params, options),
             )
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config.engine_id, options)
+            self._side: SchedulerSide | WorkerSide = self._scheduler
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, config.engine_id, options)
+            self._side = self._worker = WorkerSide(vllm_config, kv_cache_config, config.engine_id, options)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -92,68 +88,67 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduling.arrive(request)
+        self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        count = self._scheduling.count_loadable(request, num_computed_tokens)
+        count = self._scheduler.count_loadable(request, num_computed_tokens)
         return count, bool(count)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduling.allocate(request, blocks, num_external_tokens)
+        self._scheduler.allocate(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._scheduling.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
+        return self._scheduler.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.on_worker_output(connector_output)
+        self._scheduler.on_worker_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finish(request, (block_ids,))
+        return self._scheduler.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finish(request, block_ids)
+        return self._scheduler.finish(request, block_ids)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduling.bind(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduling.has_commands
+        return self._scheduler.has_commands
 
     def reset_cache(self) -> bool:
-        return self._scheduling.reset()
+        return self._scheduler.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         # By (pipeline rank, tensor rank).
-        self._scheduling.set_ranks({place: m for place, m in metadata.items() if isinstance(m, RankPart)})
+        self._scheduler.set_ranks({place: m for place, m in metadata.items() if isinstance(m, RankPart)})
 
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._working.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's part of the engine's metadata; None in a replica."""
-        return self._working.part
+        return self._worker.part
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if isinstance(self._connector_metadata, ReshardMetadata):
-            self._working.submit(self._connector_metadata)
+            self._worker.submit(self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._working.collect()
+        return self._worker.collect()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._working.take_metadata()
+        return self._worker.take_metadata()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The counts of this process since the last step."""
-        side = self._worker or self._scheduler
-        return None if side is None else side.stats.take()
+        return self._side.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -181,22 +176,8 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing is saved, but the draft model's cache must be written: see `WorkerSide.wait_for_draft`."""
         if isinstance(self._connector_metadata, ReshardMetadata) and self._connector_metadata.waits_for_draft:
-            self._working.wait_for_draft()
+            self._worker.wait_for_draft()
 
     def shutdown(self) -> None:
         """End threads, sockets and the agent."""
-        for side in (self._worker, self._scheduler):
-            if side is not None:
-                side.close()
-
-    @property
-    def _scheduling(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise KvReshardError("a hook of the scheduler was called on a worker's ReshardConnector")
-        return self._scheduler
-
-    @property
-    def _working(self) -> WorkerSide:
-        if self._worker is None:
-            raise KvReshardError("a hook of a worker was called on the scheduler's ReshardConnector")
-        return self._worker
+        self._side.close()

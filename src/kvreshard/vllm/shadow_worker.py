@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 class ShadowWorker:
-    """One per rank. `part`: this rank's part of the engine's metadata, after `register`."""
+    """One per rank, beside NixlConnector's `worker`. `part`: this rank's part of the engine's metadata, after `register`."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options, worker: Any) -> None:
         self._vllm_config, self._kv_cache_config, self._engine = vllm_config, kv_cache_config, engine
         self.part: RankPart | None = None
-        self._worker: Any = None
-        self._agent: RecordingAgent | None = None
+        self._worker, self._agent = worker, RecordingAgent(worker.nixl_wrapper)
         self._loads: dict[str, ShadowLoad] = {}
         self._judge = ShadowJudge(
             engine,
@@ -35,11 +34,12 @@ class ShadowWorker:
                 options.handshake_timeout_s, options.keys, options.allow_mismatch, options.shadow_report_file
             ),
         )
+        self._record()
 
-    def watch(self, worker: Any) -> None:
+    def _record(self) -> None:
         """Record what NixlConnector's worker posts (vLLM 0.32.0, `nixl/pull_worker.py`, `_read_blocks`)."""
-        self._worker, agent = worker, RecordingAgent(worker.nixl_wrapper)
-        worker.nixl_wrapper = self._agent = agent
+        worker, agent = self._worker, self._agent
+        worker.nixl_wrapper = agent
         read_blocks = worker._read_blocks
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class ShadowWorker:
         """NixlConnector has ended these loads: have them judged."""
         for request in received | failed:
             load = self._loads.pop(request, None)
-            posted = self._agent.take(request) if self._agent is not None else []
+            posted = self._agent.take(request)
             if load is None:
                 continue
             remote = "" if load.load is None else load.load.remote.engine
