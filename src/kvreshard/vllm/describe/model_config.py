@@ -56,10 +56,9 @@ def is_draft(name: str, num_target_layers: int | None, marked: bool) -> bool:
 
 def num_target_layers(vllm_config: Any) -> int | None:
     """Decoder layers of the target; None without a draft."""
-    if getattr(vllm_config, "speculative_config", None) is None:
+    if vllm_config.speculative_config is None:
         return None
-    text = getattr(vllm_config.model_config, "hf_text_config", None)
-    count = getattr(text, "num_hidden_layers", None)
+    count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     return int(count) if isinstance(count, int) else None
 
 
@@ -74,7 +73,7 @@ def draft_place(vllm_config: Any, place: RankPlace) -> Place:
 
     Drafts keep the whole sequence where DCP does not shard them (`gpu/model_runner.py:595`).
     """
-    parallel = getattr(getattr(vllm_config, "speculative_config", None), "draft_parallel_config", None)
+    parallel = getattr(vllm_config.speculative_config, "draft_parallel_config", None)
     tp_size = int(getattr(parallel, "tensor_parallel_size", place.tp_size))
     return Place() if tp_size == 1 else place.whole_sequence()
 
@@ -84,7 +83,8 @@ def total_kv_heads(layer: str, held: int, parts: int, configured: Sequence[Confi
     if held > 1 or parts == 1:
         return held * parts
     for _, number in configured:
-        if number > 0 and size(split_evenly(number, parts, 0)) == held and _divides(number, parts):
+        is_even = number > 0 and (parts % number == 0 or number % parts == 0)
+        if is_even and size(split_evenly(number, parts, 0)) == held:
             return number
     entries = ", ".join(f"{name} = {number}" for name, number in configured) or "nothing"
     raise LayoutError(
@@ -93,19 +93,13 @@ def total_kv_heads(layer: str, held: int, parts: int, configured: Sequence[Confi
     )
 
 
-def _divides(number: int, parts: int) -> bool:
-    return parts % number == 0 or number % parts == 0
-
-
 def configured_heads(vllm_config: Any, layer: str, *, is_window: bool, is_draft: bool) -> list[Configured]:
     """Numbers of KV heads in the configuration of the layer's model, the most specific first."""
     model = vllm_config.model_config
     index = layer_index(layer)
     if is_draft:
-        speculative = getattr(vllm_config, "speculative_config", None)
-        model = getattr(speculative, "draft_model_config", None) or model
-    text = getattr(model, "hf_text_config", None)
-    found = []
+        model = getattr(vllm_config.speculative_config, "draft_model_config", None) or model
+    text, arch, found = model.hf_text_config, model.model_arch_config, []
     window = getattr(text, "swa_num_key_value_heads", None)
     if is_window and isinstance(window, int):
         found.append(("swa_num_key_value_heads", window))
@@ -118,15 +112,8 @@ def configured_heads(vllm_config: Any, layer: str, *, is_window: bool, is_draft:
         shared = getattr(blocks[index].attention, "n_heads_in_group", None)
         if isinstance(shared, int) and shared > 0:
             found.append(("block_configs.attention.n_heads_in_group", int(query_heads) // shared))
-    arch = getattr(model, "model_arch_config", None)
-    if arch is not None:
-        found.append(("total_num_kv_heads", int(_of_layer(arch, index).total_num_kv_heads)))
+    # The layer's own architecture where vLLM has one. A draft's layers count on from the target's, and have none.
+    overrides = arch.per_layer_overrides
+    own = arch if overrides is None or index is None or index >= len(overrides) else arch[index]
+    found.append(("total_num_kv_heads", int(own.total_num_kv_heads)))
     return found
-
-
-def _of_layer(arch: Any, index: int | None) -> Any:
-    """The layer's own architecture where vLLM has one, else the model's (a draft's layers count on from the target's)."""
-    overrides = getattr(arch, "per_layer_overrides", None)
-    if overrides is None or index is None or index >= len(overrides):
-        return arch
-    return arch[index]
