@@ -1,8 +1,8 @@
 """Requests that lack multimodal items of their prefill: what they need of it, and when they are refused.
 
-1. `arrive`: the items are compared as soon as the key of their digests is known, before vLLM looks for prefix hits. The blocks of a request
-   that lacks items, or whose prefill had another `cache_salt`, are hashed with a key of its own. Without the source's key nothing is known of
-   the items: the request is refused if its prefill had any (`arrive_unasked`).
+1. `arrive`: the items are compared as soon as the key of their digests is known, before vLLM looks for prefix hits. The blocks of a
+   request that lacks items, or whose prefill had another `cache_salt`, are hashed with a key of its own. Without the source's key
+   nothing is known of the items: the request is refused if its prefill had any (`arrive_unasked`).
 2. `narrow`: once the texts have been compared, items of another text are not needed.
 3. `why_refused`: whenever vLLM is about to schedule the request, also after a failed load or a preemption.
 4. `end`: the request is over.

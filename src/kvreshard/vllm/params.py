@@ -53,8 +53,8 @@ class ParamsError(KvReshardError):
 class GroupParams(msgspec.Struct, frozen=True):
     """What one block list means. `page_tokens` None: one page per request. `is_state`: it belongs to one position.
 
-    `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: what a ring holds, as in `groups.CacheGroup`. `first_token`: the
-    first token that its pages hold, where that is not the first of the first page.
+    `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: capacity of a ring; as in `groups.CacheGroup`.
+    `first_token`: the first token that its pages hold, where that is not the first of the first page.
     """
 
     name: Name

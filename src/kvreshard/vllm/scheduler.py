@@ -38,8 +38,9 @@ logger = get_logger(__name__)
 class ReshardMetadata(KVConnectorMetadata):
     """What the scheduler sends to all ranks in one step.
 
-    `engine_metadata`: once, encoded. `is_idle`: nothing is computed in this step or in another that is under way, so that a rank may wait a
-    moment for its loads. `waits_for_draft`: a prefill may end with this step, and the engine has a draft model (`WorkerSide.wait_for_draft`).
+    `engine_metadata`: once, encoded. `is_idle`: nothing is computed in this step or in another that is under way, so that a rank may wait
+    a moment for its loads. `waits_for_draft`: a prefill may end with this step, and the engine has a draft model
+    (`WorkerSide.wait_for_draft`).
     """
 
     commands: list[Command] = field(default_factory=list)

@@ -58,7 +58,7 @@ class ShadowHandshake(KVConnectorHandshakeMetadata):
 
 
 class ShadowConnector(NixlPullConnector):
-    """NixlConnector with a shadow beside it, in the scheduler's process and in each rank's. Every hook returns what NixlConnector returns."""
+    """NixlConnector with a shadow in the scheduler's process and in each rank's. Every hook returns what NixlConnector returns."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -85,7 +85,8 @@ class LayerView:
 def layer_view(name: str, tensor: Any, region: str, num_pages: int) -> LayerView:
     """The view of layer `name`, from the tensor that vLLM registered for it. `num_pages`: pages of its pool.
 
-    Raises LayoutError for cells that are not contiguous, blocks that are no multiple of the pages, or kernel blocks that do not tile their page.
+    Raises LayoutError for cells that are not contiguous, blocks that are no multiple of the pages, or kernel blocks that do not tile
+    their page.
     """
     item = int(tensor.element_size())
     shape, strides = [int(size) for size in tensor.shape], [int(stride) * item for stride in tensor.stride()]
