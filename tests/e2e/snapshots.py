@@ -99,7 +99,7 @@ def write_layout(folder: Path, vllm_config: Any, kv_cache_config: Any, kv_caches
     try:
         from kvreshard.model import wire
         from kvreshard.vllm.describe import describe_rank
-        from kvreshard.vllm.rank_place import read_place
+        from kvreshard.vllm.describe.place import read_place
 
         layout = describe_rank(
             engine="recorded",

@@ -93,7 +93,7 @@ def test_a_page_that_the_last_token_still_looks_at_is_missed(nursery: Nursery, t
     assert verdicts.keys() == {286, 287, 288}
     assert verdicts.pop(287) == "missing"
     assert set(verdicts.values()) <= {"same", "more"}
-    assert any("token 286 looks at token 127" in report.get("reason", "") for report in found)
+    assert any("token 286 attends to token 127" in report.get("reason", "") for report in found)
 
 
 def check_text(nursery: Nursery, model: str, outputs: list[Output]) -> None:

@@ -41,8 +41,8 @@ from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.layer_info import LayerInfo
-from kvreshard.vllm.rank_place import RankPlace
+from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.describe.place import RankPlace
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 Labels = np.ndarray[Any, np.dtype[np.uint8]]

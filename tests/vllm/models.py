@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.layer_info import LayerInfo
-from kvreshard.vllm.rank_place import RankPlace
+from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.describe.place import RankPlace
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FLASH = LayerInfo("FLASH_ATTN", "auto", "cuda")

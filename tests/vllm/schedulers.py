@@ -1,4 +1,4 @@
-"""How are both sides' halves of a scheduler asked without an engine?
+"""Both sides' halves of a scheduler, called without an engine.
 
 With vLLM's own block classes and specifications, and requests that have only what is looked at. What the prefill side answers
 goes through JSON to the decode side.
@@ -37,6 +37,8 @@ from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions
 from kvreshard.vllm.producer import Producer
+from kvreshard.vllm.requests import EngineConfig
+from kvreshard.vllm.sources import SourceHosts
 
 KEY = bytes(range(32))
 LIFE = instance_id_of(KEY)
@@ -102,7 +104,9 @@ def producer(
     some: tuple[CacheGroup, ...], backoff: int = 0, slots: int = 4, positions: Positions = Positions.PLAIN
 ) -> Producer:
     sizes = {"tp_size": 1, "dcp_size": 1, "pp_size": 1}
-    made = Producer("p", KEY, some, sizes, backoff, 30.0, slots, positions=positions)
+    made = Producer(
+        "p", KEY, EngineConfig(some, num_backoff_tokens=backoff, positions=positions, sizes=sizes), 30.0, slots
+    )
     made.address = Address("127.0.0.1", 5)
     return made
 
@@ -155,7 +159,7 @@ def blocks(*ids: list[int], cached: int = 0) -> KVCacheBlocks:
 
 
 class Decode:
-    """A decode side with what it has said. `has_met`: its ranks have met the source before."""
+    """A decode side with what it has counted. `has_met`: its ranks have met the source before. `config`: entries of `EngineConfig`."""
 
     def __init__(
         self,
@@ -163,12 +167,22 @@ class Decode:
         backoff: int = 0,
         me: tuple[str, str] = ("d", "its life"),
         has_met: bool = True,
-        **options: Any,
+        hosts: SourceHosts | None = None,
+        own_key: bytes | None = None,
+        **config: Any,
     ) -> None:
         self.fallbacks: list[str] = []
-        self.side = Consumer(me, groups(*specs), backoff, self.fallbacks.append, **options)
+        self.not_loaded: list[tuple[str, int]] = []
+        engine = EngineConfig(groups(*specs), num_backoff_tokens=backoff, **config)
+        self.side = Consumer(me, engine, self._count, hosts=hosts, own_key=own_key)
         if has_met:
-            self.side._known.keep_key(KEY)
+            self.side._known.add_key(KEY)
+
+    def _count(self, counter: str, label: str, amount: int) -> None:
+        if counter == "fallbacks":
+            self.fallbacks.append(label)
+        elif counter == "tokens_not_loaded":
+            self.not_loaded.append((label, amount))
 
     def arrive(self, params: dict[str, Any], tokens: list[int], **more: Any) -> Any:
         asked = request("d-1", tokens, kv_transfer_params=params, **({"block_hashes": []} | more))

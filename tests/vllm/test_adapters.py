@@ -1,4 +1,4 @@
-"""Is an adapter told from another one of the same name, and is it the same wherever it lies?"""
+"""Identity of adapters: equal wherever the files lie, different for other weights under the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values in all six layouts: does every label lie where the layout says, and does a transfer bring it over?"""
+"""Keys and values in all six layouts: every label lies where the layout says, and a transfer moves it there."""
 
 import pytest
 

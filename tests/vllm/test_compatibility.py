@@ -1,4 +1,4 @@
-"""Do the facts of an engine say what vLLM makes of its configuration, wherever its model has been loaded?"""
+"""Properties of an engine, as vLLM derives them from its configuration, wherever its model has been loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where does vLLM's CPU build put a value? Labels go through its own operators and are found at the address that we describe.
+"""Places of values in vLLM's CPU build: its own operators write labels, which are found at the described addresses.
 
 Operators round values, so a label is written as its binary digits: one pass per digit, the value zero or one. AMX tiles are
 filled here on any processor; only computing with them needs one that has them.
@@ -19,7 +19,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-from kvreshard.vllm.layer_info import LayerInfo
+from kvreshard.vllm.describe.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 75

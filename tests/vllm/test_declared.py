@@ -1,4 +1,4 @@
-"""Is the dtype that a file declares for its caches read as vLLM resolves it?"""
+"""The cache dtype that a model's file declares, as vLLM resolves it."""
 
 from __future__ import annotations
 

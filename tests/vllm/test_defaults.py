@@ -1,4 +1,4 @@
-"""Has a file that leaves a field out what the configuration class of its family puts there?
+"""Fields that a model's file leaves out, as the configuration class of its family sets them.
 
 The class is the one that vLLM takes: its own where it has one, else transformers'. Each is made twice, of other sizes, without the field.
 """

@@ -22,8 +22,8 @@ from kvreshard.model import LayoutMismatch, merge_ranks
 from kvreshard.model.changed import replace
 from kvreshard.model.wire import decode, encode
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.layer_info import LayerInfo
-from kvreshard.vllm.rank_place import RankPlace
+from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.describe.place import RankPlace
 
 pytestmark = pytest.mark.vllm
 TOKENS = 70

@@ -1,4 +1,4 @@
-"""Are exactly the asked bytes zeroed, permuted and read, through tensors that share a storage?
+"""Zeroing, permuting and reading exactly the requested bytes, through tensors that share a storage.
 
 On the processor: torch does the same on every device, but for the order of things in a stream, which nothing here can show.
 """

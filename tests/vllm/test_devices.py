@@ -1,4 +1,4 @@
-"""What is done for the devices that caches are on: who enters them, who waits for them, and what is told of them?"""
+"""What a rank does for its caches' devices: entering them, waiting for them, warning about an unused host buffer."""
 
 import logging
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import torch
 from kvreshard.transport.device import enter_device
 from kvreshard.vllm import worker
 from kvreshard.vllm.connector import ReshardConnector
-from kvreshard.vllm.draft import has_draft
+from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.scheduler import ReshardMetadata
 from kvreshard.vllm.worker import WorkerSide
@@ -75,9 +75,9 @@ def test_a_host_buffer_that_is_not_used_is_told(
     side = WorkerSide(config, None, "engine", read_options({}))
     side._devices = devices
     with caplog.at_level(logging.WARNING, logger="kvreshard"):
-        side._tell_unused_buffer()
+        side._warn_of_host_buffer()
     assert [record.message for record in caplog.records] == (
-        ["kvreshard: kv_buffer_device is cpu, and is not used: caches are read from and into cuda:0; leave it out"]
+        ["kvreshard: kv_buffer_device cpu is ignored: caches are read from and into cuda:0; leave it out"]
         if is_told
         else []
     )

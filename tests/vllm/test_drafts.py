@@ -1,4 +1,4 @@
-"""Does the catalog read, from the file of a draft, the caches that vLLM's own class of it registers beside its target's?"""
+"""Caches of drafts, read from the draft's file, against those that vLLM's own class registers beside its target's."""
 
 from __future__ import annotations
 

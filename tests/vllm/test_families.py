@@ -1,6 +1,6 @@
-"""Does the catalog read, from a file alone, the caches that vLLM's own class of the model registers, and group them alike?
+"""Caches read from a model's file alone, and their groups, against those that vLLM's own class of the model registers.
 
-And does the connector, which sees those caches, describe them as the catalog does?
+The connector, which sees those caches, must describe them as the catalog does.
 
 The oracle is vLLM's: each model is made by its class, at its full size, on a device that holds no values
 (`tests/vllm/families`). Beside families as transformers has them by default there are those with fields that change a cache.

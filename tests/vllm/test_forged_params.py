@@ -1,4 +1,4 @@
-"""What does a client get that changes its `kv_transfer_params`, mixes those of two requests, or sends them again?
+"""Clients that change their `kv_transfer_params`, mix those of two requests, or send them again.
 
 Two prefill engines and a decode engine without kernels (`simulation/`): vLLM's own schedulers with this connector. A client knows everything
 that travels, and not the engines' keys. Whatever it sends: no byte moves, nothing enters the prefix cache, and all blocks are free again.
@@ -26,8 +26,8 @@ from tests.vllm.simulation.world import World
 
 from kvreshard.session.seal import instance_id_of
 from kvreshard.vllm import worker
+from kvreshard.vllm.leases import Leases
 from kvreshard.vllm.params import KEY, read_params
-from kvreshard.vllm.slots import Slots
 
 pytestmark = pytest.mark.vllm
 
@@ -60,12 +60,16 @@ class Fleet:
         )
         self.count, self.posted = 0, list[object]()
         self.decode, self.fallbacks = self.world.by_name["d"], list[str]()
-        self.decode.connector._scheduler._consumer._note_fallback = self.fallbacks.append
+        self.decode.connector._scheduler._consumer._count = self._count
         for name in ("p", "q"):  # as many as the tables of the simulation's ranks
-            self.world.by_name[name].connector._scheduler._producer._slots = Slots(64)
+            self.world.by_name[name].connector._scheduler._producer._leases = Leases(64)
         for endpoint in self.decode.endpoints:
             real = endpoint._transport.post
             endpoint._transport.post = lambda *args, real=real: self.posted.append(args) or real(*args)
+
+    def _count(self, counter: str, label: str, _amount: int) -> None:
+        if counter == "fallbacks":
+            self.fallbacks.append(label)
 
     def ask(self, name: str, tokens: list[int], params: dict[str, Any]) -> Finished:
         """One request from its beginning to its end."""

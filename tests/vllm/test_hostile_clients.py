@@ -1,4 +1,4 @@
-"""What does vLLM's own NIXL listener do with the hostile clients that ours survives? For the table, and to notice when it changes.
+"""Hostile clients that our listener survives, against vLLM's own NIXL listener. For the table, and to notice when it changes.
 
 Its thread runs one client after the other; after each it is asked as its own workers ask. A thread that has died is started anew.
 """

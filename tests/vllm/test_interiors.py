@@ -1,4 +1,4 @@
-"""Are the facts about vLLM still true of the installed one, and are they read from a layer as vLLM keeps them?"""
+"""The tables about vLLM against the installed one, and properties of a layer as vLLM keeps them."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,10 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm import interiors as table
-from kvreshard.vllm.draft import is_draft, layer_index
-from kvreshard.vllm.heads import configured_heads, total_kv_heads
-from kvreshard.vllm.layer_info import STATE_SIZES, read_layer
+from kvreshard.vllm.describe import interiors as table
+from kvreshard.vllm.describe.layer_info import read_layer
+from kvreshard.vllm.describe.model_config import configured_heads, is_draft, layer_index, total_kv_heads
+from kvreshard.vllm.describe.state_forms import FORMS
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(vllm.__file__).parent
@@ -85,7 +85,7 @@ def test_classes_of_states_have_the_sizes_that_are_read(name: str) -> None:
     ((file, _),) = lines_of(source)
     text = file.read_text()
     assert re.search(rf"^class {name}\b", text, flags=re.MULTILINE)
-    for attribute in STATE_SIZES[form]:
+    for attribute in FORMS[form].sizes:
         assert re.search(rf"self\.{attribute}\b(?:: int)? =", text), f"{name}.{attribute}"
 
 
@@ -193,7 +193,7 @@ def test_groups_that_the_mixer_copies_are_counted_once(groups: int, tp: int, key
 
 def test_groups_that_contradict_the_config_are_refused() -> None:
     spec = MambaSpec(block_size=1, shapes=((1, 1),), dtypes=(torch.float32,))
-    with pytest.raises(LayoutError, match="cannot tell copies from groups"):
+    with pytest.raises(LayoutError, match="copies and groups cannot be told apart"):
         read(MambaMixer2(1, 4), spec, 4, text={"n_groups": 4})
 
 

@@ -31,7 +31,7 @@ from kvreshard.vllm.items import Positions, digest_grid, isolate
 from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 from kvreshard.vllm.requests import read_placeholders, read_positions
-from kvreshard.vllm.source_hosts import SourceHosts
+from kvreshard.vllm.sources import SourceHosts
 
 pytestmark = pytest.mark.vllm
 
@@ -233,8 +233,8 @@ def test_what_turns_out_to_be_hopeless_gives_its_source_back() -> None:
 NOBODY: dict[str, Callable[[Decode], object]] = {
     "unmet": lambda decode: decode.meet({}, {"d-1": GONE}),
     "reset": lambda decode: list(decode.side.reset()),
-    "deadlock": lambda decode: list(decode.side.give_up_one()),
-    "pool": lambda decode: list(decode.side.give_up("d-1")),
+    "deadlock": lambda decode: list(decode.side.give_up_longest()),
+    "pool": lambda decode: list(decode.side.give_up("d-1", "pool")),
     "role": lambda _: None,
     "host": lambda _: None,
 }

@@ -1,4 +1,4 @@
-"""Are comparisons with the source counted by how they ended, and told in the log line? Beside another connector too?"""
+"""Counters, the log line and the series of `/metrics`, also beside another connector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 import kvreshard.vllm
 from kvreshard.session.commands import Failure, Results
 from kvreshard.vllm import consumer, loadable
-from kvreshard.vllm.metrics import COUNTERS, LABEL_VALUES, SECONDS, ReshardPromMetrics, ReshardStats, seconds_buckets
+from kvreshard.vllm.metrics import COUNTERS, SECONDS, ReshardPromMetrics, ReshardStats, seconds_buckets
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +39,7 @@ def test_calls_that_do_not_come_back_are_counted_by_name() -> None:
     stats.note(Results(stuck=["start"]))
     assert stats.data["counts"]["stuck_calls"] == {"start": 1}
     assert stats.reduce()["Stuck calls (start)"] == 1
-    assert COUNTERS["stuck_calls"][1] == "call"
+    assert COUNTERS["stuck_calls"].label == "call"
 
 
 def test_multi_connector_finds_our_statistics_by_our_name() -> None:
@@ -65,9 +65,9 @@ def test_every_series_is_there_before_anything_happens() -> None:
     page = generate_latest(registry).decode()
     lines = {frozenset(re.split(r"[{},]", line)) for line in page.splitlines()}
     for engine in "01":
-        for name, (_, label) in COUNTERS.items():
-            for value in LABEL_VALUES[name] if label else [""]:
-                labels = {f'engine="{engine}"', *([f'{label}="{value}"'] if label else [])}
+        for name, series in COUNTERS.items():
+            for value in series.values:
+                labels = {f'engine="{engine}"', *([f'{series.label}="{value}"'] if series.label else [])}
                 assert frozenset({f"kvreshard_{name}_total", *labels, " 0.0"}) in lines
         assert f'kvreshard_load_seconds_bucket{{engine="{engine}",le="1250.0"}} 0.0' in page
 
@@ -81,11 +81,12 @@ def test_loads_that_take_as_long_as_they_may_are_told_from_longer_ones() -> None
 
 def test_every_cause_of_a_fallback_is_among_the_label_values() -> None:
     here, rest = Path(consumer.__file__).read_text(), Path(loadable.__file__).read_text()
-    both = {*re.findall(r'_fall_back\(.+?, "(.+?)"', here), *re.findall(r'Loadable\(0, "(.+?)"', rest), "prompt"}
-    assert len(both) > 8
-    assert {*re.findall(r'_note_fallback\("(.+?)"\)', here), *both} == set(LABEL_VALUES["fallbacks"])
+    causes = {*consumer.REASONS, *re.findall(r'Loadable\(0, "(.+?)"', rest), "prompt"}
+    assert len(causes) > 8
+    assert {*re.findall(r'_count\("fallbacks", "(.+?)"', here), *causes} == set(COUNTERS["fallbacks"].values)
+    returned = re.findall(r'return "(\w+)"', here) + re.findall(r'give_up\(.+?, "(\w+)"', here)
+    assert {*returned, "pool"} == set(consumer.REASONS)
     partial = re.findall(r'_note_partial\([^"]*?"(\w+)"', here) + re.findall(
         r'Loadable\(count, fallback, "(\w+)"', rest
     )
-    assert {*partial, *both} == set(LABEL_VALUES["partial_loads"])
-    assert {name for name, (_, label) in COUNTERS.items() if label} == set(LABEL_VALUES)
+    assert {*partial, *causes} == set(COUNTERS["partial_loads"].values) == set(COUNTERS["tokens_not_loaded"].values)

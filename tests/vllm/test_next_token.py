@@ -1,4 +1,4 @@
-"""Is there everything that the next token looks at, with vLLM's own block managers on both sides?
+"""All that the next token attends to is there, with vLLM's own block managers on both sides.
 
 A prompt is prefilled by one manager, in chunks, and loaded into the pages of another as vLLM's scheduler drives it: local hits, a
 load beyond them, and once it is over the rest is computed, the last token at least (vLLM 0.32.0,
@@ -78,7 +78,7 @@ def offered(specs: Sequence[Any], tokens: list[int], step_tokens: int) -> dict[s
     side.last_pages.manager = engine
     side.arrive(asked)
     list(side.schedule(asked))
-    compute(engine, asked, step_tokens, side.last_pages.keep)
+    compute(engine, asked, step_tokens, side.last_pages.hold)
     asked.status = RequestStatus.FINISHED_LENGTH_CAPPED
     engine.remove_skipped_blocks("p", asked.num_computed_tokens, asked.num_prompt_tokens)
     params, _ = side.finish(asked, engine.get_block_ids_for_computed_tokens("p", asked.num_computed_tokens))
@@ -197,16 +197,16 @@ def test_pages_of_a_preempted_prefill_are_given_back_and_those_of_its_second_sta
     side.last_pages.manager = engine
     list(side.schedule(asked))
     assert engine.allocate_slots(asked, 10)
-    side.last_pages.keep()
-    assert side.last_pages.num_blocks == 1
+    side.last_pages.hold()
+    assert len(side.last_pages._held["p"]) == 1
     engine.free(asked)
     assert engine.block_pool.get_num_free_blocks() == free_before - 1
-    side.last_pages.keep()
+    side.last_pages.hold()
     assert list(side.schedule(asked)) == []
     assert engine.block_pool.get_num_free_blocks() == free_before
-    compute(engine, asked, 10, side.last_pages.keep)
+    compute(engine, asked, 10, side.last_pages.hold)
     second = engine.get_block_ids("p")[1][0]
-    assert side.last_pages.num_blocks == 1
+    assert len(side.last_pages._held["p"]) == 1
     engine.remove_skipped_blocks("p", 27, 27)
     assert engine.get_block_ids("p")[1][0] == 0
     assert side.last_pages.restore("p", engine.get_block_ids("p"))[1] == [second, *engine.get_block_ids("p")[1][1:]]
@@ -222,12 +222,12 @@ def test_a_prefill_that_did_not_end_well_keeps_nothing(status: RequestStatus) ->
     free_before = engine.block_pool.get_num_free_blocks()
     side.last_pages.manager = engine
     list(side.schedule(asked))
-    compute(engine, asked, 10, side.last_pages.keep)
+    compute(engine, asked, 10, side.last_pages.hold)
     asked.status = status
     params, _ = side.finish(asked, engine.get_block_ids("p"))
     assert params is None
     engine.free(asked)
-    side.last_pages.keep()
+    side.last_pages.hold()
     assert engine.block_pool.get_num_free_blocks() == free_before
 
 
@@ -237,6 +237,6 @@ def test_pages_with_a_hole_behind_them_are_not_restored() -> None:
     engine, asked, side = manager(specs), request(specs, "p", list(range(27))), producer(groups(*specs))
     side.last_pages.manager = engine
     list(side.schedule(asked))
-    compute(engine, asked, 10, side.last_pages.keep)
+    compute(engine, asked, 10, side.last_pages.hold)
     ids = [[1, 2, 3, 4, 5, 6], [0, 0, 7, 8, 9, 10]]
     assert side.last_pages.restore("p", ids) == ids

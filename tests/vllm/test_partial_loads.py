@@ -1,7 +1,9 @@
-"""Is it noted, with its cause, whenever fewer tokens are loaded than were prefilled, and only then?"""
+"""Loads of fewer tokens than were prefilled are counted with their cause, and no others."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,18 +12,14 @@ pytest.importorskip("vllm")
 
 from tests.vllm.schedulers import LIFE, TOKENS, Decode, blocks, full, groups, picture, prefill, state, window
 
-from kvreshard.vllm.partial_loads import PartialLoads
-
 pytestmark = pytest.mark.vllm
 
 Noted = list[tuple[str, int]]
 
 
 def noting(*specs: Any, **options: Any) -> tuple[Decode, Noted]:
-    noted: Noted = []
-    return Decode(
-        *specs, partial_loads=PartialLoads(lambda cause, count: noted.append((cause, count))), **options
-    ), noted
+    decode = Decode(*specs, **options)
+    return decode, decode.not_loaded
 
 
 @pytest.mark.parametrize(
@@ -93,8 +91,8 @@ def test_what_falls_back() -> None:
     assert list(spent.side.abort("d-1"))
     spent.arrive(params, TOKENS)
     given_up, given_up_noted = noting(full(64))
-    for give_up in (given_up.side.reset, given_up.side.give_up_one, lambda: given_up.side.give_up("d-1")):
-        given_up.side._known._spent.clear()
+    for give_up in (given_up.side.reset, given_up.side.give_up_longest, lambda: given_up.side.give_up("d-1", "pool")):
+        given_up.side._known._released.clear()
         given_up.arrive(params, TOKENS)
         list(give_up())
     assert (itself_noted, role_noted, spent_noted) == ([("itself", 300)], [("role", 300)], [("spent", 300)])
@@ -119,3 +117,22 @@ def test_a_load_that_fails() -> None:
     decode.load(asked, blocks([1, 2, 3, 4, 5]), 299)
     assert decode.side.fail("d-1")
     assert noted == [("failure", 300)]
+
+
+def test_each_is_counted_and_the_first_of_each_cause_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    decode, noted = noting(full(64))
+    params = prefill(groups(full(64)), TOKENS, [[1, 2, 3, 4, 5]])
+    with caplog.at_level(logging.INFO, logger="kvreshard"):
+        for num_same in (50, 0, 40):
+            asked = decode.arrive(params, [*TOKENS[:num_same], *[9] * (300 - num_same)])
+            decode.side.count_loadable(asked, 0)
+        decode.side._config = replace(decode.side._config, may_load=False)
+        decode.arrive(params, TOKENS)
+    assert noted == [("prompt", 252), ("prompt", 300), ("prompt", 268), ("role", 300)]
+    lines = [record for record in caplog.records if "that were prefilled" in record.getMessage()]
+    assert [record.levelname for record in lines] == ["WARNING", "INFO", "INFO", "WARNING"]
+    assert lines[1].getMessage() == (
+        "request d-1: 0 of the 300 tokens that were prefilled are loaded (prompt): the prompts agree on 0 of 300 tokens"
+    )
+    assert "48 of the 300 tokens" in lines[0].getMessage()
+    assert "logged at INFO" in lines[0].getMessage()

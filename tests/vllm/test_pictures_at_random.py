@@ -1,4 +1,4 @@
-"""Whatever picture the decode engine has, or none: is its text the prefill's, and does no prefix hit serve another's?"""
+"""Whatever picture the decode engine has, or none: its text is the prefill's, and no prefix hit serves another picture's."""
 
 from __future__ import annotations
 

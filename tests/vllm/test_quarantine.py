@@ -1,4 +1,4 @@
-"""Are blocks kept as long as any rank's read may write them, and no longer?"""
+"""Blocks are held as long as any rank's read may write them, and no longer."""
 
 import pytest
 
@@ -40,15 +40,15 @@ def test_blocks_come_back_when_the_last_rank_has_settled() -> None:
     pool = BlockPool(num_gpu_blocks=10, enable_caching=False, hash_block_size=16)
     held = pool.get_new_blocks(3)
     quarantine = bound(pool, [*held, pool.null_block])
-    assert quarantine.keep([("r", 0)]) == (1, 3)
-    assert quarantine.keep([("r", 1)]) == (0, 0)
+    assert quarantine.hold([("r", 0)]) == (1, 3)
+    assert quarantine.hold([("r", 1)]) == (0, 0)
     pool.free_blocks(held)  # vLLM's own reference
     assert (pool.get_num_free_blocks(), quarantine.num_blocks) == (6, 3)
-    assert quarantine.give_back([("r", 1), ("unknown", 0)]) == 0
+    assert quarantine.release([("r", 1), ("unknown", 0)]) == 0
     assert pool.get_num_free_blocks() == 6
-    assert quarantine.give_back([("r", 0)]) == 3
+    assert quarantine.release([("r", 0)]) == 3
     assert (pool.get_num_free_blocks(), quarantine.num_blocks) == (9, 0)
-    quarantine.give_back([("r", 0)])
+    quarantine.release([("r", 0)])
     assert pool.get_num_free_blocks() == 9
 
 
@@ -58,11 +58,11 @@ def test_a_request_id_may_be_used_again_while_its_first_blocks_are_kept() -> Non
     quarantine = bound(pool, held)
     for num_kept in (3, 6):
         held[:] = pool.get_new_blocks(3)
-        assert quarantine.keep([("r", 0)]) == (1, 3)
+        assert quarantine.hold([("r", 0)]) == (1, 3)
         pool.free_blocks(held)
         assert (pool.get_num_free_blocks(), quarantine.num_blocks) == (9 - num_kept, num_kept)
     for num_free in (3, 9):
-        quarantine.give_back([("r", 0)])
+        quarantine.release([("r", 0)])
         assert pool.get_num_free_blocks() == num_free
 
 
@@ -76,10 +76,12 @@ def test_a_request_is_counted_once_on_however_many_ranks() -> None:
         worker = ReshardStats()
         worker.note(failed)
         side.stats.aggregate(worker)
-        side.hear(KVConnectorOutput(kv_connector_worker_meta=ReshardWorkerMetadata({("r", rank)}, set())))
+        side.on_worker_output(KVConnectorOutput(kv_connector_worker_meta=ReshardWorkerMetadata({("r", rank)}, set())))
     assert side.stats.data["counts"]["quarantined"] == {"": 1}
     assert side.stats.data["counts"]["failures"] == {"timeout": 2}
-    side.hear(KVConnectorOutput(kv_connector_worker_meta=ReshardWorkerMetadata(set(), {("r", 0), ("r", 1)})))
+    side.on_worker_output(
+        KVConnectorOutput(kv_connector_worker_meta=ReshardWorkerMetadata(set(), {("r", 0), ("r", 1)}))
+    )
     assert side.stats.data["counts"]["quarantined_blocks"] == {"kept": 2, "freed": 2}
 
 
@@ -114,8 +116,8 @@ def test_keeping_blocks_looks_at_each_of_them_once(num_ranks: int, monkeypatch: 
     monkeypatch.setattr(KVCacheBlock, "__eq__", counted)
     _Looked.num_looked = 0
     quarantine = bound(pool, _Looked(pool.get_new_blocks(4000)))
-    assert quarantine.keep([("r", rank) for rank in range(num_ranks)]) == (1, 4000)
-    assert quarantine.keep([("r", num_ranks)]) == (0, 0)  # a rank that is later
+    assert quarantine.hold([("r", rank) for rank in range(num_ranks)]) == (1, 4000)
+    assert quarantine.hold([("r", num_ranks)]) == (0, 0)  # a rank that is later
     assert (_Looked.num_looked, num_compared) == (8000, 0)
 
 
@@ -123,14 +125,14 @@ def test_blocks_that_somebody_else_holds_keep_the_cache_from_being_reset() -> No
     pool = BlockPool(num_gpu_blocks=10, enable_caching=True, hash_block_size=16)
     held = pool.get_new_blocks(3)
     quarantine = bound(pool, held)
-    quarantine.keep([("r", 0), ("s", 0)])  # with the same beginning
+    quarantine.hold([("r", 0), ("s", 0)])  # with the same beginning
     assert not pool.reset_prefix_cache()
     pool.free_blocks(held[1:])
     assert not pool.reset_prefix_cache()
     pool.free_blocks(held[:1])
     assert pool.reset_prefix_cache()
     assert (pool.num_gpu_blocks, pool.get_num_free_blocks()) == (10, 6)
-    assert quarantine.give_back([("r", 0), ("s", 0)]) == 6
+    assert quarantine.release([("r", 0), ("s", 0)]) == 6
     assert pool.reset_prefix_cache()
     assert pool.get_num_free_blocks() == 9
 

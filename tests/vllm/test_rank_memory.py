@@ -1,4 +1,4 @@
-"""Is the memory of a rank on a device what its controller sees? On the processor: torch does the same on every device."""
+"""Memory of a rank on a device. It runs on the processor: torch does the same on every device."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which part of a cache does a rank of vLLM's grid hold, and which ranks hold the same?"""
+"""The part of a cache that a rank of vLLM's grid holds, and the ranks that are replicas."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,8 @@ from kvreshard.kinds.assemble import Grid
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import Acquire, Publish, Revoke
 from kvreshard.vllm import worker as worker_module
+from kvreshard.vllm.describe.place import RankPlace
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.rank_place import RankPlace
 from kvreshard.vllm.scheduler import ReshardMetadata
 from kvreshard.vllm.worker import WorkerSide
 
@@ -96,6 +96,6 @@ def test_a_replica_has_nothing_to_say_and_vllm_hears_of_every_rank() -> None:
         patch.setattr(worker_module, "read_place", lambda _: RankPlace(pcp_rank=1, pcp_size=2))
         worker.register({})
     assert worker.part is None
-    worker.obey(ReshardMetadata([Acquire("r", 0, 1), Publish("r", 30.0), Revoke("s")]))
+    worker.submit(ReshardMetadata([Acquire("r", 0, 1), Publish("r", 30.0), Revoke("s")]))
     assert [worker.collect().finished_sending, worker.collect().finished_sending] == [{"r"}, set()]
     worker.close()

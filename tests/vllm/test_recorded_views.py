@@ -1,4 +1,4 @@
-"""Are the caches that the GPU kit makes on a device those that vLLM makes?"""
+"""The caches that the GPU kit makes on a device are those that vLLM makes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Does a request's life in the scheduler become the right orders, and is nothing loaded that must not be?"""
+"""The life of a request in the scheduler: its commands, and what must not be loaded."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def finished(side: Producer, asked: Any) -> Any:
     """What the router gets for a prompt that has been computed."""
     side.arrive(asked)
     list(side.schedule(asked))
-    return side.finish(asked, [[1, 2, 3, 4, 5, 6]] * len(side._groups))
+    return side.finish(asked, [[1, 2, 3, 4, 5, 6]] * len(side._config.groups))
 
 
 @pytest.mark.parametrize(

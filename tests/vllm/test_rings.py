@@ -1,4 +1,4 @@
-"""Is as much of a ring loaded as both sides hold, and a prompt computed whose ring has gone on?"""
+"""Rings: as much is loaded as both sides hold, and a prompt whose ring has gone on is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every kernel find what it looks for, whatever vLLM's schedulers, the network and the clients do?
+"""Every kernel finds its input, whatever vLLM's schedulers, the network and the clients do.
 
 Engines without kernels (`simulation/`): vLLM's own schedulers with this connector, its sessions and planner on plain memory, and a runner
 that knows what every token's cache must hold. A world has two to four engines and twenty requests; `python -m tests.vllm.simulation
@@ -97,7 +97,7 @@ def test_a_load_that_never_fits_into_a_free_pool_is_computed() -> None:
 
 
 def test_engines_that_wait_for_one_another_in_a_circle_go_on() -> None:
-    """Both have filled their pools with what the other shall read (`kvreshard.vllm.deadlock`)."""
+    """Both have filled their pools with what the other shall read (`kvreshard.vllm.admission`)."""
     layers, num_given_up = MODELS[0].layers(16, 0), 0
     shapes = {name: Shape(layers, blocks=16) for name in ("p", "d")}
     for seed in range(6):
@@ -254,7 +254,7 @@ def test_choices_of_a_prefill_share_one_lease() -> None:
             world.submit()
         source = world.by_name["p"]
         prefilled(world)
-        assert len(source.connector._scheduler._producer._published) == 1
+        assert len(source.connector._scheduler._producer._leases.published) == 1
         assert source.num_blocks_at_rest - source.num_free_blocks == 6
         world.drain()
         assert world.num_loaded == 1

@@ -1,4 +1,4 @@
-"""Does a request wait for its source's key, without blocks and for nothing longer, and does a source that is not there fail it by policy?"""
+"""A request waits for its source's key without blocks, and only for the key; a source that is not there fails it by policy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.vllm.schedulers import KEY, TOKENS, Decode, blocks, full, groups, pre
 
 from kvreshard.session.commands import Failure, Load, Release, Renew, StopRenewing
 from kvreshard.session.seal import instance_id_of
-from kvreshard.vllm import known_sources
+from kvreshard.vllm import sources
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.prompt import Prompt, digest_prompt
-from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata, tell_hosts
-from kvreshard.vllm.source_hosts import SourceHosts
+from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata, log_open_sources
+from kvreshard.vllm.sources import SourceHosts
 
 pytestmark = pytest.mark.vllm
 BLOCKS = [1, 2, 3, 4, 5]
@@ -105,7 +105,7 @@ def test_a_key_of_a_former_request_with_the_same_id_is_not_kept_for_others() -> 
 
 
 def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_sources, "MAX_KEYS", 2)
+    monkeypatch.setattr(sources, "MAX_KEYS", 2)
     decode, asked = Decode(full(64)), []
     for number in range(5):
         key = bytes([number]) * 32
@@ -165,5 +165,5 @@ def test_that_any_host_may_be_named_is_said_once(
     extra: dict[str, object], level: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kvreshard")
-    tell_hosts(read_options(extra))
+    log_open_sources(read_options(extra))
     assert [record.levelname for record in caplog.records] == ([] if level is None else [level])

@@ -1,4 +1,4 @@
-"""Which requests share a source, which give it back, and who goes on when a load fails or engines wait in a circle?"""
+"""Requests that share a source, release it, fail to load, or wait in a circle of engines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_engines_in_a_circle_the_longest_waiting_gives_up() -> None:
     assert not decode.side.is_waiting
     asked = decode.arrive(first, TOKENS)
     assert decode.side.is_waiting
-    assert [type(order) for order in decode.side.give_up_one()] == [StopRenewing, Release]
+    assert [type(order) for order in decode.side.give_up_longest()] == [StopRenewing, Release]
     assert (decode.side.is_waiting, decode.side.count_loadable(asked, 0)) == (False, 0)
     assert decode.fallbacks == ["deadlock"]
     asked = decode.arrive(second, TOKENS)

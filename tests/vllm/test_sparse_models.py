@@ -1,4 +1,4 @@
-"""The caches of models that attend to what an indexer chooses, side by side as each model has them: are they where they are said to be?
+"""Caches of models with an indexer, side by side as each model has them, at the described addresses.
 
 | model | caches |
 |---|---|
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.layer_info import LayerInfo
+from kvreshard.vllm.describe.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 150

@@ -1,4 +1,4 @@
-"""Where is what staged loads are read into, and who has none?"""
+"""The device of the staging buffer, and ranks without one."""
 
 import pytest
 

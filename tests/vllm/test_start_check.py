@@ -1,4 +1,4 @@
-"""Is an engine refused at start that could not exchange caches rightly, with the remedy?"""
+"""Engines that are refused at start, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
 """The connector for vLLM, and the only room that imports it.
 
-vLLM finds `ReshardConnector` here: `"kv_connector": "ReshardConnector", "kv_connector_module_path": "kvreshard.vllm"`. It is
-imported when it is asked for, so that what needs no vLLM can be used without. `ShadowConnector`, found the same way, lets
-vLLM's own NixlConnector do the work and reports what ours would have done.
-
-Both are registered under their names then, since MultiConnector looks for its children's statistics there, and nowhere else
-(vLLM 0.32.0, `multi_connector.py:677`).
+vLLM finds `ReshardConnector` by `"kv_connector": "ReshardConnector", "kv_connector_module_path": "kvreshard.vllm"`. `ShadowConnector`, found
+the same way, lets vLLM's own NixlConnector move the cache and reports what `ReshardConnector` would have done. Both are imported at first
+use, so that `options`, `params` and other modules work without vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ def __getattr__(name: str) -> Any:
 
     check_version()
     _register()
+    _join_log()
     if name == "ShadowConnector":
         from kvreshard.vllm.shadow import ShadowConnector
 
@@ -37,8 +36,23 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
+    """Register both by name: MultiConnector looks for its children's statistics there (vLLM 0.32.0, `multi_connector.py:677`)."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in __all__:
         with contextlib.suppress(ValueError):  # it is registered
             KVConnectorFactory.register_connector(name, __name__, name)
+
+
+def _join_log() -> None:
+    """Send this package's log lines to vLLM's handlers, at its level. vLLM configures only its own logger.
+
+    A program that has configured the logger `kvreshard` itself is left alone.
+    """
+    ours, theirs = logging.getLogger("kvreshard"), logging.getLogger("vllm")
+    if ours.handlers or ours.level != logging.NOTSET:
+        return
+    ours.setLevel(theirs.getEffectiveLevel())
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.propagate = not theirs.handlers

@@ -1,16 +1,16 @@
-"""Which adapter (LoRA) does a request name, and is it the one that another engine knows by that name?
+"""Identity of a request's adapter (LoRA), so that two engines agree only on the same weights.
 
-Each engine is given its adapters by itself, so that one name may stand for other weights there: an older version, for example. An
-adapter is therefore its name and a digest of
+Each engine loads its adapters by itself, so one name may stand for other weights there, for example an older version. An adapter is
+therefore identified by its name and a digest of
 
 1. `adapter_config.json` and the file of weights that vLLM takes, with their sizes (vLLM 0.32.0, `lora/lora_model.py:239`);
 2. of files above a megabyte only pieces at equal distances, since a scheduler has no time to read gigabytes. Training changes
-   all tensors; a change of few bytes between two pieces is not seen;
-3. what the engine makes of adapters: their dtype, the modules that get one, whether the towers of a multimodal model do.
+   all tensors; a change of few bytes between two pieces is not found;
+3. the engine's settings for adapters: their dtype, the modules that get one, whether the towers of a multimodal model do.
 
-A worker reads an adapter once, so its digest is taken once, when it is first asked for. With `load_inplace` it is read anew for
-each batch (`lora/worker_manager.py:298`), and the digest is taken anew when a file has changed. What cannot be read in the
-scheduler's process is known by its name and path, as to vLLM's own prefix cache (`v1/core/kv_cache_utils.py:578`).
+A worker reads an adapter once, so its digest is computed once, at first use. With `load_inplace` a worker reads it again for each batch
+(`lora/worker_manager.py:298`), and the digest is computed again when a file has changed. An adapter whose files this process cannot read is
+identified by its name and path, as in vLLM's own prefix cache (`v1/core/kv_cache_utils.py:578`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_KNOWN = 10_000
 
 
 class Adapters:
-    """Those that one engine was asked for. `settings`: what the engine makes of all of them."""
+    """The adapters of one engine's requests. `settings`: the engine's settings for all of them."""
 
     def __init__(self, lora_config: Any = None) -> None:
         self.settings = _read_settings(lora_config)
@@ -63,7 +63,7 @@ class Adapters:
                 _feed(digest, path)
         except OSError as error:
             logger.warning(
-                "kvreshard: adapter '%s' cannot be read here (%s); another engine's is taken for the same if name and path are equal",
+                "kvreshard: adapter '%s' cannot be read here (%s); it counts as another engine's adapter of the same name and path",
                 *(lora.lora_name, error),
             )
             digest = hashlib.blake2b(f"{self.settings} {lora.lora_path}".encode(), digest_size=8)
@@ -86,7 +86,7 @@ def _read_settings(lora_config: Any) -> str:
 
 
 def _find_folder(path: str) -> Path:
-    """Where vLLM finds it (0.32.0, `lora/utils.py:329`), without asking the network. Raises OSError."""
+    """The folder where vLLM finds it (0.32.0, `lora/utils.py:329`), without network access. Raises OSError."""
     folder = Path(path).expanduser()
     if folder.exists() or folder.is_absolute():
         return folder
@@ -105,7 +105,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int], ...]:
-    """When the files were last written; a file that cannot be looked at has no stamp."""
+    """Time of the last write and size of each file; empty if one cannot be read."""
     try:
         found = [path.stat() for path in _files(folder)]
     except OSError:
@@ -114,7 +114,7 @@ def _stamps(folder: Path) -> tuple[tuple[int, int], ...]:
 
 
 def _feed(digest: Any, path: Path) -> None:
-    """Give a file to a digest: its size, and all of it or pieces, the first and the last among them. Raises OSError."""
+    """Add a file to a digest: its size, and all of it or pieces, the first and the last among them. Raises OSError."""
     with path.open("rb") as file:
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())

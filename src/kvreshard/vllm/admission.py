@@ -1,20 +1,24 @@
-"""Loads and failed loads that vLLM's scheduler would wait for without an end: who is put behind others, and who is computed here.
+"""Ways out for requests that vLLM's scheduler, or engines among one another, would let wait for ever.
 
-Three things in vLLM 0.32.0 (`Scheduler.schedule`) can make an engine stand still for ever:
+Three things in vLLM 0.32.0 (`Scheduler.schedule`) can stop an engine for ever:
 
 - A request whose load has failed loses its blocks, and stays in the queue of those that hold some. If it needs blocks that others of
-  that queue hold, none of those behind it is looked at any more.
-- Its blocks stay reserved (`_inflight_prefills`). Under `--scheduling-policy priority` a request that is to be loaded may come before
-  it, does not fit beside the reservation, and ends the search; the one that holds the reservation is never reached.
+  that queue hold, vLLM does not schedule any request behind it.
+- Its blocks stay reserved (`_inflight_prefills`). Under `--scheduling-policy priority` a request with a load may come before it, not fit
+  beside the reservation, and end the search. vLLM then never reaches the request that holds the reservation.
 - A load must fit together with what drafts need in a step, a prompt without. A pool that has room for the largest prompt may have
   none for its load.
 
-vLLM goes on to the next request if the connector cannot say yet how many tokens can be loaded. So:
+vLLM goes on to the next request while a connector cannot say how many tokens it can load. `Admission` uses that:
 
-1. `fail` a request whose load has failed. When vLLM asks for it, it is put behind those that hold blocks, once.
-2. `step` ends each engine step. If a load got no blocks in it and a failed request has none, all loads are put behind in the next
-   step. Those that fit beside the reservation have got theirs.
-3. A load that gets no blocks for `PATIENCE_S` seconds although the whole pool is free is named by `step`: it is to be computed here.
+1. A request whose load has failed goes behind those that hold blocks, once (`fail`, `puts_behind`).
+2. If a load got no blocks in a step while a failed request has none, all loads go behind in the next step (`step`). Those that fit beside
+   the reservation have their blocks by then.
+3. A load that gets no blocks for `PATIENCE_S` seconds although the whole pool is free is computed here (`step` returns it).
+
+Engines that prefill and decode (`kv_both`) can also wait for one another in a circle: each fills its pool with finished prefills for the
+others, while the others wait for blocks that are held in the same way. Readers that wait renew their leases, so no lease runs out.
+`DeadlockDetector` finds that from within one engine.
 """
 
 from __future__ import annotations
@@ -22,67 +26,86 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Other reasons for which vLLM lets a load wait (an encoder's output that is on its way) pass in this time.
+# Other reasons for which vLLM lets a load wait (the output of an encoder is on its way) pass within this time.
 PATIENCE_S = 1.0
 
 
 class Admission:
-    """Of one engine. Requests are named by their ids."""
+    """Order in which one engine admits requests, by request id."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._holding: set[str] = set()
+        self._failed: set[str] = set()
         self._behind: set[str] = set()
-        self._asked: str | None = None
+        self._candidate: str | None = None
         self._loads_wait = self._is_looking = False
-        self._alone: tuple[str, float] | None = None
-
-    @property
-    def num_failed(self) -> int:
-        """Requests whose load has failed and that have no blocks yet."""
-        return len(self._holding) + len(self._behind)
+        self._stuck: tuple[str, float] | None = None
 
     @property
     def is_looking(self) -> bool:
-        """Whether vLLM has looked for a request to begin with in this step. It does not while it is paused."""
+        """Whether vLLM has looked for requests to start in this step. It does not while it is paused."""
         return self._is_looking
 
     def fail(self, request_id: str) -> None:
-        """The load of a request that has not ended has failed."""
-        self._holding.add(request_id)
+        """The load of a request that goes on has failed."""
+        self._failed.add(request_id)
 
     def puts_behind(self, request_id: str, num_external: int) -> bool:
-        """Whether vLLM shall go on to the next request, where it asks for this one and `num_external` tokens of it can be loaded."""
+        """Whether vLLM shall skip this request for now, of which `num_external` tokens can be loaded."""
         self._is_looking = True
-        if request_id in self._holding:
-            self._holding.remove(request_id)
+        if request_id in self._failed:
+            self._failed.remove(request_id)
             self._behind.add(request_id)
             return True
         if num_external and self._loads_wait:
             return True
-        self._asked = request_id if num_external else None
+        self._candidate = request_id if num_external else None
         return False
 
     def got_blocks(self, request_id: str) -> None:
         """vLLM has given the request blocks."""
-        self._asked = None
+        self._candidate = None
         self.end(request_id)
 
     def end(self, request_id: str) -> None:
-        """The request has ended, or is as any other."""
-        self._holding.discard(request_id)
+        """The request has ended, or needs no special care any more."""
+        self._failed.discard(request_id)
         self._behind.discard(request_id)
 
     def step(self, *, is_pool_free: bool) -> str | None:
-        """The end of an engine step: the load that will never get blocks, if there is one. `is_pool_free`: nobody holds any."""
-        asked, self._asked, now_s = self._asked, None, self._clock()
-        self._loads_wait = asked is not None and bool(self._behind)
+        """End an engine step. Returns the load that will never get blocks, if any. `is_pool_free`: no request holds blocks."""
+        candidate, self._candidate, now_s = self._candidate, None, self._clock()
+        self._loads_wait = candidate is not None and bool(self._behind)
         self._is_looking = False
-        if asked is None or not is_pool_free:
-            self._alone = None
-        elif self._alone is None or self._alone[0] != asked:
-            self._alone = asked, now_s
-        elif now_s >= self._alone[1] + PATIENCE_S:
-            self._alone = None
-            return asked
+        if candidate is None or not is_pool_free:
+            self._stuck = None
+        elif self._stuck is None or self._stuck[0] != candidate:
+            self._stuck = candidate, now_s
+        elif now_s >= self._stuck[1] + PATIENCE_S:
+            self._stuck = None
+            return candidate
         return None
+
+
+class DeadlockDetector:
+    """Finds that this engine may be part of a circle. `patience_s`: seconds.
+
+    An engine stands still when it computes and loads nothing, requests wait for a load, and it holds blocks for other engines. A paused
+    engine, whose scheduler looks at no request, does not stand still; nor does one that only prefills or only decodes.
+    """
+
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience_s, self._clock = patience_s, clock
+        self._since_s: float | None = None
+
+    def step(self, is_still: bool) -> bool:
+        """Whether one waiting request shall release its source and be computed here: every `patience_s` of standstill, another."""
+        now_s = self._clock()
+        if not is_still:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+        elif now_s >= self._since_s + self._patience_s:
+            self._since_s = now_s
+            return True
+        return False

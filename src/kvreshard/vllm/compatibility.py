@@ -1,16 +1,17 @@
-"""Which facts of an engine must be equal at its peer, because its layout does not show them?
+"""Properties of an engine that must be equal at its peer and that its layout does not show.
 
-| fact | why |
+| property | why |
 |---|---|
 | `vllm_version` | kernels of two versions may fill equal shapes differently |
 | `model`, `revision` | other weights give another cache of the same shape |
 | `model_config` | a digest of the model's configuration: rope, scaling, layer types |
-| `dtype`, `cache_dtype`, `quantization` | what is computed, and how it is stored |
+| `dtype`, `cache_dtype`, `quantization` | how values are computed and stored |
 | `rope_factors` | LongRoPE turns keys by its long factors where `max_model_len` is above the original length, else by its short ones (vLLM 0.32.0, `phi3_long_rope_scaled_rope.py:55`) |
 | `mm_processor_kwargs`, `video_pruning` | they shape what an image or a video becomes, and vLLM's hash of it has only those that came with its request (`multimodal/processing/inputs.py:34`) |
 
 The model must have been loaded in this process: the digest is of the configuration as the model leaves it, for example with Llama-4's
-temperature tuning, which also goes by `max_model_len` (`llama4.py:719`). Tensor, pipeline and context parallel sizes, page sizes, layouts and backends are in the layout, and may differ.
+temperature tuning, which also depends on `max_model_len` (`llama4.py:719`). Tensor, pipeline and context parallel sizes, page sizes, layouts
+and backends are in the layout, and may differ.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import hashlib
 import json
 from typing import Any
 
-# Keys of a config.json that say where it came from, not what the model is. MiniMax-M2 notes `max_model_len` there, to size a table
-# of angles (vLLM 0.32.0, `minimax_m2.py:445`).
+# Keys of a config.json that record its origin, not the model. MiniMax-M2 keeps `max_model_len` there, to size a table of angles
+# (vLLM 0.32.0, `minimax_m2.py:445`).
 _PROVENANCE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype", "max_model_len"}
 )
 
 
 def read_compatibility(vllm_config: Any) -> dict[str, str]:
-    """The facts of this engine, by name."""
+    """The properties of this engine, by name."""
     from vllm import __version__
 
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
@@ -51,7 +52,7 @@ def _built_length(model: Any) -> int:
 
 
 def read_rope(config: dict[str, Any], max_model_len: int) -> dict[str, str]:
-    """`rope_factors` of a model with LongRoPE; of others nothing."""
+    """`rope_factors` of a model with LongRoPE; empty for others."""
     lengths = sorted(_original_lengths(config))
     return {"rope_factors": ", ".join("long" if max_model_len > n else "short" for n in lengths)} if lengths else {}
 
@@ -66,7 +67,7 @@ def _original_lengths(config: Any) -> set[int]:
 
 
 def read_media(multimodal_config: Any) -> dict[str, str]:
-    """What the engine does with images and videos; of a model without them nothing."""
+    """How the engine processes images and videos; empty for a model without them."""
     if multimodal_config is None:
         return {}
     kwargs, pruning = multimodal_config.mm_processor_kwargs, multimodal_config.get_video_pruning_spec()
@@ -77,7 +78,7 @@ def read_media(multimodal_config: Any) -> dict[str, str]:
 
 
 def digest_config(config: dict[str, Any]) -> str:
-    """A digest of a config.json's content, without where it came from."""
+    """A digest of a config.json's content, without its origin."""
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, dict):

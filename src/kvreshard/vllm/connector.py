@@ -1,4 +1,4 @@
-"""`ReshardConnector`: what vLLM loads, and nothing but the translation of its hooks.
+"""`ReshardConnector`, the class that vLLM loads: passes each hook on to the scheduler side or the worker side.
 
     --kv-transfer-config '{"kv_connector":"ReshardConnector","kv_connector_module_path":"kvreshard.vllm","kv_role":"kv_producer"}'
 
@@ -23,10 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvreshard import __version__
-from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.vllm.handshake import RankPart
-from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
@@ -48,138 +46,113 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class ReshardHandshake(KVConnectorHandshakeMetadata):
-    """What one rank says of itself."""
-
-    def __init__(self, part: RankPart) -> None:
-        self.part = part
-
-
 class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module."""
+    """vLLM's hooks.
+
+    What a hook means is in vLLM's base class, what it does here in the method of `SchedulerSide` or `WorkerSide` that it calls.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        join_vllm_log()
         config = vllm_config.kv_transfer_config
-        if config is None or config.engine_id is None:
-            raise KvReshardError("ReshardConnector needs a kv_transfer_config with an engine id; vLLM gives one")
         check_start(vllm_config)
         options = read_options(config.kv_connector_extra_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             logger.info(
                 "kvreshard %s: engine %s, kv_role %s, NIXL backend %s %s, options: %s",
                 *(__version__, config.engine_id, config.kv_role, options.backend, options.nixl.params, options),
             )
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config.engine_id, options)
+            self._side: SchedulerSide | WorkerSide = self._scheduler
         else:
-            self._worker = WorkerSide(vllm_config, kv_cache_config, config.engine_id, options)
+            self._side = self._worker = WorkerSide(vllm_config, kv_cache_config, config.engine_id, options)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outside tokens where there are heads: a split by heads is then one piece per page. Others work too."""
+        """Heads outside tokens, where there are heads: a split by heads is then one piece per page. Other layouts work too."""
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return "LBHNC"
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A load restores states that lag behind a deeper attention hit."""
+        """A load also restores states that lag behind a deeper prefix hit of attention."""
         return True
 
-    # The scheduler's side
+    # Scheduler side
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Every transferred group: the request's own blocks are loaded, not hash-addressed ones."""
+        """Every transferred group: a load fills the request's own blocks, not blocks found by hash."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def on_new_request(self, request: Request) -> None:
-        """See `SchedulerSide.arrive`."""
-        self._scheduling.arrive(request)
+        self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerSide.count_loadable`."""
-        count = self._scheduling.count_loadable(request, num_computed_tokens)
+        count = self._scheduler.count_loadable(request, num_computed_tokens)
         return count, bool(count)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """See `SchedulerSide.allocate`."""
-        self._scheduling.allocate(request, blocks, num_external_tokens)
+        self._scheduler.allocate(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """This step's commands."""
-        return self._scheduling.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
+        return self._scheduler.take_metadata(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """See `SchedulerSide.hear`."""
-        self._scheduling.hear(connector_output)
+        self._scheduler.on_worker_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """For engines with one group."""
-        return self._scheduling.finish(request, (block_ids,))
+        return self._scheduler.finish(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See `SchedulerSide.finish`."""
-        return self._scheduling.finish(request, block_ids)
+        return self._scheduler.finish(request, block_ids)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """See `SchedulerSide.bind`."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduling.bind(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """See `SchedulerSide.has_commands`."""
-        return self._scheduling.has_commands
+        return self._scheduler.has_commands
 
     def reset_cache(self) -> bool:
-        """See `SchedulerSide.reset`."""
-        return self._scheduling.reset()
+        return self._scheduler.reset()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """What all ranks say about themselves, by (pipeline rank, tensor rank)."""
-        parts = {place: m.part for place, m in metadata.items() if isinstance(m, ReshardHandshake)}
-        self._scheduling.set_ranks(parts)
+        # By (pipeline rank, tensor rank).
+        self._scheduler.set_ranks({place: m for place, m in metadata.items() if isinstance(m, RankPart)})
 
-    # The worker's side
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See `WorkerSide.register`."""
-        self._working.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this rank says about itself."""
-        part = self._working.part
-        return None if part is None else ReshardHandshake(part)
+        """This rank's part of the engine's metadata; None in a replica."""
+        return self._worker.part
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Pass the commands on; loads go on by themselves."""
         if isinstance(self._connector_metadata, ReshardMetadata):
-            self._working.obey(self._connector_metadata)
+            self._worker.submit(self._connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See `WorkerSide.collect`."""
-        return self._working.collect()
+        return self._worker.collect()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """See `WorkerSide.take_metadata`."""
-        return self._working.take_metadata()
+        return self._worker.take_metadata()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What either side counted since the last step."""
-        side = self._worker or self._scheduler
-        return None if side is None else side.stats.take()
+        """The counts of this process since the last step."""
+        return self._side.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Statistics from what travelled, or empty ones."""
+        """Counts from another process, or empty ones."""
         return ReshardStats(data or {})
 
     @classmethod
@@ -190,36 +163,21 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """The series of `kvreshard.vllm.metrics`."""
         return ReshardPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are done before a request is scheduled."""
+        """Nothing to wait for: vLLM schedules a request when its load is done."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Readers take pages where they are."""
+        """Nothing to save: readers read the pages in place."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved, but what a draft model writes must be there: see `WorkerSide.wait_for_draft`."""
+        """Nothing is saved, but the draft model's cache must be written: see `WorkerSide.wait_for_draft`."""
         if isinstance(self._connector_metadata, ReshardMetadata) and self._connector_metadata.waits_for_draft:
-            self._working.wait_for_draft()
+            self._worker.wait_for_draft()
 
     def shutdown(self) -> None:
         """End threads, sockets and the agent."""
-        for side in (self._worker, self._scheduler):
-            if side is not None:
-                side.close()
-
-    @property
-    def _scheduling(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise KvReshardError("this is a worker's ReshardConnector; only the scheduler's may be asked")
-        return self._scheduler
-
-    @property
-    def _working(self) -> WorkerSide:
-        if self._worker is None:
-            raise KvReshardError("this is the scheduler's ReshardConnector; only a worker's may be asked")
-        return self._worker
+        self._side.close()

@@ -1,13 +1,13 @@
-"""What does each block list of vLLM's scheduler mean?
+"""Cache groups as vLLM's scheduler knows them, and the meaning of their block lists.
 
-vLLM gives one list of block ids per cache group, by position in the sequence; blocks that a group does not have are the null
-block, id 0. What matters of each list:
+vLLM gives one list of block ids per cache group, by position in the sequence. A block that a group does not have is the null
+block, id 0. What counts of each list:
 
 | group | pages | first page |
 |---|---|---|
-| attention | from the first that is not null | how many null blocks stood before it |
+| attention | from the first that is not null | the number of null blocks before it |
 | state, cache mode `none` | entry 0: the running state | 0 |
-| state, cache mode `align` | entry cdiv(tokens, block size) - 1; checkpoints before and scratch behind stay | 0 |
+| state, cache mode `align` | entry cdiv(tokens, block size) - 1; checkpoints before it and scratch behind it stay | 0 |
 | ring | its one page | 0 |
 
 Groups are named `g0`, `g1`, ... as `vllm.describe` names them: by their place among the groups that are transferred.
@@ -32,7 +32,7 @@ from kvreshard.kinds.assemble import NULL_PAGE
 
 NULL_BLOCK = NULL_PAGE
 Reach = tuple[int | None, int | None]
-"""Window and chunk of a group's layers, in tokens; both None: they look at everything."""
+"""Window and chunk of a group's layers, in tokens; both None: full attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class CacheGroup:
     """One transferred group. `index`: its place among all groups of the scheduler. `page_tokens` None: one page per request.
 
     `window_tokens`: how far the next token looks back, itself included, None for all; `extra_tokens`: how many more the group
-    keeps. `chunk_tokens`: the next token looks at those of its chunk. `num_draft_states`: blocks behind a state's own into which
-    drafts are stepped; after such a step the state is the one of the last draft that was right. `ring_tokens`: what a ring holds.
+    keeps. `chunk_tokens`: the next token attends to those of its chunk. `num_draft_states`: blocks behind a state's own into which
+    drafts are stepped; after such a step the state is that of the last accepted draft. `ring_tokens`: capacity of a ring.
     `is_replayed`: some of its layers are computed for the last window of a prompt only (vLLM 0.32.0, `deepseek_v41/nvidia/model.py:801`).
     """
 
@@ -60,11 +60,11 @@ class CacheGroup:
 
     @property
     def reach(self) -> Reach:
-        """What identifies the group's layers on another engine: how far they look back."""
+        """How far the group's layers look back, which identifies them on another engine."""
         return self.window_tokens, self.chunk_tokens
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first token that the next one after `num_tokens` tokens still looks at, or that is kept for it."""
+        """The first token that the next one after `num_tokens` tokens attends to, or that is kept for it."""
         if self.chunk_tokens is not None:
             return num_tokens // self.chunk_tokens * self.chunk_tokens
         if self.window_tokens is None:
@@ -72,11 +72,11 @@ class CacheGroup:
         return max(0, num_tokens - self.window_tokens + 1 - self.extra_tokens)
 
     def first_written(self, num_tokens: int) -> int:
-        """The first token that all layers have written, of the pages that are there when `num_tokens` tokens are computed."""
+        """The first token that all layers have written, after `num_tokens` tokens."""
         return max(0, num_tokens - self.window_tokens) if self.is_replayed and self.window_tokens is not None else 0
 
     def last_pages(self, num_tokens: int) -> range:
-        """Numbers of the pages that the last one of `num_tokens` tokens still looks at, and the next one does not."""
+        """Indices of the pages that the last one of `num_tokens` tokens attends to, and the next one does not."""
         if self.page_tokens is None:
             return range(0)
         return range(
@@ -84,13 +84,13 @@ class CacheGroup:
         )
 
     def find_lost(self, block_ids: Sequence[int], num_tokens: int) -> int | None:
-        """The first token that the last one of `num_tokens` looks at, if a table made for all of them has no page for it."""
+        """The first token that the last one of `num_tokens` attends to, if a block table for all of them has no page for it."""
         pages, token = self.last_pages(num_tokens), self.first_needed(num_tokens - 1)
         is_lost = any(block_ids[page] == NULL_BLOCK for page in pages if page < len(block_ids))
         return token if is_lost and token < num_tokens - 1 else None
 
     def pages(self, block_ids: Sequence[int], num_tokens: int) -> tuple[int, tuple[int, ...]]:
-        """(first page, page ids) of what a request of `num_tokens` tokens has."""
+        """(first page, page ids) of a request of `num_tokens` tokens."""
         if self.page_tokens is None:
             entry = -(-num_tokens // self.block_tokens) - 1 if self.is_aligned_state else 0
             found = block_ids[entry] if 0 <= entry < len(block_ids) else NULL_BLOCK

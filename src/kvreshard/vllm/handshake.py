@@ -1,10 +1,9 @@
-"""How do peers get to know a vLLM engine?
+"""The handshake of a vLLM engine: its metadata, and the listener that hands it out.
 
-In the scheduler's process: the layouts and engine metadata of all ranks become the engine's engine metadata, under a new instance id, and a
-listener hands it out at the host and port that the options or vLLM's own variables name. Whether a peer can work with it is
-logged once per peer rank.
+In the scheduler's process, the layouts of all ranks become the engine's metadata, under a new instance id. A listener hands it out at the
+host and port that the options or vLLM's own variables name. Each peer rank reports whether it can work with it; each outcome is logged once.
 
-The facts are the first rank's, read where its model has been loaded: models write into their configuration (vLLM 0.32.0,
+The compatibility entries are the first rank's, read where its model has been loaded: models write into their configuration (vLLM 0.32.0,
 `deepseek_v2.py:543`, `llama4.py:720`), and the scheduler's process has that copy of it with one rank and another with several.
 """
 
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
@@ -28,12 +28,12 @@ from kvreshard.vllm.options import Options
 
 logger = get_logger(__name__)
 
-MAX_TOLD = 10_000
+MAX_OUTCOMES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """What one rank says of itself: its layout in the wire form, its engine metadata, and the facts (see `compatibility`)."""
+@dataclass(frozen=True)
+class RankPart(KVConnectorHandshakeMetadata):
+    """One rank's part of the engine's metadata: its layout in the wire form, its addresses, and what `compatibility` reads."""
 
     layout: bytes
     rank_metadata: RankMetadata
@@ -41,26 +41,24 @@ class RankPart:
 
 
 class EngineHandshake:
-    """One per engine. `key`: what this start of the engine seals with. `instance_id`: its digest, which no other start has."""
+    """One per engine. `key`: what this start of the engine seals with. `instance_id`: the digest of it, unique to this start."""
 
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._engine, self._options = vllm_config, engine, options
         self.key = new_key()
         self.instance_id = instance_id_of(self.key)
         self._listener: HandshakeServer | None = None
-        self._told: set[tuple[str, int, bool]] = set()
+        self._logged: set[tuple[str, int, bool]] = set()
 
     def make_engine_metadata(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineMetadata:
-        """The engine's engine metadata, from what every rank says of itself. Raises LayoutError or WireError."""
+        """The engine's metadata, of all ranks' parts. Raises LayoutError or WireError."""
         layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
-        compatibility, metadata_by_rank = (
-            parts[min(parts)].compatibility,
-            [part.rank_metadata for part in parts.values()],
-        )
-        return make_engine_metadata(layout, self.key, compatibility, metadata_by_rank, self._options.kv_lease_duration)
+        ranks = [part.rank_metadata for part in parts.values()]
+        compatibility = parts[min(parts)].compatibility
+        return make_engine_metadata(layout, self.key, compatibility, ranks, self._options.kv_lease_duration)
 
     def listen(self, engine_metadata: EngineMetadata, default_port: int | None = None) -> Address:
-        """Hand the engine metadata out; the address that peers are told. `default_port`: instead of NixlConnector's; 0 is any free one.
+        """Hand the metadata out. Returns the address for peers. `default_port`: instead of NixlConnector's; 0 is any free one.
 
         Raises KvReshardError if the address is taken.
         """
@@ -70,10 +68,10 @@ class EngineHandshake:
             first = envs.VLLM_NIXL_SIDE_CHANNEL_PORT if default_port is None else default_port
         port = first + self._vllm_config.parallel_config.data_parallel_index if first else 0
         self._listener = HandshakeServer(
-            Address(host, port), engine_metadata, self._hear_outcome, keys=self._options.keys
+            Address(host, port), engine_metadata, self._log_outcome, keys=self._options.keys
         )
         address = self._listener.address
-        # An engine that listens everywhere must still be told by an address that peers can reach.
+        # Peers need an address that they can reach, also of an engine that listens everywhere.
         if address.host in ("0.0.0.0", "::", "*"):
             address = Address(get_ip(), address.port)
         guarded = "to engines with a trusted key" if self._options.curve_secret_key_file else "without keys"
@@ -85,19 +83,12 @@ class EngineHandshake:
         if self._listener is not None:
             self._listener.close()
 
-    def _hear_outcome(self, handshake_message: HandshakeMessage) -> None:
-        """A peer has compared (on the listener's thread); each outcome is logged once."""
-        key = (handshake_message.engine[:200], handshake_message.rank, handshake_message.is_good)
-        if key in self._told or len(self._told) > MAX_TOLD:
+    def _log_outcome(self, message: HandshakeMessage) -> None:
+        """A peer rank has compared the two engines. Called on the listener's thread."""
+        engine = message.engine[:200]
+        key = (engine, message.rank, message.is_good)
+        if key in self._logged or len(self._logged) > MAX_OUTCOMES:
             return
-        self._told.add(key)
-        level = logging.INFO if handshake_message.is_good else logging.ERROR
-        what = "reads from here" if handshake_message.is_good else "cannot read from here"
-        logger.log(
-            level,
-            "kvreshard: engine %s rank %d %s: %r",
-            handshake_message.engine[:200],
-            handshake_message.rank,
-            what,
-            handshake_message.text,
-        )
+        self._logged.add(key)
+        level, outcome = (logging.INFO, "reads") if message.is_good else (logging.ERROR, "cannot read")
+        logger.log(level, "kvreshard: engine %s rank %d %s from here: %r", engine, message.rank, outcome, message.text)

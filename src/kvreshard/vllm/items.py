@@ -1,18 +1,18 @@
-"""What of a prompt stands behind its token ids: pictures, audio, video. May the decode engine have others, or none?
+"""Multimodal items of a prompt (pictures, audio, video), and what follows where the decode engine has others, or none.
 
-Platforms send the decode engine the same expanded token ids and another item, or none, on purpose: what it needs of a picture is in the
-cache that it loads. So
+Platforms send the decode engine the same expanded token ids with another item, or none, on purpose: all that it needs of a picture is in
+the cache that it loads. So
 
-1. both sides list their items: where each stands, vLLM's hash of it, and a digest of what positions depend on. What travels of hash and digest
-   has the request's key (`give_key`), and both sides are compared under it.
-2. `compare` names the prefill's items that the decode engine lacks. It cannot compute their tokens: up to the end of the last one, all
+1. both sides list their items: where each stands, vLLM's hash of it, and a digest of what positions depend on. Hash and digest travel
+   as digests under the request's key (`with_key`), and are compared under it.
+2. `compare` finds the prefill's items that the decode engine lacks. It cannot compute their tokens: up to the end of the last one, all
    comes from the prefill, or the request is refused (`Comparison.num_needed`).
 3. An item that only the decode engine has is computed there: nothing is loaded from its first token on (`Comparison.num_loadable`).
 4. Where positions depend on the items (M-RoPE), the decode engine needs an item of the same grid in the same place, or the request
    is refused (`Comparison.refusal`): it computes the positions of its own tokens from them. Where a pruned video moves them, nothing is
    loaded from its first token on.
 
-`isolate` keeps what was loaded for one item from being served as a prefix hit to a request with another item, or with none.
+`isolate` keeps what was loaded for one item from being a prefix hit of a request with another item, or with none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One multimodal item: its first token and how many it has, vLLM's hash of it, and a digest of its grid; or keyed digests of these two.
+    """First token and number of tokens of an item, vLLM's hash of it (`name`) and a digest of its grid; or keyed digests of these two.
 
     `grid` is empty where positions do not depend on it, or where this process does not hold the item.
     """
@@ -61,8 +61,8 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Positions(Enum):
-    """What the positions of a prompt's tokens depend on: their count, the grids of items (M-RoPE), or on what the encoder leaves of a video
-    (M-RoPE with `--video-pruning-rate`), which an engine knows that has encoded it.
+    """What the positions of a prompt's tokens depend on: their count, the grids of items (M-RoPE), or what the encoder leaves of a video
+    (M-RoPE with `--video-pruning-rate`), which only an engine that has encoded it knows.
     """
 
     PLAIN = "plain"
@@ -72,8 +72,9 @@ class Positions(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What follows for a load. `num_loadable`: leading tokens that may be loaded, None for all. `num_needed`: leading tokens that cannot be
-    computed here. `refusal`: why the request can be neither loaded nor computed; empty if it can.
+    """Leading tokens that may be loaded (None: all), and that cannot be computed here (`num_needed`).
+
+    `refusal`: why the request can be neither loaded nor computed; empty if it can.
     """
 
     num_loadable: int | None = None
@@ -96,9 +97,9 @@ def read_items(features: Iterable[MultiModalFeatureSpec], positions: Positions) 
 
 
 def digest_grid(data: Mapping[str, Any] | None) -> str:
-    """A digest of an item's small fields (grid, lengths, timestamps), which say where its tokens stand.
+    """A digest of an item's small fields (grid, lengths, timestamps), which determine the positions of its tokens.
 
-    Empty without the item, or where a part of it is in another process, and where it has no such field: then nothing is known.
+    Empty where nothing is known: without the item, where a part of it is in another process, or where it has no such field.
     """
     parts = {} if data is None else {name: element.data for name, element in data.items()}
     if any(part is None for part in parts.values()):
@@ -108,14 +109,14 @@ def digest_grid(data: Mapping[str, Any] | None) -> str:
 
 
 def compare(
-    theirs: Sequence[Item], mine: Sequence[Item], num_prompt: int, num_alike: int | None, positions: Positions
+    theirs: Sequence[Item], mine: Sequence[Item], num_prompt: int, first_other: int | None, positions: Positions
 ) -> Comparison:
-    """The prefill's items beside those of a decode prompt of `num_prompt` tokens.
+    """Compare the prefill's items with those of a decode prompt of `num_prompt` tokens.
 
-    `num_alike`: the token ids differ at this token or before; None if that is not known. Behind it stands another text, whose items are
-    this engine's own.
+    `first_other`: the token ids differ at this token or before; None if they do not, or have not been compared. Behind it stands another
+    text, whose items are this engine's own.
     """
-    end = num_prompt if num_alike is None else min(num_prompt, num_alike)
+    end = num_prompt if first_other is None else min(num_prompt, first_other)
     same = {item.key for item in theirs} & {item.key for item in mine}
     places = {item.first for item in theirs}
     own = [item for item in mine if item.key not in same]
@@ -143,7 +144,7 @@ def find_unseen(token_ids: Sequence[int], items: Iterable[Item], placeholders: f
 
 
 def isolate(request: Request, tag: str) -> None:
-    """Hash the request's blocks with one more key, so that they serve no request without it, and none of those serve this one.
+    """Hash the request's blocks with one more key, so that they are prefix hits of no request without it, and the other way round.
 
     vLLM hashes the first block of a request with its `cache_salt`, and each block with the one before (0.32.0, `generate_block_hash_extra_keys`).
     """
@@ -152,8 +153,8 @@ def isolate(request: Request, tag: str) -> None:
     request.update_block_hashes()
 
 
-def give_key(items: Iterable[Item], key: bytes) -> tuple[Item, ...]:
-    """The items with what travels of them: keyed digests in place of name and grid."""
+def with_key(items: Iterable[Item], key: bytes) -> tuple[Item, ...]:
+    """The items as they travel, with keyed digests in place of name and grid."""
     return tuple(
         Item(item.first, item.num_tokens, digest_with_key(item.name, key), digest_with_key(item.grid, key))
         for item in items

@@ -1,11 +1,11 @@
-"""Which pages does the last token of a prompt still look at, that vLLM drops when the prefill is over?
+"""Pages that the last token of a prompt still attends to, and that vLLM frees when the prefill ends.
 
 The decode side loads all tokens but the last and computes that one (docs/design/0024). Where a window or a chunk begins on the border
-of a page after the prompt, the last token looks at pages that the next one does not, and vLLM frees those before it hands out a finished
-request's blocks (0.32.0, `Scheduler._connector_finished`). So:
+of a page after the prompt, the last token attends to pages that the next token does not. vLLM frees those before it hands out the blocks of
+a finished request (0.32.0, `Scheduler._connector_finished`). So:
 
 1. `expect` a prefill when it gets blocks.
-2. `keep` after every step's allocations: such pages get one more reference. A request that was preempted has none until it is scheduled
+2. `hold` after every step's allocations: such pages get one more reference. A preempted request has none until it is scheduled
    again, and others then.
 3. `restore` them in the block lists of the finished request.
 4. `release` when its lease is over, or when there is none.
@@ -23,51 +23,46 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 Place = tuple[CacheGroup, int]
-"""A group, and the number of a page in its block list."""
+"""A group, and the index of a page in its block list."""
 
 
 class LastPages:
-    """Of one engine. `manager`: vLLM's, once there is one."""
+    """Pages that one prefill engine holds. `manager`: vLLM's cache manager, once there is one."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self.manager: KVCacheManager | None = None
         self._groups = tuple(groups)
         self._expected: dict[str, list[Place]] = {}
-        self._kept: dict[str, dict[Place, KVCacheBlock]] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that are kept."""
-        return sum(map(len, self._kept.values()))
+        self._held: dict[str, dict[Place, KVCacheBlock]] = {}
 
     def expect(self, request_id: str, num_tokens: int) -> None:
-        """A prompt of so many tokens is being computed for another engine."""
+        """A prompt of `num_tokens` tokens is computed for another engine."""
         places = [(group, page) for group in self._groups for page in group.last_pages(num_tokens)]
         if places:
             self._expected[request_id] = places
 
-    def keep(self) -> None:
-        """Take a reference on the pages that have been allocated by now."""
+    def hold(self) -> None:
+        """Take a reference to the pages that have been allocated by now."""
         if self.manager is None:
             return
         for request_id, places in self._expected.items():
-            blocks, kept = self.manager.get_blocks(request_id).blocks, self._kept.setdefault(request_id, {})
+            blocks, held = self.manager.get_blocks(request_id).blocks, self._held.setdefault(request_id, {})
             if not any(blocks):
-                self._free([kept.pop(place) for place in list(kept)])
+                self._free([held.pop(place) for place in list(held)])
             for place in places:
                 group, page = place
                 of_group = blocks[group.index]
-                if page < len(of_group) and not of_group[page].is_null and of_group[page] is not kept.get(place):
-                    self._free([kept.pop(place)] if place in kept else [])
+                if page < len(of_group) and not of_group[page].is_null and of_group[page] is not held.get(place):
+                    self._free([held.pop(place)] if place in held else [])
                     self.manager.block_pool.touch([of_group[page]])
-                    kept[place] = of_group[page]
+                    held[place] = of_group[page]
 
     def restore(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The block lists of a finished prefill with the pages that were kept, where they are followed by what is left."""
+        """The block lists of a finished prefill with the held pages, where the pages behind them are still there."""
         restored = [list(ids) for ids in block_ids]
         self._expected.pop(request_id, None)
-        kept = self._kept.get(request_id, {})
-        for (group, page), block in sorted(kept.items(), key=lambda item: -item[0][1]):
+        held = self._held.get(request_id, {})
+        for (group, page), block in sorted(held.items(), key=lambda item: -item[0][1]):
             ids = restored[group.index]
             is_followed = page + 1 == len(ids) or (page + 1 < len(ids) and ids[page + 1] != NULL_BLOCK)
             if is_followed and ids[page] == NULL_BLOCK:
@@ -75,9 +70,9 @@ class LastPages:
         return restored
 
     def release(self, request_id: str) -> None:
-        """The request's pages are not read any more."""
+        """Nobody reads the request's pages any more."""
         self._expected.pop(request_id, None)
-        self._free(list(self._kept.pop(request_id, {}).values()))
+        self._free(list(self._held.pop(request_id, {}).values()))
 
     def _free(self, blocks: list[KVCacheBlock]) -> None:
         if blocks and self.manager is not None:

@@ -1,30 +1,13 @@
-"""What does vLLM's own `/metrics` say about loads, and what does its periodic log line?
+"""Metrics of loads, for vLLM's `/metrics` and its periodic log line. `docs/howto/use-with-vllm.md` lists them.
 
-Every rank counts between two engine steps; vLLM adds the ranks up and hands the sum to the frontend, which observes it. All
-series carry vLLM's labels.
-
-| series | kind | of |
-|---|---|---|
-| `kvreshard_load_seconds`, `_bind_seconds`, `_post_seconds` | histogram | a rank's part of a load: all of it, planning, posting |
-| `kvreshard_load_bytes`, `_load_descriptors` | histogram | what a rank read, in how many pieces |
-| `kvreshard_bytes_total{way}` | counter | cache that arrived, `direct` or `staged` |
-| `kvreshard_failures_total{cause}` | counter | loads of ranks that failed |
-| `kvreshard_fallbacks_total{cause}` | counter | requests computed here although a prefill was offered |
-| `kvreshard_partial_loads_total{cause}` | counter | requests of which fewer tokens were loaded than had been prefilled, or none |
-| `kvreshard_tokens_not_loaded_total{cause}` | counter | tokens that had been prefilled for them and were not loaded |
-| `kvreshard_refusals_total` | counter | requests ended with an error, since they need what only the prefill has and what could not be loaded |
-| `kvreshard_leases_total{end}` | counter | leases of ranks that ended: `reported`, `expired`, `revoked` |
-| `kvreshard_digest_checks_total{result}` | counter | loads of ranks compared with their source: `equal`, `different`, `refused`, `unanswered`, `skipped` |
-| `kvreshard_stuck_calls_total{call}` | counter | calls into NIXL of ranks that did not come back within `call_timeout_s`, and turns of their sessions |
-| `kvreshard_quarantined_total` | counter | requests whose blocks were kept back for a time, or for good; each once, on however many ranks |
-| `kvreshard_quarantined_blocks_total{event}` | counter | blocks that were `kept` back and `freed` again; the difference is out of the pool |
+Every rank counts between two engine steps. vLLM adds the ranks up and hands the sum to the frontend, which observes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -33,6 +16,7 @@ from kvreshard.session.commands import CheckResult, FailureKind, Results
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
 from kvreshard.transport.watchdog import CALLS
+from kvreshard.vllm.consumer import REASONS
 from kvreshard.vllm.options import read_load_timeout
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -43,34 +27,41 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "load_bytes": ("Bytes read for a load, per rank.", tuple(float(4**i) for i in range(5, 18))),
     "load_descriptors": ("Pieces read for a load, per rank.", tuple(float(4**i) for i in range(12))),
 }
-COUNTERS: Mapping[str, tuple[str, str | None]] = {
-    "bytes": ("Bytes of cache that arrived, read directly or through staging.", "way"),
-    "failures": ("Loads that failed, per rank.", "cause"),
-    "fallbacks": ("Requests computed here although a prefill was offered.", "cause"),
-    "partial_loads": ("Requests of which fewer tokens were loaded than had been prefilled.", "cause"),
-    "tokens_not_loaded": ("Tokens that had been prefilled and were not loaded.", "cause"),
-    "refusals": ("Requests that could be neither loaded nor computed here.", None),
-    "leases": ("Leases that ended, per rank.", "end"),
-    "digest_checks": ("Loads compared with their source, per rank.", "result"),
-    "stuck_calls": ("Calls into NIXL that did not come back in time, per rank.", "call"),
-    "quarantined": ("Requests whose blocks are kept back because a read may still write them.", None),
-    "quarantined_blocks": ("Blocks kept back, and blocks freed again; the difference is out of the pool.", "event"),
-}
 
-# What a counter's label may say. Series exist from the start: a rate over one that appears with its first event misses that event.
-_FALLBACKS = "itself", "host", "role", "spent", "reset", "deadlock", "pool", "prompt", "state", "window"
-_PARTIAL_LOADS = *_FALLBACKS, "failure", "length", "logprobs", "vllm"
 
-LABEL_VALUES: Mapping[str, tuple[str, ...]] = {
-    "bytes": ("direct", "staged"),
-    "failures": get_args(FailureKind),
-    "fallbacks": ("params", *_FALLBACKS),
-    "partial_loads": _PARTIAL_LOADS,
-    "tokens_not_loaded": _PARTIAL_LOADS,
-    "leases": get_args(Cause),
-    "digest_checks": get_args(CheckResult),
-    "stuck_calls": CALLS,
-    "quarantined_blocks": ("kept", "freed"),
+class CounterSeries(NamedTuple):
+    """A counter with its label, if any, and all values of that label.
+
+    All series exist from the start: a rate over a series that appears with its first event misses that event.
+    """
+
+    text: str
+    label: str | None = None
+    values: tuple[str, ...] = ("",)
+
+
+_FALLBACKS = (*REASONS, "prompt", "state", "window")
+_PARTIAL_LOADS = (*_FALLBACKS, "failure", "length", "logprobs", "vllm")
+COUNTERS: Mapping[str, CounterSeries] = {
+    "bytes": CounterSeries(
+        "Bytes of cache that arrived, read directly or through staging.", "way", ("direct", "staged")
+    ),
+    "failures": CounterSeries("Loads that failed, per rank.", "cause", get_args(FailureKind)),
+    "fallbacks": CounterSeries(
+        "Requests computed here although a prefill was offered.", "cause", ("params", *_FALLBACKS)
+    ),
+    "partial_loads": CounterSeries(
+        "Requests of which fewer tokens were loaded than had been prefilled.", "cause", _PARTIAL_LOADS
+    ),
+    "tokens_not_loaded": CounterSeries("Tokens that had been prefilled and were not loaded.", "cause", _PARTIAL_LOADS),
+    "refusals": CounterSeries("Requests that could be neither loaded nor computed here."),
+    "leases": CounterSeries("Leases that ended, per rank.", "end", get_args(Cause)),
+    "digest_checks": CounterSeries("Loads compared with their source, per rank.", "result", get_args(CheckResult)),
+    "stuck_calls": CounterSeries("Calls into NIXL that did not come back in time, per rank.", "call", CALLS),
+    "quarantined": CounterSeries("Requests whose blocks are held because a read may still write them."),
+    "quarantined_blocks": CounterSeries(
+        "Blocks held, and blocks freed again; the difference is out of the pool.", "event", ("kept", "freed")
+    ),
 }
 
 
@@ -80,17 +71,9 @@ def seconds_buckets(load_timeout_s: float) -> tuple[float, ...]:
     return tuple(sorted({*SECONDS, *(bound for bound in beyond if bound > SECONDS[-1])}))
 
 
-def _samples() -> dict[str, list[float]]:
-    return {name: [] for name in HISTOGRAMS}
-
-
-def _counts() -> dict[str, dict[str, int]]:
-    return {name: {} for name in COUNTERS}
-
-
 @dataclass
 class ReshardStats(KVConnectorStats):
-    """Between two steps. `data`: `samples` of each histogram, `counts` of each counter by its label's value."""
+    """Counts of one rank between two steps. `data`: `samples` of each histogram, `counts` of each counter by label value."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -100,7 +83,7 @@ class ReshardStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start anew."""
-        self.data = {"samples": _samples(), "counts": _counts()}
+        self.data = {"samples": {name: [] for name in HISTOGRAMS}, "counts": {name: {} for name in COUNTERS}}
 
     def count(self, counter: str, label: str = "", amount: int = 1) -> None:
         """Add to one counter."""
@@ -108,7 +91,7 @@ class ReshardStats(KVConnectorStats):
         counts[label] = counts.get(label, 0) + amount
 
     def note(self, results: Results) -> None:
-        """What an endpoint has done."""
+        """Count the results of an endpoint."""
         for moved in results.received.values():
             self._note_moved(moved)
         for failure in results.failed.values():
@@ -121,11 +104,11 @@ class ReshardStats(KVConnectorStats):
             self.count("stuck_calls", call)
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether nothing was counted."""
         return not any(self.data["samples"].values()) and not any(self.data["counts"].values())
 
     def aggregate(self, other: KVConnectorStats) -> ReshardStats:
-        """Add another rank's."""
+        """Add the counts of another rank."""
         for name, values in other.data["samples"].items():
             self.data["samples"][name].extend(values)
         for name, counts in other.data["counts"].items():
@@ -134,7 +117,7 @@ class ReshardStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line."""
+        """The values of vLLM's log line."""
         samples, counts = self.data["samples"], self.data["counts"]
         line: dict[str, int | float] = {"Loads": len(samples["load_seconds"])}
         if samples["load_seconds"]:
@@ -155,7 +138,7 @@ class ReshardStats(KVConnectorStats):
         return line
 
     def take(self) -> ReshardStats | None:
-        """What has been counted, and a fresh start; None if nothing."""
+        """The counts since the last call; None if there are none."""
         if self.is_empty():
             return None
         taken = ReshardStats(self.data)
@@ -175,7 +158,7 @@ class ReshardStats(KVConnectorStats):
 
 
 class ReshardPromMetrics(KVConnectorPromMetrics):
-    """The series of the table above."""
+    """The Prometheus series, in vLLM's frontend."""
 
     def __init__(
         self,
@@ -185,31 +168,33 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        loads = seconds_buckets(read_load_timeout(vllm_config.kv_transfer_config))
+        load_buckets = seconds_buckets(read_load_timeout(vllm_config.kv_transfer_config))
         self._histograms = {
             name: self._histogram_cls(
                 name=f"kvreshard_{name}",
                 documentation=text,
-                buckets=list(loads if name == "load_seconds" else buckets),
+                buckets=list(load_buckets if name == "load_seconds" else buckets),
                 labelnames=labelnames,
             )
             for name, (text, buckets) in HISTOGRAMS.items()
         }
         self._counters = {
             name: self._counter_cls(
-                name=f"kvreshard_{name}", documentation=text, labelnames=[*labelnames, *([label] if label else [])]
+                name=f"kvreshard_{name}",
+                documentation=series.text,
+                labelnames=[*labelnames, *([series.label] if series.label else [])],
             )
-            for name, (text, label) in COUNTERS.items()
+            for name, series in COUNTERS.items()
         }
         for labels in per_engine_labelvalues.values():
             for histogram in self._histograms.values():
                 histogram.labels(*labels)
-            for name, (_, label) in COUNTERS.items():
-                for value in LABEL_VALUES[name] if label else ("",):
-                    self._counters[name].labels(*labels, *([value] if label else []))
+            for name, series in COUNTERS.items():
+                for value in series.values:
+                    self._of(name, labels, value)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take in what the ranks counted."""
+        """Add what the ranks counted."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, values in transfer_stats_data["samples"].items():
             series = self._histograms[name].labels(*labels)
@@ -217,4 +202,8 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
                 series.observe(value)
         for name, counts in transfer_stats_data["counts"].items():
             for label, amount in counts.items():
-                self._counters[name].labels(*labels, *([label] if COUNTERS[name][1] else [])).inc(amount)
+                self._of(name, labels, label).inc(amount)
+
+    def _of(self, name: str, labels: list[object], value: str) -> Any:
+        """A counter's series for one value of its label."""
+        return self._counters[name].labels(*labels, *([value] if COUNTERS[name].label else []))

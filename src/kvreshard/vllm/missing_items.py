@@ -1,9 +1,9 @@
-"""Requests whose prefill has pictures, audio or video that the decode engine does not have: what they need, and when they are refused.
+"""Requests that lack multimodal items of their prefill: what they need of it, and when they are refused.
 
-1. `arrive`: the items are compared before vLLM looks for prefix hits, as soon as the key of their digests is known. The blocks of a request that
-   lacks some are hashed with a key of its own, and so are those of a request whose prefill had another `cache_salt`.
-   Without the key nothing is known of the items: the request is refused if its prefill had any (`arrive_unasked`).
-2. `narrow`: once the texts have been compared, what is another text's is not needed.
+1. `arrive`: the items are compared as soon as the key of their digests is known, before vLLM looks for prefix hits. The blocks of a
+   request that lacks items, or whose prefill had another `cache_salt`, are hashed with a key of its own. Without the source's key
+   nothing is known of the items: the request is refused if its prefill had any (`arrive_unasked`).
+2. `narrow`: once the texts have been compared, items of another text are not needed.
 3. `why_refused`: whenever vLLM is about to schedule the request, also after a failed load or a preemption.
 4. `end`: the request is over.
 """
@@ -20,9 +20,9 @@ from kvreshard.vllm.items import (
     compare,
     digest_with_key,
     find_unseen,
-    give_key,
     isolate,
     read_items,
+    with_key,
 )
 from kvreshard.vllm.prompt import Prompt, PromptDigest
 
@@ -39,28 +39,25 @@ class _Needed:
 
 
 class MissingItems:
-    """Of one engine. `positions`: what those of a prompt's tokens depend on. `placeholders`: token ids that stand for items."""
+    """Requests of one decode engine. `placeholders`: token ids that stand for items."""
 
     def __init__(self, positions: Positions, placeholders: frozenset[int]) -> None:
         self._positions, self._placeholders = positions, placeholders
         self._needed: dict[str, _Needed] = {}
 
     def arrive(self, request: Request, theirs: PromptDigest, key: bytes) -> None:
-        """Keep in mind what cannot be computed here, and keep what will be loaded from requests that must not have it.
-
-        `key`: of the digests in `theirs`.
-        """
-        mine = give_key(read_items(request.mm_features, self._positions), key)
+        """Compare the items of both sides, under the `key` of the digests in `theirs`."""
+        mine = with_key(read_items(request.mm_features, self._positions), key)
         self._note(request, compare(theirs.items, mine, int(request.num_prompt_tokens), None, self._positions))
         has_other_salt = bool(theirs.salt) and theirs.salt != digest_with_key(request.cache_salt or "", key)
         if has_other_salt or request.request_id in self._needed:
             isolate(request, f"request {secrets.token_hex(16)}")
 
     def arrive_unasked(self, request: Request, theirs: PromptDigest) -> None:
-        """The source's key is not known and will not be: whether items and salts are the same cannot be said."""
+        """The source's key will not be known: whether items and salts are the same cannot be decided."""
         if theirs.items:
             reason = (
-                "its prefill has pictures, audio or video, and whether this request has the same cannot be said, since its source could not be asked; "
+                "its prefill has pictures, audio or video, and whether this request has the same is not known, since its source could not be asked; "
                 "send it again without kv_transfer_params to have it computed from what it has here"
             )
             self._needed[request.request_id] = _Needed(None, reason)
@@ -68,7 +65,7 @@ class MissingItems:
             isolate(request, f"request {secrets.token_hex(16)}")
 
     def arrive_unknown(self, request: Request, why: str) -> None:
-        """Nobody can say what the prefill has: a token that stands for a picture must have one here."""
+        """Nothing is known of the prefill: a token that stands for an item must have one here."""
         items = read_items(request.mm_features, Positions.PLAIN)
         unseen = find_unseen(request.all_token_ids, items, self._placeholders)
         if unseen is not None:
@@ -83,13 +80,13 @@ class MissingItems:
     def narrow(self, request: Request, theirs: PromptDigest, mine: Prompt, num_same: int, key: bytes) -> int:
         """How many of the first `num_same` tokens, on which the texts agree, may be loaded. `key`: of the digests in `theirs`."""
         num_prompt = int(request.num_prompt_tokens)
-        num_alike = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
-        found = compare(theirs.items, give_key(mine.items, key), num_prompt, num_alike, self._positions)
+        first_other = None if num_same >= min(theirs.num_tokens, num_prompt) else num_same + theirs.step
+        found = compare(theirs.items, with_key(mine.items, key), num_prompt, first_other, self._positions)
         self._note(request, found)
         return num_same if found.num_loadable is None else min(num_same, found.num_loadable)
 
     def why_refused(self, request: Request, num_computed: int, num_loadable: int) -> str:
-        """Why the request must not go on with so many tokens from its prefix hits and its prefill; empty if it may."""
+        """Why the request must not go on with these tokens from its prefix hits and its prefill; empty if it may."""
         needed = self._needed.get(request.request_id)
         if needed is None:
             return ""

@@ -1,14 +1,7 @@
-"""What can be set in `kv_connector_extra_config`?
+"""The options of `kv_connector_extra_config`. `docs/howto/use-with-vllm.md` describes each; all have defaults that work.
 
-Each option has a default that works. A name that is neither ours nor one of vLLM's own NixlConnector is refused, since it is
-likely a typo. NixlConnector's six others, which a configuration may still carry, are never ignored:
-
-| option of NixlConnector (vLLM 0.32, `v1/nixl/*.py`) | here |
-|---|---|
-| `backends` | its one entry is `backend`; several are refused |
-| `enforce_handshake_compat` | `true` is what this connector does; otherwise refused: `allow_mismatch` names what may differ |
-| `bidirectional_kv_xfer` | `false` is what this connector does; otherwise refused |
-| `decoder_kv_blocks_ttl`, `kv_recompute_threshold`, `push_registration_timeout` | refused: they are about reading back and pushing |
+An unknown name is refused, since it is likely a typo. NixlConnector has six more options (vLLM 0.32, `v1/nixl/*.py`), which a
+configuration may still carry. Each is translated, accepted where it asks for what this connector does anyway, or refused.
 """
 
 from __future__ import annotations
@@ -31,10 +24,10 @@ from kvreshard.session.lease import RENEWALS_PER_LEASE
 from kvreshard.tools.observer import ObserverOptions
 from kvreshard.transport.nixl_agent import NixlOptions, usual_threads
 from kvreshard.transport.posting import Pace
-from kvreshard.vllm.source_hosts import SourceHosts
+from kvreshard.vllm.sources import SourceHosts
 
 BACKENDS = "backends"
-# Of NixlConnector: the value that says what this connector does anyway, and what to do instead of another.
+# Option of NixlConnector -> the value that is accepted, if any, and the remedy for another.
 OF_NIXL_CONNECTOR: Mapping[str, tuple[object, str]] = {
     "enforce_handshake_compat": (True, "name what may differ in allow_mismatch"),
     "bidirectional_kv_xfer": (False, "nothing is read back from decode engines; leave it out"),
@@ -44,41 +37,23 @@ OF_NIXL_CONNECTOR: Mapping[str, tuple[object, str]] = {
 }
 
 USUAL_LEASE_S = 30.0
-# A reader's thread and the owner of its agent may rest for tenths of a second; blocks that nobody reads are lost to an engine for so long.
+# At least: a reader's threads may pause for tenths of a second. At most: an engine cannot use blocks that nobody reads for so long.
 MIN_LEASE_S, MAX_LEASE_S = 1.0, 86_400.0
+
+_POSITIVE = (
+    "load_timeout_s",
+    "settle_timeout_s",
+    "call_timeout_s",
+    "handshake_timeout_s",
+    "lease_slots",
+    "digest_timeout_s",
+    "flight_recorder_files",
+    "max_in_flight_bytes",
+)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options.
-
-    Attributes:
-        side_channel_host, side_channel_port: where this engine's listener binds and where peers find it; default:
-            VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT, plus the data-parallel index.
-        curve_secret_key_file: this engine's key, as `kvreshard keys` writes it: handshakes are then encrypted, and only engines
-            whose keys are trusted are let in. curve_public_keys_dir: the public keys to trust beside its own.
-        kv_lease_duration: seconds that a finished prefill is kept after the last sign of a reader. Readers learn it when they meet this
-            engine, and renew in time whatever they are given themselves.
-        paused_renewal_s: seconds for which an engine that is paused goes on renewing the leases of what waits in it.
-        load_timeout_s: seconds from the start of a load until it has failed.
-        settle_timeout_s: seconds that a failed load may take to come to rest before its pages are quarantined.
-        call_timeout_s: seconds that one call into NIXL may take until the loads of the rank fail. Registering memory may take 60 times as long.
-        handshake_timeout_s: seconds to wait for a peer's listener.
-        retry_s: seconds before a peer that could not be met is asked again.
-        engine_ttl: seconds that an engine is known from which nothing is read; 0: for ever. As of NixlConnector.
-        staging_bytes: size of the staging buffer of each rank, where its caches are; 0 reads everything directly.
-        max_in_flight_bytes: what a rank may have posted to one peer and not yet settled.
-        lease_slots: finished prefills that can be kept at one time.
-        allow_mismatch: facts that may differ between the engines ("model", "vllm_version", ...).
-        source_hosts: networks, addresses and names of hosts that may be named as a request's source (`source_hosts`); empty: any.
-        digest_share: of how many requests, 0 to 1, the loaded bytes are compared with the source's.
-        digest_timeout_s: seconds until a comparison without an answer has failed.
-        flight_recorder_dir: where failed loads leave a record; none are left without.
-        flight_recorder_files: how many records are kept there, of all ranks.
-        cost_model: a file of `kvreshard bench --calibrate`, whose constants for this host are used if it has any.
-        backend: NIXL's plugin. backend_params: its parameters. num_threads: of the UCX backend, as of NixlConnector, whose default is 4;
-            None: two, or none where UCX_TLS allows nothing but TCP.
-        shadow_report_file: of ShadowConnector: a file that gets one JSON line per request and rank; None: the log only.
-    """
+    """The options of one engine. Times are seconds, sizes bytes."""
 
     side_channel_host: str | None = None
     side_channel_port: int | None = None
@@ -112,20 +87,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be a finite number")
-        if not MIN_LEASE_S <= self.kv_lease_duration <= MAX_LEASE_S:
-            raise ValueError(
-                f"kv_lease_duration is {self.kv_lease_duration:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds"
-            )
-        if not MIN_LEASE_S <= self.paused_renewal_s <= MAX_LEASE_S:
-            raise ValueError(
-                f"paused_renewal_s is {self.paused_renewal_s:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds"
-            )
-        positive = ("load_timeout_s", "settle_timeout_s", "call_timeout_s", "handshake_timeout_s", "lease_slots")
-        for name in (*positive, "digest_timeout_s", "flight_recorder_files", "max_in_flight_bytes"):
+        for name in ("kv_lease_duration", "paused_renewal_s"):
+            value = getattr(self, name)
+            if not MIN_LEASE_S <= value <= MAX_LEASE_S:
+                raise ValueError(f"{name} is {value:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.staging_bytes < 0 or self.retry_s < 0 or (self.num_threads or 0) < 0:
-            raise ValueError("staging_bytes, retry_s and num_threads must not be negative")
+        for name in ("staging_bytes", "retry_s", "num_threads"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:
             raise ValueError("curve_public_keys_dir without curve_secret_key_file; this engine needs a key of its own")
         SourceHosts(self.source_hosts)
@@ -133,7 +104,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"digest_share is {self.digest_share}; it is a share of all requests, 0 to 1")
 
     def __str__(self) -> str:
-        """What differs from the defaults, for a log line."""
+        """The options that are not defaults, for a log line."""
         usual = Options()
         values = {name: getattr(self, name) for name in self.__struct_fields__}
         given = [f"{name}={value!r}" for name, value in values.items() if value != getattr(usual, name)]
@@ -148,12 +119,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return read_keys(Path(self.curve_secret_key_file), trusted)
 
     def endpoint(self, device: str = "cpu") -> EndpointOptions:
-        """What the session needs of them, where the caches are on a device."""
+        """The session's options, for caches on `device`."""
         return EndpointOptions(
             handshake_timeout_s=self.handshake_timeout_s,
             load_timeout_s=self.load_timeout_s,
             settle_timeout_s=self.settle_timeout_s,
-            # Of sources that do not say how long their leases last: they have the default, or what this engine was given too.
+            # For sources that do not report how long their leases last: the default, or this engine's own duration.
             heartbeat_s=min(self.kv_lease_duration, USUAL_LEASE_S) / RENEWALS_PER_LEASE,
             paused_renewal_s=self.paused_renewal_s,
             retry_s=self.retry_s,
@@ -165,24 +136,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def observer(self) -> ObserverOptions:
-        """What is watched of a rank's loads."""
+        """The options of digest checks."""
         return ObserverOptions(self.digest_share, self.digest_timeout_s, self.staging_bytes, self.allow_mismatch)
 
     @property
     def nixl(self) -> NixlOptions:
-        """What the transport needs of them."""
+        """The transport's options."""
         pace = Pace(max_in_flight_bytes=self.max_in_flight_bytes, call_s=self.call_timeout_s)
         threads = self.num_threads if self.num_threads is not None else usual_threads(os.environ.get("UCX_TLS"))
         return NixlOptions(backend=self.backend, backend_params=self.backend_params, num_threads=threads, pace=pace)
 
     def cost(self, device: str = "cpu") -> CostModel:
-        """The constants of this host for caches on a device. Raises KvReshardError for a file that is not one of constants."""
+        """The cost constants of this host for caches on `device`. Raises KvReshardError for a file that holds none."""
         found = load_constants(Path(self.cost_model), host_description(device)) if self.cost_model is not None else None
         return found or usual_cost(device)
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
-    """The options of an engine. Raises KvReshardError that names the option and the ones there are."""
+    """The options of an engine. Raises KvReshardError with the option that is wrong and those that exist."""
     known = set(Options.__struct_fields__)
     extra = _translated(extra)
     for name in sorted(extra.keys() - known):
@@ -198,7 +169,7 @@ def read_options(extra: Mapping[str, Any]) -> Options:
 
 
 def read_load_timeout(config: Any) -> float:
-    """`load_timeout_s` of an engine's `KVTransferConfig`, or the longest of its children's."""
+    """`load_timeout_s` of a `KVTransferConfig`, or the longest of its children's."""
     extra = config.kv_connector_extra_config
     children = [child.get("kv_connector_extra_config") or {} for child in extra.get("connectors", ())]
     found = [float(given["load_timeout_s"]) for given in (extra, *children) if "load_timeout_s" in given]
@@ -206,7 +177,7 @@ def read_load_timeout(config: Any) -> float:
 
 
 def _translated(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """NixlConnector's options as ours. Raises KvReshardError for one that asks for something else."""
+    """The options with NixlConnector's translated. Raises KvReshardError for one that asks for something else."""
     given = dict(extra)
     for name in sorted(OF_NIXL_CONNECTOR.keys() & given.keys()):
         harmless, remedy = OF_NIXL_CONNECTOR[name]

@@ -1,18 +1,16 @@
-"""What do `kv_transfer_params` say on their way from prefill engine to router to decode engine?
+"""`kv_transfer_params`: what travels from the prefill engine through a router to the decode engine.
 
-The fields of vLLM's NixlConnector, so that routers work unchanged, and one of ours, `kvreshard`: the instance id of the
-prefill engine, the lease, what each block list means (which logical page it starts with, tokens per page, window), and
-digests of the prompt. It is JSON on the way: 64-bit words travel in hexadecimal.
+It has the fields of vLLM's NixlConnector, so that routers work unchanged, and one more, `kvreshard`: the instance id of the prefill
+engine, the lease, what each block list means (first logical page, tokens per page, window), and digests of the prompt. It travels as
+JSON: 64-bit words are hexadecimal.
 
 The prefill engine seals everything that decides what is read (`session.seal`): engine, instance id, request, lease, block lists, groups,
-tokens and prompt digests. The ranks check the seal before they read, with the key from that engine's engine metadata, so that a client which
-changes or mixes parameters reads nothing. Host and port are not sealed, since a router may rewrite them.
+tokens and prompt digests. The ranks check the seal with the source's key before they read, so a client that changes or mixes parameters
+reads nothing. Host and port are not sealed, since a router may rewrite them.
 
-Routers decode them and encode them anew. What is unambiguous is read: a whole number as a double, an empty list as an empty object,
-a zero, an empty list or a null left out, a null for an empty list. The seal says whether that was meant.
-
-`read_params` believes nothing: a missing, wrong or oversized field gives a ParamsError with its name, and the decode engine
-computes the prompt itself.
+Routers decode and encode the parameters. `read_params` accepts what stays unambiguous: a whole number as a double, an empty list as an
+empty object, a zero, an empty list or a null left out, a null for an empty list. The seal then decides. It trusts nothing else: a missing,
+wrong or oversized field raises ParamsError with its name, and the decode engine computes the prompt.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ class ParamsError(KvReshardError):
 
 
 class GroupParams(msgspec.Struct, frozen=True):
-    """What one block list means. `page_tokens` None: one page per request. `is_state`: it stands at one position.
+    """What one block list means. `page_tokens` None: one page per request. `is_state`: it belongs to one position.
 
-    `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: what a ring holds, as in `groups.CacheGroup`. `first_token`: where
-    what its pages have begins, if not with the first of them; left out elsewhere.
+    `window_tokens`, `chunk_tokens`: how far its layers look back; `ring_tokens`: capacity of a ring; as in `groups.CacheGroup`.
+    `first_token`: the first token that its pages hold, where that is not the first of the first page.
     """
 
     name: Name
@@ -70,12 +68,12 @@ class GroupParams(msgspec.Struct, frozen=True):
 
     @property
     def first_held(self) -> int:
-        """The first token that its pages have."""
+        """The first token that its pages hold."""
         return max(self.first_page * (self.page_tokens or 0), self.first_token or 0)
 
 
 class ReshardParams(msgspec.Struct, frozen=True):
-    """Our own field."""
+    """The field `kvreshard`."""
 
     version: int
     instance_id: Name
@@ -87,7 +85,7 @@ class ReshardParams(msgspec.Struct, frozen=True):
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """The fields that loading needs, ours and theirs."""
+    """The fields that a load needs."""
 
     remote_engine_id: Name
     remote_request_id: Name
@@ -100,10 +98,7 @@ class _Params(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """A finished prefill: who holds it, under which lease, where its pages are, what it was made of.
-
-    `code`: its source's seal over all of it, of parameters that were read.
-    """
+    """A finished prefill: engine, lease, pages, and the prompt it was made of. `code`: the source's seal over it, once it has travelled."""
 
     remote: RemoteEngine
     lease: RemoteLease
@@ -126,32 +121,30 @@ class RemotePrefill:
 
     @property
     def seal(self) -> Seal:
-        """The seal as it was read."""
+        """The seal that was read."""
         return Seal(self._details(), self.code)
 
     def make_seal(self, key: bytes) -> Seal:
-        """The seal of the source that has this key. Raises BindError."""
+        """The seal under a source's key. Raises BindError."""
         source = self.remote.engine, self.remote.instance_id
         lease = self.lease.request, self.lease.slot, self.lease.word
         return make_seal(key, source, lease, self.tables(), self._details())
 
     def is_sealed(self, key: bytes) -> bool:
-        """Whether whoever has this key sealed it. Raises BindError."""
+        """Whether it was sealed with this key. Raises BindError."""
         return hmac.compare_digest(self.code, self.make_seal(key).code)
 
     def prompt_key(self, key: bytes) -> bytes | None:
-        """The key of the digests in `prompt`, where `key` is the source's; None if that did not seal this. Raises BindError."""
+        """The key of the digests in `prompt`, from the source's `key`; None if the seal is not that key's. Raises BindError."""
         return prompt_key(key, self.lease.request, self.lease.word) if self.is_sealed(key) else None
 
     def _details(self) -> bytes:
-        """What is said beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""
+        """What is sealed beside lease and tables, as bytes. Python's own JSON: a number from a stranger may have any size."""
         return json.dumps(msgspec.to_builtins((self.num_tokens, self.groups, self.prompt))).encode()
 
 
-def write_params(
-    prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes, *, is_prefill: bool = True
-) -> dict[str, Any]:
-    """The parameters to return to the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them."""
+def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -> dict[str, Any]:
+    """The parameters for the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them."""
     ours = ReshardParams(
         VERSION,
         prefill.remote.instance_id,
@@ -162,8 +155,8 @@ def write_params(
         prefill.lease.slot,
     )
     return {
-        "do_remote_prefill": is_prefill,
-        "do_remote_decode": not is_prefill,
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
         "remote_block_ids": [list(pages) for pages in prefill.pages],
         "remote_engine_id": prefill.remote.engine,
         "remote_request_id": prefill.lease.request,
@@ -215,10 +208,10 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
 
 
 def _restored(value: Any) -> Any:
-    """What a router made of the parameters, as they were. Raises ParamsError for a number that cannot be known any more."""
+    """The parameters as they were before a router encoded them anew. Raises ParamsError for a number that may have changed."""
     if isinstance(value, Mapping):
-        kept = {key: _restored(part) for key, part in value.items() if part is not None}
-        return kept or []  # none of our fields is an empty object
+        fields = {key: _restored(part) for key, part in value.items() if part is not None}
+        return fields or []  # none of our fields is an empty object
     if isinstance(value, list | tuple):
         if all(type(part) is int for part in value):
             return value

@@ -1,14 +1,14 @@
-"""The prefill side in vLLM's scheduler: which requests get a lease, and what does the router get back?
+"""The prefill side in vLLM's scheduler: which requests take a lease, and what the router gets for them.
 
-1. A request with `do_remote_decode` arrives: its last tokens are dropped that the decode side must compute itself.
-2. It is scheduled for the first time: it gets a lease slot, and every rank writes its word.
-3. It finishes: its blocks stay, unless another choice of the same request has left its own (`choices`), with those that the decode side's first token looks at (`last_pages`), every rank keeps the lease, and
-   the router gets `kv_transfer_params`.
-4. Every rank has said that the lease is over: vLLM frees the blocks, the slot is free again.
-5. vLLM's caches are reset, connector included: the leases are revoked, since what they hold is of before (`reset`).
+1. A request with `do_remote_decode` arrives: the last tokens, which the decode side must compute itself, are dropped.
+2. It gets blocks for the first time: it takes a lease, and every rank writes the lease word.
+3. It finishes: its blocks stay under the lease, with those that the decode side's first token attends to (`last_pages`), and the router
+   gets `kv_transfer_params`. If another choice of the same request is published already, its parameters are used and these blocks are freed.
+4. Every rank reports that the lease is over: vLLM frees the blocks, the slot is free.
+5. vLLM's caches are reset, connector included: all leases are revoked, since they hold the cache of the old weights.
 
-A request that is aborted, or gets no slot, is freed at once and offers nothing; the decode side then computes the prompt. So does one
-whose state or ring has gone beyond its tokens, in a step that is still under way, or whose state is somewhere among its drafts'.
+A request that is aborted or finds no free slot is freed at once, and the decode side computes the prompt. The same goes for one whose state
+or ring has gone beyond its tokens in a step that is still under way, or whose state lies among those of its drafts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
-from kvreshard.vllm.adapters import Adapters
-from kvreshard.vllm.choices import Choices
-from kvreshard.vllm.groups import CacheGroup
-from kvreshard.vllm.items import Positions
 from kvreshard.vllm.last_pages import LastPages
+from kvreshard.vllm.leases import Leases
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
-from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, count_settled, read_prompt
-from kvreshard.vllm.slots import Slots
+from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, EngineConfig, count_settled, read_prompt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -42,37 +38,22 @@ TRUNCATED = "_p_side_truncated"
 
 
 class Producer:
-    """`key`: what the engine seals with. `num_backoff_tokens`: trailing tokens that the decode side must compute (see `requests.count_backoff`)."""
+    """The prefill side of one engine, which seals with `key`. `address`: where it listens, once it does."""
 
-    def __init__(
-        self,
-        engine: str,
-        key: bytes,
-        groups: Sequence[CacheGroup],
-        sizes: dict[str, int],
-        num_backoff_tokens: int,
-        lease_s: float,
-        num_slots: int,
-        adapters: Adapters | None = None,
-        positions: Positions = Positions.PLAIN,
-    ) -> None:
-        self._engine, self._key, self._groups, self._sizes = engine, key, tuple(groups), sizes
-        self._num_backoff_tokens, self._lease_s = num_backoff_tokens, lease_s
-        self._slots = Slots(num_slots)
-        self._adapters, self._positions = adapters or Adapters(), positions
+    def __init__(self, engine: str, key: bytes, config: EngineConfig, lease_s: float, num_slots: int) -> None:
+        self._engine, self._key, self._config, self._lease_s = engine, key, config, lease_s
+        self._leases = Leases(num_slots)
         self._computing: dict[str, Request] = {}
-        self._published: set[str] = set()
-        self._choices = Choices()
-        self.last_pages = LastPages(groups)
+        self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
 
     @property
     def is_publishing(self) -> bool:
-        """Whether blocks are held, or will be, for other engines."""
-        return bool(len(self._slots))
+        """Whether blocks are held for other engines, or will be."""
+        return bool(len(self._leases))
 
     def may_finish(self, num_scheduled: Mapping[str, int]) -> bool:
-        """Whether a request that may be published has a token after a step of so many tokens of each, and so may be over."""
+        """Whether a request that may be published can end with this step, which computes `num_scheduled` tokens of each."""
         return any(
             name in self._computing
             and self._computing[name].num_computed_tokens + num_tokens >= self._computing[name].num_prompt_tokens
@@ -80,17 +61,17 @@ class Producer:
         )
 
     def arrive(self, request: Request) -> None:
-        """Drop the trailing tokens, once: a preempted request arrives in the scheduler again."""
-        backoff, params = self._num_backoff_tokens, request.kv_transfer_params
+        """Drop the trailing tokens, once: a preempted request arrives again."""
+        backoff, params = self._config.num_backoff_tokens, request.kv_transfer_params
         if (
             not backoff
             or params is None
             or params.get(TRUNCATED)
             or request.num_prompt_tokens <= backoff
-            or request.get_skip_reading_prefix_cache()  # the decode side recomputes such a prompt anyway
+            or request.get_skip_reading_prefix_cache()  # the decode side computes such a prompt anyway
             or request.prompt_token_ids is None
             or request.prompt_embeds
-            is not None  # vLLM ends where they are not as many (0.32.0, `utils/__init__.py:30`)
+            is not None  # vLLM ends where their number differs (0.32.0, `utils/__init__.py:30`)
         ):
             return
         del request.prompt_token_ids[-backoff:]
@@ -100,58 +81,60 @@ class Producer:
         params[TRUNCATED] = True
 
     def schedule(self, request: Request) -> Iterator[Command]:
-        """The request has got blocks: write its word, unless it has one."""
-        if self._slots.find(request.request_id) is None:
-            lease = self._slots.take(request.request_id)
-            if lease is None:
-                logger.warning("no lease slot is free: request %s will not be published", request.request_id)
-            else:
-                if self._num_backoff_tokens < MIN_COMPUTED_TOKENS:
-                    self.last_pages.expect(request.request_id, request.num_prompt_tokens)
-                self._computing[request.request_id] = request
-                yield lease
+        """The request has got blocks: take a lease, unless it has one."""
+        if self._leases.find(request.request_id) is not None:
+            return
+        lease = self._leases.acquire(request.request_id)
+        if lease is None:
+            logger.warning(
+                "no lease slot is free: request %s will not be published; raise lease_slots", request.request_id
+            )
+            return
+        if self._config.num_backoff_tokens < MIN_COMPUTED_TOKENS:
+            self.last_pages.expect(request.request_id, request.num_prompt_tokens)
+        self._computing[request.request_id] = request
+        yield lease
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any] | None, Command | None]:
-        """(parameters for the router, command for the ranks). The blocks stay if they are published, else they can be freed at once."""
+        """(parameters for the router, command for the ranks). The blocks stay with `Publish`; otherwise they can be freed at once."""
         self._computing.pop(request.request_id, None)
-        lease = self._slots.find(request.request_id)
+        lease = self._leases.find(request.request_id)
         if lease is None:
             return None, None
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         num_tokens = count_settled(request)
-        if not good or self.address is None or num_tokens < 1 or self._has_moved_on(request, num_tokens):
+        if not good or self.address is None or num_tokens < 1 or self._is_beyond(request, num_tokens):
             self.freed(request.request_id)
             return None, Revoke(lease.request)
-        prompt = read_prompt(request, self._adapters, self._positions)
-        params = self._choices.find(request.request_id, prompt, num_tokens)
+        prompt = read_prompt(request, self._config)
+        params = self._leases.find_shared(request.request_id, prompt, num_tokens)
         if params is not None:
             self.freed(request.request_id)
             return params, Revoke(lease.request)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
         prefill = self.describe(request, block_ids, RemoteLease(lease.request, lease.slot, lease.word), self.address)
-        params = write_params(prefill, self._sizes, self._key)
-        self._published.add(request.request_id)
-        self._choices.add(request.request_id, prompt, num_tokens, params)
+        params = write_params(prefill, self._config.sizes, self._key)
+        self._leases.publish(request.request_id, prompt, num_tokens, params)
         return params, Publish(lease.request, self._lease_s, prefill.tables())
 
-    def _has_moved_on(self, request: Request, num_tokens: int) -> bool:
-        """Whether a state is not that of `num_tokens` tokens in the block where a prefill leaves it, or a ring has none of the first of them.
+    def _is_beyond(self, request: Request, num_tokens: int) -> bool:
+        """Whether a state is not the one after `num_tokens` tokens, or not in its block, or a ring lacks the first of them.
 
-        Both are written in place. Of the tokens that a request says, the first needs no step of its own; each further one may have been verified with drafts.
+        Both are written in place. The first generated token needs no step of its own; a later one may have been verified with drafts.
         """
-        states = [group for group in self._groups if group.is_state]
-        in_place = [group for group in self._groups if group.is_state or group.ring_tokens is not None]
-        is_beyond = bool(in_place) and num_tokens < request.num_computed_tokens
-        return is_beyond or (request.num_output_tokens > 1 and any(group.num_draft_states for group in states))
+        states = [group for group in self._config.groups if group.is_state]
+        in_place = states or any(group.ring_tokens is not None for group in self._config.groups)
+        has_gone_on = bool(in_place) and num_tokens < request.num_computed_tokens
+        return has_gone_on or (request.num_output_tokens > 1 and any(group.num_draft_states for group in states))
 
     def describe(
         self, request: Request, block_ids: Sequence[Sequence[int]], lease: RemoteLease, address: Address
     ) -> RemotePrefill:
-        """What the decode side is told of a finished request."""
+        """A finished request, as the decode side needs it."""
         num_tokens = count_settled(request)
-        pages = [group.pages(block_ids[group.index], num_tokens) for group in self._groups]
+        pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
             RemoteEngine(self._engine, instance_id_of(self._key), address),
@@ -168,30 +151,28 @@ class Producer:
                     group.ring_tokens,
                     group.first_written(num_tokens) or UNSET,
                 )
-                for group, (first, _) in zip(self._groups, pages, strict=True)
+                for group, (first, _) in zip(self._config.groups, pages, strict=True)
             ),
             tuple(ids for _, ids in pages),
-            digest_prompt(read_prompt(request, self._adapters, self._positions), num_tokens, key),
+            digest_prompt(read_prompt(request, self._config), num_tokens, key),
         )
 
     def reset(self) -> Iterator[Command]:
-        """What is held for readers is theirs no longer: other weights may have come."""
-        if self._published:
-            logger.warning("kvreshard: the cache was reset; %d prefills are no longer published", len(self._published))
-        for request_id in sorted(self._published):
-            self._choices.remove(request_id)
-            lease = self._slots.find(request_id)
+        """Revoke all leases that may be read: the engine may have got other weights."""
+        published = self._leases.published
+        if published:
+            logger.warning("kvreshard: the cache was reset; %d prefills are no longer published", len(published))
+        for request_id in published:
+            self._leases.withdraw(request_id)
+            lease = self._leases.find(request_id)
             if lease is not None:
                 yield Revoke(lease.request)
-        self._published.clear()
 
     def find_request(self, lease: str) -> str:
-        """The request that has the lease of this name."""
-        return self._slots.find_request(lease)
+        """The request of the lease with this name."""
+        return self._leases.find_request(lease)
 
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
-        self._published.discard(request_id)
-        self._choices.remove(request_id)
         self.last_pages.release(request_id)
-        self._slots.give(request_id)
+        self._leases.release(request_id)

@@ -1,14 +1,14 @@
-"""How much of the decode engine's prompt is what the prefill engine computed?
+"""Digests of a prompt's prefixes, by which the decode engine finds how much of its prompt the prefill engine has computed.
 
-A router may send another text to the decode engine: a placeholder, or one token more or less. The prefill side sends digests of
-its prompt's prefixes, every `step` tokens and at the end; the decode side computes its own and takes the longest prefix on which
-both agree. Only those tokens are loaded, so that no tail of another text is ever kept.
+A router may send another text to the decode engine: a placeholder, or one token more or less. The prefill side sends a digest every
+`step` tokens and at the end; the decode side computes its own and takes the longest prefix on which both agree. Only those tokens are
+loaded.
 
-All digests have a key that the two engines share (`session.seal`), another one for each request: whoever reads them on their way can neither
-guess a text piece by piece, nor tell whether a picture or a `cache_salt` is one that they know, nor compare those of two requests.
+All digests have a key that the two engines share (`session.seal`), another one for each request. So whoever reads them on their way cannot
+guess a text piece by piece, recognise a picture or a `cache_salt`, or compare those of two requests.
 
-The digest of a prefix covers the token ids, the adapter (LoRA) and prompt embeddings. Multimodal items and the `cache_salt` are not in it: they
-travel beside it, since platforms send the decode engine another item, or none, on purpose (`kvreshard.vllm.items`).
+The digest of a prefix covers the token ids, the adapter (LoRA) and prompt embeddings. Multimodal items and the `cache_salt` travel beside
+it, since platforms send the decode engine another item, or none, on purpose (`kvreshard.vllm.items`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvreshard.vllm.items import Item, digest_with_key, give_key
+from kvreshard.vllm.items import Item, digest_with_key, with_key
 
 DIGEST_BYTES = 8
 MIN_STEP_TOKENS = 16
@@ -31,8 +31,8 @@ MAX_ITEMS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens of a request, and what they do not say: multimodal items, the adapter (`adapters`), a digest of prompt embeddings, and
-    the `cache_salt`; empty where there is none.
+    """Tokens of a request, and what they do not show: multimodal items, the adapter (`adapters`), a digest of prompt embeddings and the
+    `cache_salt`; each empty where there is none.
     """
 
     token_ids: Sequence[int]
@@ -60,12 +60,12 @@ def digest_prompt(prompt: Prompt, num_tokens: int, key: bytes) -> PromptDigest:
     step = -(-num_tokens // MAX_MARKS // MIN_STEP_TOKENS) * MIN_STEP_TOKENS or MIN_STEP_TOKENS
     ends = [*range(step, num_tokens + 1, step), num_tokens]
     *marks, whole = _digests(prompt, ends, key)
-    items = give_key((item for item in prompt.items if item.first < num_tokens), key)
+    items = with_key((item for item in prompt.items if item.first < num_tokens), key)
     return PromptDigest(num_tokens, step, whole, tuple(marks), items, digest_with_key(prompt.salt, key))
 
 
 def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:
-    """How many leading tokens of `prompt` are surely the ones that `theirs` was made of under `key`."""
+    """How many leading tokens of `prompt` are proved to be those that `theirs` was made of under `key`."""
     if theirs.step < 1 or theirs.num_tokens < 0:
         return 0
     num_tokens = len(prompt.token_ids)
@@ -79,7 +79,7 @@ def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:
 
 
 def _digests(prompt: Prompt, ends: Sequence[int], key: bytes) -> list[str]:
-    """Keyed digests of the prefixes that end there; ascending, within the prompt."""
+    """Keyed digests of the prefixes that end at `ends`, which ascend and lie within the prompt."""
     tokens = np.asarray(prompt.token_ids[: ends[-1]] if ends else [], dtype="<i8").tobytes()
     state = hashlib.blake2b(repr((prompt.adapter, prompt.embeds)).encode(), key=key, digest_size=DIGEST_BYTES)
     found, start = [], 0

@@ -1,12 +1,13 @@
-"""Blocks that are not used again yet, since a read that was given up may still write them.
+"""Blocks of failed loads that must not be used again yet, since a read may still write them.
 
-1. `keep`: vLLM frees the blocks of a failed load at once. Before it does, each of them gets one more reference.
-2. `give_back`: every rank that had reads under way has seen them come to rest; the blocks lose that reference. What never comes to
-   rest is kept until the engine ends.
-3. `bind`: vLLM resets its prefix cache only if no block is held. Blocks that nobody but the quarantine holds do not count there: a
-   reset forgets what they held, as of all others, and they stay out of the pool (docs/design/0038).
+1. `hold`: vLLM frees the blocks of a failed load at once. Before it does, each of them gets one more reference.
+2. `release`: the reads have settled on every rank; the blocks lose that reference. Blocks whose reads never settle are held until the
+   engine ends.
+3. `bind`: vLLM resets its prefix cache only if no block is held. Blocks that only the quarantine holds do not count: a reset
+   forgets their content like that of all others, and they stay out of the pool (docs/design/0038).
 
-A request id may be used again meanwhile (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION): the blocks of both are kept until both are at rest.
+A request id may be used again meanwhile (VLLM_DISABLE_REQUEST_ID_RANDOMIZATION): the blocks of both requests are held until the reads of
+both have settled.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from kvreshard.model.logs import get_logger
 logger = get_logger(__name__)
 
 Place = tuple[int, int]
-"""A group, and a block's id in the pool of that group."""
+"""A group's index, and a block's id in the pool of that group."""
 
 
 class Quarantine:
-    """Of one engine. Pairs are (request, rank)."""
+    """The quarantine of one engine. Pairs are (request, rank)."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
@@ -38,11 +39,11 @@ class Quarantine:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are kept."""
+        """Blocks that are held."""
         return len(self._references)
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Keep blocks of vLLM's manager, and let it reset its prefix cache in spite of them."""
+        """Hold blocks of vLLM's manager, and let it reset its prefix cache beside them."""
         self._manager = manager
         pool = manager.block_pool
         reset = pool.reset_prefix_cache
@@ -64,8 +65,8 @@ class Quarantine:
 
         pool.reset_prefix_cache = reset_beside_quarantine
 
-    def keep(self, pairs: Iterable[tuple[str, int]]) -> tuple[int, int]:
-        """Keep the blocks of these requests; (requests, blocks) that were not kept before."""
+    def hold(self, pairs: Iterable[tuple[str, int]]) -> tuple[int, int]:
+        """Hold the blocks of these requests. Returns (requests, blocks) that were not held before."""
         ranks: dict[str, Counter[int]] = {}
         for request, rank in pairs:
             ranks.setdefault(request, Counter())[rank] += 1
@@ -78,8 +79,8 @@ class Quarantine:
             self._ranks.setdefault(request, Counter()).update(of_request)
         return num_requests, num_blocks
 
-    def give_back(self, pairs: Iterable[tuple[str, int]]) -> int:
-        """Reads of these have come to rest; a request's blocks are free again when that is so on all ranks. How many blocks are."""
+    def release(self, pairs: Iterable[tuple[str, int]]) -> int:
+        """The reads of these have settled; a request's blocks are free when that is so on all ranks. Returns how many blocks are."""
         num_blocks = 0
         for request, rank in pairs:
             ranks = self._ranks.get(request, Counter())
@@ -90,31 +91,33 @@ class Quarantine:
                 self._references -= Counter(blocks.keys())
                 self._manager.block_pool.free_blocks(blocks.values())
                 num_blocks += len(blocks)
-                logger.warning("kvreshard: %d blocks of request %s are free again", len(blocks), request)
+                logger.warning(
+                    "kvreshard: %d blocks of request %s are free: their reads have settled", len(blocks), request
+                )
         return num_blocks
 
     def _count_held_alone(self) -> int:
-        """Blocks that nobody else holds: neither the request whose load failed, nor another with the same beginning."""
-        blocks = {place: block for kept in self._blocks.values() for place, block in kept.items()}
+        """Blocks that nobody else holds: neither the request whose load failed, nor another with the same prefix."""
+        blocks = {place: block for held in self._blocks.values() for place, block in held.items()}
         return sum(blocks[place].ref_cnt == count for place, count in self._references.items())
 
     def _touch(self, request: str) -> int:
-        """One more reference to each block of the request that has none from here yet; how many those are."""
+        """Take a reference to each block of the request that has none from here. Returns how many those are."""
         if self._manager is None:
             return 0
-        kept = self._blocks.setdefault(request, {})
+        held = self._blocks.setdefault(request, {})
         groups = self._manager.get_blocks(request).blocks
         fresh = {
             (number, block.block_id): block
             for number, group in enumerate(groups)
             for block in group
-            if not block.is_null and (number, block.block_id) not in kept
+            if not block.is_null and (number, block.block_id) not in held
         }
         if fresh:
             self._manager.block_pool.touch(list(fresh.values()))
-            kept |= fresh
+            held |= fresh
             self._references.update(fresh.keys())
             logger.error(
-                "kvreshard: %d blocks of request %s are kept back: a read may still write them", len(fresh), request
+                "kvreshard: %d blocks of request %s are quarantined: a read may still write them", len(fresh), request
             )
         return len(fresh)

@@ -1,57 +1,74 @@
-"""What does this package need to know of vLLM's requests and configuration, to speak about a request?"""
+"""What the scheduler side reads from vLLM's configuration and requests, and how it ends a request."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from kvreshard.model import KvReshardError
+from kvreshard.model.logs import get_logger
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions, read_items
 from kvreshard.vllm.prompt import Prompt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# vLLM computes the last token of a prompt in any case. A table made for all of them has lost what that token still looks at where a
+logger = get_logger(__name__)
+
+# vLLM computes the last token of a prompt in any case. A block table for all tokens has lost what that token still attends to where a
 # window or a chunk then begins on the border of a page (docs/design/0024).
 MIN_COMPUTED_TOKENS = 1
 
 
-def read_prompt(request: Request, adapters: Adapters, positions: Positions = Positions.PLAIN) -> Prompt:
-    """All tokens of a request so far, with what stands for them: multimodal items, the adapter by its name and digest, prompt
-    embeddings by a digest, and the `cache_salt`.
+class RequestRefused(KvReshardError):
+    """The request can be neither loaded nor computed here; the message says why."""
 
-    A prompt given as embeddings has no token ids; vLLM puts zeros there.
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine, as its scheduler side needs it.
+
+    `num_backoff_tokens`: trailing prompt tokens that the decode side computes. `placeholders`: token ids that stand for multimodal items.
+    `whole_prompts`: all tokens of a prompt attend to all of it, so that the cache of a prefix depends on what follows (HRM-Text,
+    `prefix_lm`). `may_load`: the engine's role loads. `sizes`: tp_size, dcp_size and pp_size, as routers know them.
     """
-    return Prompt(
-        request.all_token_ids,
-        read_items(request.mm_features, positions),
-        adapters.identify(request.lora_request),
-        digest_embeds(request),
-        request.cache_salt or "",
+
+    groups: tuple[CacheGroup, ...]
+    adapters: Adapters = field(default_factory=Adapters)
+    num_backoff_tokens: int = 0
+    positions: Positions = Positions.PLAIN
+    placeholders: frozenset[int] = frozenset()
+    whole_prompts: bool = False
+    may_load: bool = True
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
+    """The configuration of the engine in this process."""
+    parallel = vllm_config.parallel_config
+    groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
+    return EngineConfig(
+        groups=groups,
+        adapters=Adapters(vllm_config.lora_config),
+        num_backoff_tokens=_count_backoff(vllm_config, any(group.is_state for group in groups)),
+        positions=read_positions(vllm_config),
+        placeholders=read_placeholders(vllm_config),
+        whole_prompts=needs_whole_prompts(vllm_config),
+        may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
+        sizes={
+            "tp_size": max(parallel.tensor_parallel_size, parallel.decode_context_parallel_size),
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+        },
     )
-
-
-def count_settled(request: Request) -> int:
-    """Tokens of a finished request whose cache has been written.
-
-    vLLM counts those of a step that is still under way, where one was begun before the end was known, and drafts that were right but
-    behind the end.
-    """
-    return int(min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids)))
-
-
-def digest_embeds(request: Request) -> str:
-    """A digest of a request's prompt embeddings and of which tokens they stand for; empty without."""
-    if request.prompt_embeds is None:
-        return ""
-    import torch
-
-    embeds = request.prompt_embeds.detach().cpu().contiguous()
-    about = (str(embeds.dtype), tuple(embeds.shape), bytes(request.prompt_is_token_ids or ()))
-    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
-    digest.update(embeds.view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def read_positions(vllm_config: Any) -> Positions:
@@ -71,24 +88,61 @@ def read_placeholders(vllm_config: Any) -> frozenset[int]:
     return frozenset(number for number in found if isinstance(number, int))
 
 
-def count_backoff(vllm_config: Any, has_state: bool) -> int:
-    """Trailing prompt tokens that the decode side computes itself: one for states, which are stepped and not recomputed; all
-    but one of the drafter's lookahead with multi-module MTP, whose cache would hold unverified drafts (vLLM 0.32.0,
-    `nixl/base_scheduler.py`, `_prefill_backoff`).
-    """
-    return max(int(has_state), int(vllm_config.num_prefill_lookahead_tokens) - 1)
-
-
 def needs_whole_prompts(vllm_config: Any) -> bool:
-    """Whether every token of a prompt looks at all of it, so that the cache of a prefix depends on what follows (HRM-Text, `prefix_lm`)."""
+    """See `EngineConfig.whole_prompts`."""
     text = getattr(vllm_config.model_config, "hf_text_config", None)
     return bool(getattr(text, "prefix_lm", False))
 
 
-def read_sizes(parallel_config: Any) -> dict[str, int]:
-    """The parallel sizes that `kv_transfer_params` carry, by the names that routers know."""
-    return {
-        "tp_size": max(parallel_config.tensor_parallel_size, parallel_config.decode_context_parallel_size),
-        "dcp_size": parallel_config.decode_context_parallel_size,
-        "pp_size": parallel_config.pipeline_parallel_size,
-    }
+def _count_backoff(vllm_config: Any, has_state: bool) -> int:
+    """One token for states, which are stepped and not recomputed; with multi-module MTP all but one of the drafter's lookahead, whose
+    cache would hold unverified drafts (vLLM 0.32.0, `nixl/base_scheduler.py`, `_prefill_backoff`).
+    """
+    return max(int(has_state), int(vllm_config.num_prefill_lookahead_tokens) - 1)
+
+
+def read_prompt(request: Request, config: EngineConfig) -> Prompt:
+    """All tokens of a request so far, and what they do not show. vLLM puts zeros where a prompt was given as embeddings."""
+    return Prompt(
+        request.all_token_ids,
+        read_items(request.mm_features, config.positions),
+        config.adapters.identify(request.lora_request),
+        digest_embeds(request),
+        request.cache_salt or "",
+    )
+
+
+def digest_embeds(request: Request) -> str:
+    """A digest of a request's prompt embeddings and of which tokens they stand for; empty without."""
+    if request.prompt_embeds is None:
+        return ""
+    import torch
+
+    embeds = request.prompt_embeds.detach().cpu().contiguous()
+    about = (str(embeds.dtype), tuple(embeds.shape), bytes(request.prompt_is_token_ids or ()))
+    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+    digest.update(embeds.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def count_settled(request: Request) -> int:
+    """Tokens of a finished request whose cache has been written.
+
+    vLLM also counts tokens of a step that is still under way, where that step began before the end was known, and accepted drafts
+    behind the end.
+    """
+    return int(min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids)))
+
+
+def refuse(request: Request, reason: str) -> None:
+    """End a request that waits and holds no blocks, in the scheduler's next step. Its client gets an error, the log the reason.
+
+    A connector of vLLM 0.32 can only report how many tokens it has; vLLM computes the rest. A failed load does not help: with
+    `kv_load_failure_policy=recompute` vLLM computes the prompt. Whatever the policy, vLLM ends a request whose grammar could not be
+    compiled (0.32.0, `Scheduler.grammar_compile_error_reqs`). So this hands the scheduler such a request.
+    """
+    logger.error("request %s is refused: %s", request.request_id, reason)
+    request.structured_output_request = StructuredOutputRequest(
+        StructuredOutputsParams(json_object=True), RequestRefused(reason)
+    )
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -1,8 +1,7 @@
-"""The scheduler's side of the connector: vLLM's hooks on one side, commands for the ranks on the other.
+"""The scheduler side of the connector: turns vLLM's hooks into commands for the ranks.
 
-Every rank gets the same commands, once per engine step; block ids are the same on all of them. The engine's engine metadata, made of what
-every rank says about itself, goes out with the first. What a request's life looks like is in `producer` and `consumer`; a
-`kv_both` engine is both.
+Every rank gets the same commands, once per engine step; block ids are the same on all ranks. The engine's metadata, made of what every
+rank reports about itself, goes out with the first step. `producer` and `consumer` show the life of a request; a `kv_both` engine is both.
 """
 
 from __future__ import annotations
@@ -16,22 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Command, Failure, Publish
 from kvreshard.session.engine_metadata import encode_engine_metadata
-from kvreshard.vllm.adapters import Adapters
-from kvreshard.vllm.admission import Admission
+from kvreshard.vllm.admission import Admission, DeadlockDetector
 from kvreshard.vllm.consumer import Consumer
-from kvreshard.vllm.deadlock import DeadlockDetector
-from kvreshard.vllm.draft import has_draft
-from kvreshard.vllm.groups import read_groups
+from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
-from kvreshard.vllm.idleness import Idleness
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.partial_loads import PartialLoads
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
-from kvreshard.vllm.refusal import refuse
-from kvreshard.vllm.requests import count_backoff, needs_whole_prompts, read_placeholders, read_positions, read_sizes
-from kvreshard.vllm.source_hosts import SourceHosts
+from kvreshard.vllm.requests import read_config, refuse
+from kvreshard.vllm.sources import SourceHosts
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -43,23 +36,26 @@ logger = get_logger(__name__)
 
 @dataclass
 class ReshardMetadata(KVConnectorMetadata):
-    """What the ranks are told in one step. `engine_metadata`: the engine's own, once. `is_idle`: nothing is computed in this step or in
-    another that is still under way, so that a rank may wait a moment for its loads. `waits_for_draft`: a prefill may end with this step,
-    and the engine has a draft model (`WorkerSide.wait_for_draft`).
+    """What the scheduler sends to all ranks in one step.
+
+    `engine_metadata`: once, encoded. `is_idle`: nothing is computed in this step or in another that is under way, so that a rank may wait
+    a moment for its loads. `waits_for_draft`: a prefill may end with this step, and the engine has a draft model
+    (`WorkerSide.wait_for_draft`).
     """
 
     commands: list[Command] = field(default_factory=list)
-    engine_metadata: bytes | None = field(
-        default=None, repr=False
-    )  # it holds the engine's key, and vLLM logs steps that fail
+    # It holds the engine's key, and vLLM logs steps that fail.
+    engine_metadata: bytes | None = field(default=None, repr=False)
     is_idle: bool = False
     waits_for_draft: bool = False
 
 
 @dataclass
 class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks tell the scheduler beside their results. As (request, rank): whose pages a read of that rank may still write, and whose
-    it no longer can. `keys`: by request, of sources that have been met. `unmet`: of those that could not be met, why.
+    """What ranks report to the scheduler beside their results.
+
+    `quarantined`, `settled`: (request, rank) whose pages a read of that rank may still write, and whose it no longer can. `keys`: sources'
+    keys after a handshake, by request; `unmet`: why a handshake failed, by request.
     """
 
     quarantined: set[tuple[str, int]] = field(default_factory=set)
@@ -72,7 +68,7 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
         return not (self.quarantined or self.settled or self.keys or self.unmet)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
-        """Of all ranks together."""
+        """Both ranks' together."""
         if not isinstance(other, ReshardWorkerMetadata):
             return self
         return ReshardWorkerMetadata(
@@ -83,12 +79,12 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
 
-def tell_hosts(options: Options) -> None:
-    """A line in the log where any host may be named as a source."""
+def log_open_sources(options: Options) -> None:
+    """Log that requests may name any host as their source, where no list of hosts is given."""
     if not options.source_hosts:
         is_guarded = options.curve_secret_key_file is not None
-        tell = logger.info if is_guarded else logger.warning
-        tell(
+        log = logger.info if is_guarded else logger.warning
+        log(
             "kvreshard: requests may name any host as their source, and the ranks contact it%s; list the hosts of the prefill engines in "
             "source_hosts, or let only the router send kv_transfer_params (SECURITY.md)",
             ", though only an engine with a trusted key is read from" if is_guarded else "",
@@ -96,54 +92,37 @@ def tell_hosts(options: Options) -> None:
 
 
 class SchedulerSide:
-    """One per engine, in the process of vLLM's scheduler."""
+    """The connector in the process of vLLM's scheduler, one per engine."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
-        parallel = vllm_config.parallel_config
-        groups = read_groups(kv_cache_config, parallel.decode_context_parallel_size)
-        backoff = count_backoff(vllm_config, any(group.is_state for group in groups))
-        adapters, positions = Adapters(vllm_config.lora_config), read_positions(vllm_config)
+        transfer_config, config = vllm_config.kv_transfer_config, read_config(vllm_config, kv_cache_config)
         self._handshake = EngineHandshake(vllm_config, engine, options)
-        self._is_producer = bool(vllm_config.kv_transfer_config.is_kv_producer)
-        self._producer = Producer(
-            engine,
-            self._handshake.key,
-            groups,
-            read_sizes(parallel),
-            backoff,
-            options.kv_lease_duration,
-            options.lease_slots,
-            adapters,
-            positions,
-        )
+        self._is_producer = bool(transfer_config.is_kv_producer)
+        key = self._handshake.key
+        self._producer = Producer(engine, key, config, options.kv_lease_duration, options.lease_slots)
         self.stats = ReshardStats()
-        me = engine, self._handshake.instance_id
         self._consumer = Consumer(
-            me,
-            groups,
-            backoff,
-            lambda cause: self.stats.count("fallbacks", cause),
-            whole_prompts=needs_whole_prompts(vllm_config),
-            may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
-            adapters=adapters,
-            own_key=self._handshake.key,
-            partial_loads=PartialLoads(self._count_partial),
+            (engine, self._handshake.instance_id),
+            config,
+            self.stats.count,
             hosts=SourceHosts(options.source_hosts),
-            positions=positions,
-            placeholders=read_placeholders(vllm_config),
+            own_key=key,
         )
-        if vllm_config.kv_transfer_config.is_kv_consumer:
-            tell_hosts(options)
+        if config.may_load:
+            log_open_sources(options)
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._admission = Admission()
-        self._manager: KVCacheManager | None = None
-        self._idleness = Idleness(parallel.data_parallel_size)
         self._deadlock = DeadlockDetector(options.kv_lease_duration)
+        self._manager: KVCacheManager | None = None
         self._has_draft = has_draft(vllm_config)
+        # Engines of one data-parallel group step together: one that waited would delay the others.
+        self._may_be_idle = vllm_config.parallel_config.data_parallel_size == 1
+        # Requests that were ever scheduled and have not finished: a step without tokens may have others under way beside it.
+        self._computing: set[str] = set()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
-        """What every rank says of itself: make the engine's engine metadata, and listen if others read from here."""
+        """Make the engine's metadata of all ranks' parts, and listen if other engines read from here."""
         engine_metadata = self._handshake.make_engine_metadata(parts)
         self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._is_producer:
@@ -160,7 +139,7 @@ class SchedulerSide:
             self._add(self._consumer.arrive(request, params))
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
-        """Tokens that the ranks can load beyond what is computed; None: it cannot be said yet, go on with the next request."""
+        """Tokens that the ranks can load beyond what is computed; None if that is not known yet: vLLM goes on with the next request."""
         params = request.kv_transfer_params or {}
         count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
         is_behind = self._admission.puts_behind(request.request_id, count or 0)
@@ -174,18 +153,18 @@ class SchedulerSide:
         return count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Blocks have been allocated."""
+        """vLLM has allocated blocks."""
         self._admission.got_blocks(request.request_id)
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._add(self._producer.schedule(request))
         elif params.get("do_remote_prefill"):
             self._add(self._consumer.allocate(request, blocks, num_external))
-            self._keep_from_cache(request, blocks)
+            self._exclude_from_cache(request, blocks)
             params["do_remote_prefill"] = False  # one load per request, also if it is preempted later
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: (whether its blocks stay, parameters for the router)."""
+        """A request has ended. Returns (whether its blocks stay, parameters for the router)."""
         self._admission.end(request.request_id)
         self._add(self._consumer.abort(request.request_id))
         params, command = self._producer.finish(request, block_ids)
@@ -195,30 +174,32 @@ class SchedulerSide:
 
     @property
     def has_commands(self) -> bool:
-        """Whether the ranks have not been told something yet, so that vLLM makes a step, though nothing can be computed.
+        """Whether commands wait for a step. vLLM then makes one, though nothing can be computed.
 
-        A paused engine makes none for requests that arrive: their leases would run out, since no rank knows that it shall renew them.
+        A paused engine would make none for requests that arrive, and their leases would run out, since no rank would renew them.
         """
         return bool(self._metadata.commands)
 
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
-        """Everything that the ranks have to know by now. Tokens of each request in this step; requests `finished` before it."""
-        scheduled, is_looking = tuple(num_scheduled), self._admission.is_looking
-        is_still = not scheduled and is_looking and self._producer.is_publishing and self._consumer.is_waiting
+        """This step's metadata. `num_scheduled`: tokens of each request in it; `finished`: requests that ended before it."""
+        is_looking = self._admission.is_looking
+        is_still = not num_scheduled and is_looking and self._producer.is_publishing and self._consumer.is_waiting
         if self._deadlock.step(is_still):
-            self._add(self._consumer.give_up_one())
+            self._add(self._consumer.give_up_longest())
         self._give_up_what_never_fits()
+        self._computing.difference_update(finished)
+        self._computing.update(num_scheduled)
         metadata, self._metadata = self._metadata, ReshardMetadata()
-        metadata.is_idle = self._idleness.step(scheduled, finished)
+        metadata.is_idle = self._may_be_idle and not self._computing
         metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)
-        self._producer.last_pages.keep()
+        self._producer.last_pages.hold()
         return metadata
 
-    def hear(self, output: KVConnectorOutput) -> None:
-        """What the ranks have done."""
+    def on_worker_output(self, output: KVConnectorOutput) -> None:
+        """Take in what the ranks have done."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
-            self._hear_quarantine(meta)
+            self._update_quarantine(meta)
             if meta.keys or meta.unmet:
                 self._add(self._consumer.meet(meta.keys, meta.unmet))
         for request_id in output.failed_recving or ():
@@ -227,19 +208,19 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             self._add(self._consumer.ended(request_id))
         if output.finished_sending:
-            # Ranks know leases by their names; vLLM goes on with what is in the output now.
+            # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
             output.finished_sending = {self._producer.find_request(lease) for lease in output.finished_sending}
             for request_id in output.finished_sending:
                 self._producer.freed(request_id)
 
     def reset(self) -> bool:
-        """vLLM's cache was reset; False while loads are under way that may bring back what was there before."""
+        """vLLM's cache was reset. False while loads are under way that may bring the old cache back."""
         self._add(self._producer.reset())
         self._add(self._consumer.reset())
         return not self._consumer.is_loading
 
     def bind(self, manager: KVCacheManager) -> None:
-        """The engine's cache manager."""
+        """Use the engine's cache manager."""
         self._manager = manager
         self._producer.last_pages.manager = manager
         self._quarantine.bind(manager)
@@ -251,17 +232,13 @@ class SchedulerSide:
     def _add(self, commands: Iterable[Command]) -> None:
         self._metadata.commands.extend(commands)
 
-    def _count_partial(self, cause: str, num_tokens: int) -> None:
-        self.stats.count("partial_loads", cause)
-        self.stats.count("tokens_not_loaded", cause, num_tokens)
-
-    def _hear_quarantine(self, meta: ReshardWorkerMetadata) -> None:
+    def _update_quarantine(self, meta: ReshardWorkerMetadata) -> None:
         """Counted here, where ranks come together: the same request may be quarantined on each of them."""
-        num_requests, num_kept = self._quarantine.keep(meta.quarantined)
-        num_freed = self._quarantine.give_back(meta.settled)
+        num_requests, num_held = self._quarantine.hold(meta.quarantined)
+        num_freed = self._quarantine.release(meta.settled)
         for counter, label, amount in (
             ("quarantined", "", num_requests),
-            ("quarantined_blocks", "kept", num_kept),
+            ("quarantined_blocks", "kept", num_held),
             ("quarantined_blocks", "freed", num_freed),
         ):
             if amount:
@@ -272,10 +249,10 @@ class SchedulerSide:
         num_held = 0 if pool is None else pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
         never = self._admission.step(is_pool_free=num_held <= self._quarantine.num_blocks)
         if never is not None:
-            self._add(self._consumer.give_up(never))
+            self._add(self._consumer.give_up(never, "pool"))
 
-    def _keep_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """Blocks that a window leaves incomplete must not serve prefix hits: vLLM would take them for whole.
+    def _exclude_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Exclude blocks that a window leaves incomplete from prefix hits: vLLM would take them for complete.
 
         vLLM caches a loaded request's blocks from `num_cached_block` on (0.32.0, `SingleTypeKVCacheManager.cache_blocks`).
         """

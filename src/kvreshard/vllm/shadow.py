@@ -1,22 +1,21 @@
-"""`ShadowConnector`: vLLM's own NixlConnector moves the cache, and this package says what it would have done.
+"""`ShadowConnector`: vLLM's own NixlConnector moves the cache, and this package compares it with what it would have done.
 
     --kv-transfer-config '{"kv_connector":"ShadowConnector","kv_connector_module_path":"kvreshard.vllm","kv_role":"kv_producer"}'
 
-A first step on a running fleet, on both sides of a pair:
+It is a first step on a running fleet, on both sides of a pair:
 
 1. every hook goes to NixlConnector, unchanged; each rank is described beside it;
-2. a finished prefill's `kv_transfer_params` carry one more field, `kvreshard_shadow`: where this engine hands out its layout,
-   and what its block lists mean;
+2. a finished prefill's `kv_transfer_params` carry one more field, `kvreshard_shadow`: the parameters of `ReshardConnector`;
 3. for each request that the decode side loads, a thread beside the engine's compiles the route, binds the request, and compares
    the copies with those that NixlConnector posted (`tools/shadow_report.py`). No byte of the cache is read or written.
 
-Nothing of this can fail a request: what goes wrong here is logged once, and the shadow is silent from then on.
+The shadow cannot fail a request: its first error is logged, and it is silent from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -28,7 +27,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 
 from kvreshard.model.logs import get_logger
 from kvreshard.vllm.handshake import RankPart
-from kvreshard.vllm.logs import join_vllm_log
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.shadow_scheduler import ShadowCommands, ShadowScheduler
 from kvreshard.vllm.shadow_worker import ShadowWorker
@@ -44,10 +42,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
-Given = ParamSpec("Given")
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 PARAMS = "kvreshard_shadow"
 COMMANDS = "kvreshard_shadow"
+STOPPED = "kvreshard shadow: it stops comparing; NixlConnector goes on"
 
 
 class ShadowHandshake(KVConnectorHandshakeMetadata):
@@ -58,126 +58,108 @@ class ShadowHandshake(KVConnectorHandshakeMetadata):
 
 
 class ShadowConnector(NixlPullConnector):
-    """See the module."""
+    """NixlConnector with a shadow in the scheduler's process and in each rank's. Every hook returns what NixlConnector returns."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        join_vllm_log()
-        check_outputs(vllm_config)  # as NixlConnector, which vLLM knows by its name
-        self._is_silent = False
-        self._scheduler_shadow: ShadowScheduler | None = None
-        self._worker_shadow: ShadowWorker | None = None
-        self._shadow(self._start, vllm_config, role, kv_cache_config)
+        check_outputs(vllm_config)  # vLLM does this for NixlConnector by its name
+        self._side: ShadowScheduler | ShadowWorker | None = None
+        try:
+            self._side = self._make_side(vllm_config, role, kv_cache_config)
+        except Exception:
+            logger.exception(STOPPED)
+        self._is_silent = self._side is None
 
-    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def _make_side(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> ShadowScheduler | ShadowWorker:
         extra = self.kv_transfer_config.kv_connector_extra_config
         options = read_options({name: extra[name] for name in extra.keys() & set(Options.__struct_fields__)})
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_shadow = ShadowScheduler(vllm_config, kv_cache_config, self.engine_id, options)
-        else:
-            self._worker_shadow = ShadowWorker(vllm_config, kv_cache_config, self.engine_id, options)
-            self._worker_shadow.watch(self.connector_worker)
+            return ShadowScheduler(vllm_config, kv_cache_config, self.engine_id, options)
+        return ShadowWorker(vllm_config, kv_cache_config, self.engine_id, options, self.connector_worker)
 
-    def _shadow(self, call: Callable[Given, Any], *args: Given.args, **kwargs: Given.kwargs) -> Any:
-        """The call's result, or None; whatever goes wrong stays here."""
+    def _shadow(
+        self, method: Callable[Concatenate[Any, Args], Result], *args: Args.args, **kwargs: Args.kwargs
+    ) -> Result | None:
+        """Call a method of this process's side. None after an error, which is logged and not raised."""
         if self._is_silent:
             return None
         try:
-            return call(*args, **kwargs)
+            return method(self._side, *args, **kwargs)
         except Exception:
             self._is_silent = True
-            logger.exception("kvreshard shadow: it stops comparing; NixlConnector goes on")
+            logger.exception(STOPPED)
             return None
 
-    # The scheduler's side
+    # Scheduler side
 
     def on_new_request(self, request: Request) -> None:
-        """NixlConnector's, and the parameters of ours."""
-        if self._scheduler_shadow is not None:
-            params = (request.kv_transfer_params or {}).get(PARAMS)
-            if (request.kv_transfer_params or {}).get("do_remote_prefill") and params is not None:
-                self._shadow(self._scheduler_shadow.arrive, request, params)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill") and params.get(PARAMS) is not None:
+            self._shadow(ShadowScheduler.arrive, request, params[PARAMS])
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """NixlConnector's answer."""
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._scheduler_shadow is not None:
-            self._shadow(self._scheduler_shadow.count, request, num_computed_tokens, found[0])
+        self._shadow(ShadowScheduler.count, request, num_computed_tokens, found[0])
         return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """NixlConnector's, and our order of the same load."""
-        if self._scheduler_shadow is not None and num_external_tokens > 0:
-            self._shadow(self._scheduler_shadow.allocate, request, blocks, num_external_tokens)
+        if num_external_tokens > 0:
+            self._shadow(ShadowScheduler.allocate, request, blocks, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """NixlConnector's, with our commands beside."""
         metadata = super().build_connector_meta(scheduler_output)
-        if self._scheduler_shadow is not None:
-            setattr(metadata, COMMANDS, self._scheduler_shadow.take_commands())
+        setattr(metadata, COMMANDS, self._shadow(ShadowScheduler.take_commands))
         return metadata
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """NixlConnector's parameters, with ours as one more field."""
-        is_kept, params = super().request_finished_all_groups(request, block_ids)
-        if self._scheduler_shadow is not None:
-            self._shadow(self._scheduler_shadow.ended, request)
-            if is_kept and params is not None:
-                ours = self._shadow(self._scheduler_shadow.describe, request, block_ids)
-                if ours is not None:
-                    params[PARAMS] = ours
-        return is_kept, params
+        stays, params = super().request_finished_all_groups(request, block_ids)
+        self._shadow(ShadowScheduler.ended, request)
+        if stays and params is not None:
+            shadow_params = self._shadow(ShadowScheduler.describe, request, block_ids)
+            if shadow_params is not None:
+                params[PARAMS] = shadow_params
+        return stays, params
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """For engines with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """NixlConnector's ranks to NixlConnector, ours to us."""
         theirs = {place: m.theirs if isinstance(m, ShadowHandshake) else m for place, m in metadata.items()}
         super().set_xfer_handshake_metadata_pp_aware(theirs)
         parts = {place: m.part for place, m in metadata.items() if isinstance(m, ShadowHandshake)}
-        if self._scheduler_shadow is not None and len(parts) == len(metadata):
-            self._shadow(self._scheduler_shadow.set_ranks, parts)
+        if len(parts) == len(metadata):
+            self._shadow(ShadowScheduler.set_ranks, parts)
 
-    # The worker's side
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """NixlConnector's, and our description."""
         super().register_kv_caches(kv_caches)
-        if self._worker_shadow is not None:
-            self._shadow(self._worker_shadow.register, kv_caches)
+        self._shadow(ShadowWorker.register, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """NixlConnector's, with ours beside."""
-        theirs = super().get_handshake_metadata()
-        if theirs is None or self._worker_shadow is None or self._worker_shadow.part is None:
-            return theirs
-        return ShadowHandshake(theirs, self._worker_shadow.part)
+        theirs, part = super().get_handshake_metadata(), getattr(self._side, "part", None)
+        return theirs if theirs is None or part is None else ShadowHandshake(theirs, part)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """NixlConnector's; our commands are remembered."""
         commands = getattr(self._connector_metadata, COMMANDS, None)
-        if self._worker_shadow is not None and isinstance(commands, ShadowCommands):
-            self._shadow(self._worker_shadow.remember, commands)
+        if isinstance(commands, ShadowCommands):
+            self._shadow(ShadowWorker.add_commands, commands)
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """NixlConnector's; what it has ended is compared."""
         results = super().get_transfer_results(finished_req_ids)
-        if self._worker_shadow is not None:
-            self._shadow(self._worker_shadow.ended, results.finished_recving or set(), results.failed_recving or set())
+        self._shadow(ShadowWorker.ended, results.finished_recving or set(), results.failed_recving or set())
         return results
 
     def shutdown(self) -> None:
-        """NixlConnector's, and the thread and the listener of the shadow."""
-        for side in (self._worker_shadow, self._scheduler_shadow):
-            if side is not None:
-                side.close()
+        if self._side is not None:
+            self._side.close()
         super().shutdown()

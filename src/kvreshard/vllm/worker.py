@@ -1,7 +1,7 @@
-"""The side of the connector that every rank has: its memory, its NIXL agent and its session.
+"""The worker side of the connector: a rank's memory, its NIXL agent and its session.
 
-When vLLM hands over the cache views, they are described, registered and put on this rank's engine metadata. After that the engine's
-thread only passes commands on and collects what has ended; everything else is the session's own thread.
+When vLLM registers the cache views, they are described and registered with NIXL, and the session starts. After that the engine's thread
+only passes commands on and collects results; the session has a thread of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kvreshard.transport.local import HostMemory
 from kvreshard.transport.nixl import NixlTransport
 from kvreshard.vllm.compatibility import read_compatibility
 from kvreshard.vllm.describe import describe_rank
+from kvreshard.vllm.describe.place import read_place
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.rank_place import read_place
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
 from kvreshard.vllm.start_check import check_outer_role
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# How long an engine that computes nothing waits in a step for its loads. A load of a megabyte takes some 3 ms; a step that finds
-# nothing costs 3 ms more before the engine asks again (vLLM 0.32 sleeps 1 ms after one, the rest is talk between its processes).
-# A request that arrives meanwhile waits for so long at most.
+# How long an engine that computes nothing waits in a step for its loads. A load of a megabyte takes some 3 ms; after a step that finds
+# nothing the next one comes 3 ms later (vLLM 0.32 sleeps 1 ms, the rest is messages between its processes).
+# A request that arrives meanwhile waits at most this long.
 PATIENCE_S = 0.004
 
 
 class WorkerSide:
-    """One per rank, in its worker process."""
+    """One per rank, in its worker process. `part`: this rank's part of the engine's metadata, after `register`."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -63,11 +63,11 @@ class WorkerSide:
         self.stats = ReshardStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe and register the caches, start the session; neither in a replica, which nobody reads."""
+        """Describe and register the caches and start the session. A replica does neither: nobody reads it."""
         check_outer_role(self._vllm_config.kv_transfer_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
-            logger.info("kvreshard: prefill context rank %d holds what rank 0 does, and is not read", place.pcp_rank)
+            logger.info("kvreshard: prefill context rank %d is a replica of rank 0, and is not read", place.pcp_rank)
             return
         part = describe_rank(
             engine=self._engine,
@@ -80,7 +80,7 @@ class WorkerSide:
         self._rank = rank.rank
         devices = {region.device for region in rank.regions}
         self._devices = tuple(sorted(devices - {"cpu"}))
-        self._tell_unused_buffer()
+        self._warn_of_host_buffer()
         transport = NixlTransport(
             f"kvreshard-{self._engine[:40]}-{rank.rank}", self._options.nixl, enter=self._enter_devices
         )
@@ -122,8 +122,8 @@ class WorkerSide:
             *(rank.rank, len(part.fields), len(part.groups), sum(r.size_bytes for r in rank.regions) >> 20),
         )
 
-    def obey(self, metadata: ReshardMetadata) -> None:
-        """Pass this step's commands on."""
+    def submit(self, metadata: ReshardMetadata) -> None:
+        """Pass this step's commands to the session."""
         if self._endpoint is None:
             self._unread |= {command.request for command in metadata.commands if isinstance(command, Publish)}
             return
@@ -135,8 +135,8 @@ class WorkerSide:
             self._endpoint.submit(command)
 
     def collect(self) -> KVConnectorTransferResults:
-        """What has ended since the last step. A failed load is listed as received too, as vLLM wants it."""
-        if self._endpoint is None:  # vLLM waits for every rank
+        """The results since the last step. A failed load is listed as received too, as vLLM requires."""
+        if self._endpoint is None:  # a replica: vLLM waits for the report of every rank
             unread, self._unread = self._unread, set()
             return KVConnectorTransferResults(finished_sending=unread)
         results = self._endpoint.collect(self._patience_s)
@@ -144,8 +144,8 @@ class WorkerSide:
         for request, cause in results.freed.items():
             if cause == "expired":
                 logger.warning("kvreshard: the lease of request %s ran out before it was read", request)
-        kept = {request for request, failure in results.failed.items() if failure.is_quarantined}
-        self._metadata.quarantined.update((request, self._rank) for request in kept)
+        quarantined = {request for request, failure in results.failed.items() if failure.is_quarantined}
+        self._metadata.quarantined.update((request, self._rank) for request in quarantined)
         self._metadata.settled.update((request, self._rank) for request in results.settled)
         self._metadata.keys.update(results.keys)
         self._metadata.unmet.update(results.unmet)
@@ -156,10 +156,10 @@ class WorkerSide:
         )
 
     def wait_for_draft(self) -> None:
-        """At the end of a step with which a prefill may end: wait for the devices, which may still write the cache of a draft model.
+        """Wait for the devices at the end of a step with which a prefill may end: they may still write the cache of a draft model.
 
-        vLLM hands a token out when the target model has said it, before the draft has looked at the prompt (0.32.0, `gpu/model_runner.py:2183`;
-        the older runner does so without asynchronous scheduling): a reader could be there first. Nobody hears of the token before this ends.
+        vLLM returns a token when the target model has sampled it, before the draft has processed the prompt (0.32.0,
+        `gpu/model_runner.py:2183`; the older runner does so without asynchronous scheduling). Without this wait a reader could come first.
         """
         import torch
 
@@ -167,7 +167,7 @@ class WorkerSide:
             torch.accelerator.synchronize(torch.device(device))
 
     def take_metadata(self) -> ReshardWorkerMetadata | None:
-        """What the scheduler must know beside the results."""
+        """What the scheduler needs beside the results; None if nothing."""
         if self._metadata.is_empty:
             return None
         metadata, self._metadata = self._metadata, ReshardWorkerMetadata()
@@ -184,10 +184,10 @@ class WorkerSide:
         for device in self._devices:
             enter_device(device)
 
-    def _tell_unused_buffer(self) -> None:
+    def _warn_of_host_buffer(self) -> None:
         if self._vllm_config.kv_transfer_config.kv_buffer_device == "cpu" and self._devices:
             logger.warning(
-                "kvreshard: kv_buffer_device is cpu, and is not used: caches are read from and into %s; leave it out",
+                "kvreshard: kv_buffer_device cpu is ignored: caches are read from and into %s; leave it out",
                 ", ".join(self._devices),
             )
 
@@ -196,7 +196,7 @@ class WorkerSide:
         return None if where is None else Recorder(Path(where).expanduser(), self._options.flight_recorder_files)
 
     def _make_buffer(self, devices: set[str]) -> torch.Tensor | None:
-        """What staged loads are read into, where the caches are; None where they lie on several devices."""
+        """The staging buffer, where the caches are; None without staging, or where they lie on several devices."""
         import torch
 
         if not self._options.staging_bytes or len(devices) != 1:

@@ -1,8 +1,8 @@
-"""Does a request whose load has failed get blocks again without standing in others' way, and is a load that never fits named?"""
+"""The order of admission after failed loads, loads that never fit, and engines that wait in a circle."""
 
 import pytest
 
-from kvreshard.vllm.admission import Admission
+from kvreshard.vllm.admission import Admission, DeadlockDetector
 
 
 def test_a_failed_request_is_put_behind_once() -> None:
@@ -50,7 +50,8 @@ def test_nobody_is_put_behind_when_no_failed_request_waits_for_blocks() -> None:
         forget(failed, "f")
         failed.step(is_pool_free=False)
         assert not failed.puts_behind("load", 100)
-        assert failed.num_failed == 0
+        assert not failed._failed
+        assert not failed._behind
 
 
 def test_one_that_ends_before_vllm_asks_for_it_is_forgotten() -> None:
@@ -90,3 +91,14 @@ def test_an_engine_that_looks_at_nobody_is_paused() -> None:
         assert admission.is_looking
         admission.step(is_pool_free=False)
         assert not admission.is_looking
+
+
+def test_one_gives_up_after_every_while_without_a_sign_of_life() -> None:
+    now_s = 100.0
+    deadlock = DeadlockDetector(30.0, lambda: now_s)
+    said = []
+    for second, is_still in enumerate([False, *[True] * 65, False, *[True] * 29, False, *[True] * 31]):
+        now_s = 100.0 + second
+        if deadlock.step(is_still):
+            said.append(second)
+    assert said == [31, 61, 127]

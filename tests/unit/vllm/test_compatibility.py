@@ -1,4 +1,4 @@
-"""Does a digest of a model's configuration see what matters, and only that?"""
+"""The digest of a model's configuration covers what matters, and only that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must come from the prefill, and what is this engine's own, for items in every place?"""
+"""Items in every place: those that must come from the prefill, and those that are this engine's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def compared(
     theirs: list[Item],
     mine: list[Item],
     num_prompt: int = 300,
-    num_alike: int | None = None,
+    first_other: int | None = None,
     positions: Positions = Positions.PLAIN,
 ) -> Comparison:
-    return compare(theirs, mine, num_prompt, num_alike, positions)
+    return compare(theirs, mine, num_prompt, first_other, positions)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_the_same_item_a_few_tokens_on_is_this_engines_own() -> None:
 
 
 def test_items_behind_the_common_text_are_another_prompts() -> None:
-    assert compared([CAT, DOG], [CAT], num_alike=150) == Comparison(None, 0, "")
-    assert compared([CAT, DOG], [CAT], num_alike=151) == Comparison(None, 214, "")
+    assert compared([CAT, DOG], [CAT], first_other=150) == Comparison(None, 0, "")
+    assert compared([CAT, DOG], [CAT], first_other=151) == Comparison(None, 214, "")
     assert compared([CAT, DOG], [CAT], num_prompt=150) == Comparison(None, 0, "")
 
 

@@ -1,4 +1,4 @@
-"""Do the defaults hold, and is a typo told?"""
+"""Defaults, typos and wrong values of options, and versions of vLLM."""
 
 import dataclasses
 import logging
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from kvreshard.model import KvReshardError
-from kvreshard.model.text import is_name
 from kvreshard.plan.cost import DEVICE_COST, MEASURED_SPEEDUP, CostModel
 from kvreshard.session.commands import EndpointOptions
 from kvreshard.session.constants import host_description, save_constants
@@ -16,7 +15,6 @@ from kvreshard.session.keys import write_keys
 from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.transport.posting import Pace
 from kvreshard.vllm.options import BACKENDS, OF_NIXL_CONNECTOR, Options, read_load_timeout, read_options
-from kvreshard.vllm.slots import Slots
 from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
 
 
@@ -59,8 +57,9 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"digest_timeout_s": 0}, "digest_timeout_s is 0"),
         ({"flight_recorder_files": 0}, "flight_recorder_files is 0; it must be positive"),
         ({"max_in_flight_bytes": 0}, "max_in_flight_bytes is 0; it must be positive"),
-        ({"staging_bytes": -1}, "must not be negative"),
-        ({"num_threads": -1}, "must not be negative"),
+        ({"staging_bytes": -1}, "staging_bytes is -1; it must not be negative"),
+        ({"num_threads": -1}, "num_threads is -1; it must not be negative"),
+        ({"retry_s": -1}, "retry_s is -1.*must not be negative"),
         ({"allow_mismatch": "model"}, "allow_mismatch"),
         ({"curve_public_keys_dir": "keys"}, "curve_public_keys_dir without curve_secret_key_file"),
     ],
@@ -109,8 +108,10 @@ def test_what_the_other_connector_would_do_and_this_one_does_not_is_refused(
         read_options(extra)
 
 
-def test_the_page_has_a_row_for_each_of_them() -> None:
+def test_the_page_has_a_row_for_each_option() -> None:
     page = (Path(__file__).parents[3] / "docs/howto/use-with-vllm.md").read_text()
+    rows = [line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    assert all(any(f"`{name}`" in row for row in rows) for name in Options.__struct_fields__)
     rows = page.partition("| option of NixlConnector |")[2].partition("\n\n")[0]
     assert all(f"`{name}`" in rows for name in (BACKENDS, *OF_NIXL_CONNECTOR))
 
@@ -164,20 +165,6 @@ def test_another_patch_version_is_let_through_with_a_warning(caplog: pytest.LogC
     assert "and this is 0.32.7" in caplog.text
 
 
-def test_slots_are_given_once_and_again_after_they_were_given_back() -> None:
-    slots = Slots(2)
-    first, second = slots.take("a"), slots.take("b")
-    assert first is not None
-    assert second is not None
-    assert (slots.take("a"), {first.slot, second.slot}, slots.take("c")) == (first, {0, 1}, None)
-    assert first.word != second.word
-    slots.give("a")
-    slots.give("a")
-    again = slots.take("c")
-    assert again is not None
-    assert (again.slot, slots.take("d")) == (first.slot, None)
-
-
 def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> None:
     assert read_options({}).cost() == CostModel()
     assert read_options({}).endpoint("cuda:1").cost == DEVICE_COST
@@ -187,16 +174,3 @@ def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> Non
     # A host's devices are alike, and what was measured there is believed more than the defaults.
     assert options.cost("cuda:1") == dataclasses.replace(measured, min_speedup=MEASURED_SPEEDUP)
     assert options.cost() == CostModel()
-
-
-@pytest.mark.parametrize("request_id", ["x" * 257, "x" * 100_000, "a\nb", "\x1b[31m", "\ud800"])
-def test_the_lease_of_any_request_has_a_name_that_peers_take(request_id: str) -> None:
-    slots = Slots(2)
-    grant, other = slots.take(request_id), slots.take(request_id + "y")
-    assert grant is not None
-    assert other is not None
-    assert is_name(grant.request)
-    assert grant.request != other.request
-    assert (slots.find(request_id), slots.find_request(grant.request)) == (grant, request_id)
-    slots.give(request_id)
-    assert slots.find_request(grant.request) == grant.request

@@ -1,4 +1,4 @@
-"""Do parameters survive the router's JSON, and does each wrong field have its line?"""
+"""Parameters survive the router's JSON, and every wrong field is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is exactly the common prefix of two prompts found, and never a token more?"""
+"""Exactly the common prefix of two prompts is found, and never a token more."""
 
 import json
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvreshard.session.seal import prompt_key
-from kvreshard.vllm.items import Item, digest_with_key, give_key
+from kvreshard.vllm.items import Item, digest_with_key, with_key
 from kvreshard.vllm.prompt import MAX_MARKS, MIN_STEP_TOKENS, Prompt, PromptDigest, count_matching, digest_prompt
 
 TOKENS = list(range(100, 400))
@@ -62,7 +62,7 @@ def test_items_and_salts_travel_beside_the_text() -> None:
     digest = digest_prompt(
         Prompt(TOKENS, (image, Item(290, 20, "cut"), Item(300, 5, "said later")), salt="s"), 300, SECRET
     )
-    assert digest.items == give_key((image, Item(290, 20, "cut")), SECRET)
+    assert digest.items == with_key((image, Item(290, 20, "cut")), SECRET)
     assert digest.salt == digest_with_key("s", SECRET)
 
 

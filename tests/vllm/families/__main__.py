@@ -1,4 +1,4 @@
-"""What does each layer of a model say about its cache, and which layers share a block table, asked of vLLM's own model class?
+"""What each layer of a model caches, and which layers share a block table, from vLLM's own model class.
 
     python -m tests.vllm.families TP_SIZE TP_RANK NUM_DRAFTS
 
@@ -46,7 +46,7 @@ from vllm.v1.worker.workspace import init_workspace_manager
 
 from kvreshard.model import EngineLayout
 from kvreshard.vllm.describe import describe_rank
-from kvreshard.vllm.rank_place import read_place
+from kvreshard.vllm.describe.place import read_place
 
 MAX_TOKENS = 1024
 NUM_PAGES = 2

@@ -1,4 +1,4 @@
-"""What is a cache, a block table, a field, said so that vLLM's specifications and the catalog's kinds can be compared?
+"""Caches, block tables and fields in one form, in which vLLM's specifications and the catalog's kinds can be compared.
 
 | cache | what is compared |
 |---|---|

@@ -1,4 +1,4 @@
-"""What stands in the way of a model's class where no model is run, and is taken out: what only other platforms have.
+"""Patches for what keeps a model's class from being made where no model runs: what only other platforms have.
 
 | taken out | because |
 |---|---|
@@ -42,7 +42,7 @@ from vllm.triton_utils import triton
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from kvreshard.vllm import layer_info
+from kvreshard.vllm.describe import layer_info
 
 ABSENT = ("cuda", "cutlass", "torchvision")
 CPU_BACKENDS = ("AMX_MLA", "CPU_ATTN", "CPU_MLA")

@@ -1,4 +1,4 @@
-"""What do the pages of one rank hold, token by token and state by state, at the addresses that its layout says?
+"""Content of the pages of one rank, token by token and state by state, at the addresses of its layout.
 
 The addresses are held to vLLM's views elsewhere (`tests.vllm.engines.check_addresses`); here they are where kernels would read
 and write.

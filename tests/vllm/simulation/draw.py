@@ -1,4 +1,4 @@
-"""Which engines, which model and which weather does a seed stand for?
+"""The engines, the model and the weather that a seed stands for.
 
 All engines of a world run one model, each at its own TP (DCP with latents), PP, page size, order of dimensions, pool, step size, with or
 without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. A third serve by priority. Some
@@ -21,7 +21,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvreshard.model.changed import replace
-from kvreshard.vllm.rank_place import RankPlace
+from kvreshard.vllm.describe.place import RankPlace
 
 Layers = Mapping[str, ModelLayer]
 # Tokens that become one compressed entry.

@@ -51,7 +51,6 @@ from kvreshard.tools.observer import ObserverOptions, RankObserver
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.local import HostMemory
 from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
-from kvreshard.vllm.connector import ReshardHandshake
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.worker import WorkerSide
@@ -239,31 +238,29 @@ class Engine:
 
         self.connector.get_num_new_matched_tokens = asked
         consumer = self.connector._scheduler._consumer
-        give_up_one, give_up = consumer.give_up_one, consumer.give_up
+        give_up = consumer.give_up
 
-        def given_up(request_id: str) -> Any:
-            self.given_up.add(request_id)
-            return give_up(request_id)
+        def given_up(request_id: str, cause: str) -> Any:
+            if cause != "reset":
+                self.given_up.add(request_id)
+            return give_up(request_id, cause)
 
-        def longest_given_up() -> Any:
-            self.given_up.add(next(iter(consumer._waiting)))
-            return give_up_one()
+        consumer.give_up = given_up
+        count = consumer._count
 
-        consumer.give_up, consumer.give_up_one = given_up, longest_given_up
-        note_fallback = consumer._note_fallback
+        def counted(counter: str, label: str, amount: int) -> None:
+            if counter == "fallbacks":
+                self.fallbacks[label] += amount
+            count(counter, label, amount)
 
-        def noted(cause: str) -> None:
-            self.fallbacks[cause] += 1
-            note_fallback(cause)
+        consumer._count = counted
+        note_partial = consumer._note_partial
 
-        consumer._note_fallback = noted
-        note_partial = consumer._partial_loads.note
+        def partial(waiting: Any, cause: str, *numbers: Any) -> None:
+            self.partial[waiting.request.request_id] = cause
+            note_partial(waiting, cause, *numbers)
 
-        def partial(name: str, cause: str, *numbers: Any) -> None:
-            self.partial[name] = cause
-            note_partial(name, cause, *numbers)
-
-        consumer._partial_loads.note = partial
+        consumer._note_partial = partial
         preempt = self.scheduler._preempt_request
 
         def preempted(*args: Any, **kwargs: Any) -> None:
@@ -291,9 +288,8 @@ class Engine:
                 rank.rank, transport.metadata(), table.region.address, len(table),
                 observer.mailbox.region.address, len(observer.mailbox),
             )  # fmt: skip
-            parts[divmod(place, self.shape.tp)] = ReshardHandshake(
-                RankPart(wire.encode(replace(self.side.layout, ranks=(rank,))), engine_metadata, {})
-            )
+            layout = wire.encode(replace(self.side.layout, ranks=(rank,)))
+            parts[divmod(place, self.shape.tp)] = RankPart(layout, engine_metadata, {})
             worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
             worker._endpoint, worker._rank = endpoint, rank.rank
             self.workers.append(worker)
@@ -380,7 +376,7 @@ class Engine:
             self.runner.poison(step.fresh)
         step.connector = []
         for worker in self.workers:
-            worker.obey(step.scheduled.kv_connector_metadata)
+            worker.submit(step.scheduled.kv_connector_metadata)
             results = worker.collect()
             self.failed.update(results.failed_recving or ())
             step.connector.append(

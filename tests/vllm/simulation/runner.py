@@ -1,4 +1,4 @@
-"""What does an engine's model runner do with a step of vLLM's scheduler, when the model only says what it was shown?
+"""An engine's model runner, which executes steps of vLLM's scheduler with a model that repeats its input.
 
 As `GPUModelRunner` does (vLLM 0.32.0): tables of running requests grow, those of resumed ones are replaced; blocks are copied;
 states in cache mode `align` move on to the page of the step's last token (`mamba_utils.preprocess_mamba`). Every kernel first

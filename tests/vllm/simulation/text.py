@@ -1,4 +1,4 @@
-"""What does an engine without a model say, and what does its cache hold?
+"""The text of an engine without a model, and the content of its cache.
 
 Every token follows from all before it, as in a model: the next one, and what the cache of a token holds, are functions of a hash
 of the prefix. So all that will be said is known before it is, and a page with another text's tokens is seen.

@@ -1,4 +1,4 @@
-"""Engines that exchange requests through a router, at random but repeatable: what may not happen, ever?
+"""Engines that exchange requests through a router, at random but repeatable, and what must always hold.
 
 1. `submit`: a text is prefilled on one engine and decoded on another, on several, or on none; or it is only computed somewhere.
 2. `tick`: somebody does something: a step of an engine, a turn of its sessions, bytes move, engines meet, a request is aborted.
@@ -350,7 +350,9 @@ class World:
 
     def _check_answer(self, asked: Asked, said: list[int]) -> None:
         # A prefill that drops the last tokens of a prompt, which the decode side computes, says the first of them again.
-        is_shorter = asked.then is not None and asked.engine.connector._scheduler._producer._num_backoff_tokens > 0
+        is_shorter = (
+            asked.then is not None and asked.engine.connector._scheduler._producer._config.num_backoff_tokens > 0
+        )
         assert is_shorter or said == asked.expected, (asked.name, said, asked.expected)
 
     def _check_loaded(self, asked: Asked) -> None:
@@ -360,10 +362,7 @@ class World:
             there = asked.engine.loadable.get(asked.name, 0)
             backoff = max(
                 MIN_COMPUTED_TOKENS,
-                *(
-                    engine.connector._scheduler._consumer._loadable.num_backoff_tokens
-                    for engine in self.by_name.values()
-                ),
+                *(engine.connector._scheduler._consumer._config.num_backoff_tokens for engine in self.by_name.values()),
             )
             assert there >= asked.num_prompt - backoff, (asked.name, there, asked.num_prompt)
             # A prompt of one token has no state to load, and of two engines that read one prefill one may come too late.
@@ -406,11 +405,12 @@ class World:
         scheduling = engine.connector._scheduler
         assert not engine.scheduler.requests, engine.name
         assert engine.num_free_blocks == engine.num_blocks_at_rest, (engine.name, engine.num_free_blocks)
-        assert scheduling._producer.last_pages.num_blocks == 0, engine.name
+        assert not any(scheduling._producer.last_pages._held.values()), engine.name
         assert not scheduling._producer.last_pages._expected, engine.name
-        assert not scheduling._producer._slots._leases, engine.name
+        assert not scheduling._producer._leases._leases, engine.name
         assert not scheduling._consumer._waiting, (engine.name, scheduling._consumer._waiting)
-        assert not scheduling._admission.num_failed, engine.name
+        assert not scheduling._admission._failed, engine.name
+        assert not scheduling._admission._behind, engine.name
         assert not scheduling._consumer.missing_items._needed, engine.name
         for endpoint in engine.endpoints:
             assert len(endpoint._jobs._given_up) == 0, engine.name

@@ -1,4 +1,4 @@
-"""Is a host that is not listed refused in every spelling, and a list that is none refused at start?"""
+"""Hosts that are not listed are refused in every spelling, and a wrong list at start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvreshard.model import KvReshardError
 from kvreshard.vllm.options import read_options
-from kvreshard.vllm.source_hosts import SourceHosts
+from kvreshard.vllm.sources import SourceHosts
 
 LISTED = SourceHosts(["10.0.0.0/8", "192.168.7.9", "fd00::/8", "Prefill-0.Example", "*.pods.example", "localhost"])
 

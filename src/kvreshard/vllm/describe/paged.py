@@ -1,4 +1,4 @@
-"""Which kind of cache is a layer that keeps pages of tokens, by its specification and the facts about its backend?
+"""Kind of a layer that has pages of tokens, from its specification and its backend.
 
 | specification (vLLM 0.32 `v1/kv_cache_interface.py`) | kind |
 |---|---|
@@ -6,9 +6,8 @@
 | MLA, window MLA | `Latent`, or `ScaledRows` where scales lie behind the values |
 | ring (`CircularBufferSpec`) | `Ring` |
 
-`Found.kind` is None where the inside is not known, with the reason. The encoding tells caches apart that hold other bytes for
-the same values: dtype, quantisation, and the values of scales that lie outside of the page. The same field must not get
-another tag on another engine for a difference that does not change bytes: backends and layouts are in no tag.
+The encoding distinguishes caches that hold other bytes for the same values: dtype, quantisation, and scales that lie outside the page.
+A difference between engines that does not change bytes (backend, layout) must not change it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import Any
 
 from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
-from kvreshard.vllm.interiors import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, RING_PARTS, V4_ROWS, interior
-from kvreshard.vllm.layer_info import LayerInfo
+from kvreshard.vllm.describe.interiors import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, RING_PARTS, V4_ROWS, interior
+from kvreshard.vllm.describe.layer_info import LayerInfo
 
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A kind with the style that its pages have, or the reason why there is none."""
+    """A kind with the style of its pages; None with the reason where the interior is not known."""
 
     kind: Kind | None
     style: Style = Style()  # noqa: RUF009 (frozen)
@@ -45,12 +44,12 @@ def dtype_name(dtype: Any) -> str:
 
 
 def is_packed(spec: Any) -> bool:
-    """Whether the backend has put slots or cell bytes of its own into the specification."""
+    """Whether the backend has set its own slots or cell bytes in the specification."""
     return spec.num_head_slots is not None or spec.state_content_bytes is not None
 
 
 def attention_kind(spec: Any, info: LayerInfo, count_heads: Callable[[], int]) -> Found:
-    """Keys and values. `count_heads`: KV heads of the whole model, asked for only where the inside of a page is known."""
+    """Keys and values. `count_heads`: KV heads of the whole model; called only where the interior is known."""
     filled = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec))
     if filled is None:
         return Found(None, reason="interior unknown")
@@ -76,7 +75,7 @@ def _scaled(spec: Any, info: LayerInfo, num_kv_heads: int) -> Attention:
 
 
 def element(spec: Any, info: LayerInfo) -> tuple[str, str]:
-    """Dtype and quantisation of single values. fp8 caches are typed as bytes; their scales are the layer's own."""
+    """Dtype and quantisation of single values. The dtype of fp8 caches is bytes; their scales are the layer's own."""
     if info.cache_dtype not in FP8:
         return dtype_name(spec.dtype), ""
     dtype = "fp8_e5m2" if info.cache_dtype == "fp8_e5m2" else "fp8_e4m3"
@@ -88,7 +87,7 @@ def element(spec: Any, info: LayerInfo) -> tuple[str, str]:
 
 
 def latent_kind(spec: Any, info: LayerInfo) -> Found:
-    """One vector per state, whole on every rank. Which vector it is, the name of the field says: see `latent_name`."""
+    """One vector per state, whole on every rank. The field's name tells which vector it is: see `latent_name`."""
     filled = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec))
     if filled is None or not isinstance(spec.tokens_per_state, int) or spec.tokens_per_state < 1:
         return Found(None, reason="interior unknown")
@@ -107,7 +106,7 @@ def latent_kind(spec: Any, info: LayerInfo) -> Found:
 
 
 def latent_name(backend: str) -> str:
-    """DeepSeek-V4's compressor keeps values and scores that are not compressed yet."""
+    """`partial` for DeepSeek-V4's compressor, which stores values and scores that are not compressed yet."""
     return "partial" if backend == "CompressorBackend" else "latent"
 
 

@@ -1,12 +1,10 @@
-"""Where in a rank's memory are a layer's pages, by the tensor that vLLM registers, and which bytes does a page own?
+"""Where a layer's pages lie in a rank's memory, from the tensor that vLLM registers, and which bytes belong to a page.
 
-vLLM 0.32 gives a connector one view `(blocks, head slots, states, cell)` per layer, cut from few storages. Strides are taken
-from the tensor, never computed from a layout's name. A *block* is a kernel block: `blocks_per_page` of them make a page.
+vLLM 0.32 gives a connector one view `(blocks, head slots, states, cell)` per layer, cut from few storages. Strides come from the tensor,
+never from a layout's name. A *block* is a kernel block: `blocks_per_page` of them make a page.
 
 Pages of overlaid groups are the same bytes, so `slabs` are the union of what all layers have of page 0, per region and page
 stride; padding that no layer reads is in no slab.
-
-Refused: cells that are not contiguous, blocks that are no multiple of the pages, kernel blocks that do not tile their page.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ class LayerView:
 
     @property
     def order(self) -> str:
-        """Which of head slots and states is outside in memory; kernel blocks are outside of both."""
+        """Which of head slots (H) and states (N) is the outer loop in memory; kernel blocks are outside both."""
         inner = "NH" if self.slots > 1 and self.block_states > 1 and self.slot_step < self.state_step else "HN"
         return f"{self.blocks_per_page}x{inner}" if self.blocks_per_page > 1 else inner
 
     def page_view(self, shape: TensorShape) -> PageView:
-        """The view of a kind's tensor of this shape. The caller has compared the two."""
+        """The view of a kind's tensor of this shape, which must match."""
         return PageView(shape, self.slot_step, self.state_step, self.block_states, self.block_step)
 
     def runs(self) -> list[tuple[int, int]]:
@@ -74,7 +72,7 @@ class LayerView:
         return sorted((self.offset_bytes + sum(parts), size) for parts in product(*steps))
 
     def opaque_view(self, name: str) -> PageView:
-        """The page as that many equal pieces of bytes, with nothing said about their inside."""
+        """The page as equal pieces of bytes of unknown content. Raises LayoutError unless the pieces are equally far apart."""
         runs = self.runs()
         step = runs[1][0] - runs[0][0] if len(runs) > 1 else 0
         if any(start != runs[0][0] + index * step for index, (start, _) in enumerate(runs)):
@@ -85,7 +83,11 @@ class LayerView:
 
 
 def layer_view(name: str, tensor: Any, region: str, num_pages: int) -> LayerView:
-    """The view of layer `name`, given the tensor that vLLM registered for it and the pages of its pool."""
+    """The view of layer `name`, from the tensor that vLLM registered for it. `num_pages`: pages of its pool.
+
+    Raises LayoutError for cells that are not contiguous, blocks that are no multiple of the pages, or kernel blocks that do not tile
+    their page.
+    """
     item = int(tensor.element_size())
     shape, strides = [int(size) for size in tensor.shape], [int(stride) * item for stride in tensor.stride()]
     if len(shape) != 4:

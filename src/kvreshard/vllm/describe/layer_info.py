@@ -1,9 +1,9 @@
-"""What must be known about a layer beyond its specification and its memory, and where does vLLM say it?
+"""Properties of a layer that its specification and its memory do not show.
 
 `LayerInfo` is data, so that everything after it is a function of arguments. `read_layer` takes it from the layer object that
 vLLM keeps in `compilation_config.static_forward_context`, the same one that fills the cache:
 
-| fact | read from |
+| property | read from |
 |---|---|
 | backend | `layer.get_attn_backend().get_name()` |
 | cache dtype | `layer.kv_cache_dtype`; caches that have none follow their specification |
@@ -12,8 +12,8 @@ vLLM keeps in `compilation_config.static_forward_context`, the same one that fil
 | sharing | `layer.kv_sharing_target_layer_name` |
 | state | class of the layer, and the sizes of the whole model that it computes its shapes from |
 
-A layer that vLLM does not know by name has no facts: its backend is unknown, so its page is opaque. Refused: scales per head,
-group counts of a Mamba-2 layer that contradict one another, attention on a CPU whose cache has another float dtype than the model.
+A layer that vLLM does not know by name gets an unknown backend, so its page is opaque. Refused: scales per head, group counts of a Mamba-2
+layer that contradict one another, attention on a CPU whose cache has another float dtype than the model.
 """
 
 from __future__ import annotations
@@ -23,26 +23,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvreshard.model import LayoutError
-from kvreshard.vllm.interiors import FLOATS, FP8, state_form
+from kvreshard.vllm.describe.interiors import FLOATS, FP8, state_form
+from kvreshard.vllm.describe.state_forms import FORMS
 
 Scales = tuple[float, float]
 
-# Form of a state -> the layer's attributes with the sizes of the whole model.
-STATE_SIZES: Mapping[str, tuple[str, ...]] = {
-    "mamba1": ("intermediate_size", "ssm_state_size", "conv_kernel_size"),
-    "mamba2": ("num_heads", "head_dim", "n_groups", "ssm_state_size", "conv_kernel_size"),
-    "short-conv": ("conv_dim", "L_cache"),
-    "position-conv": ("hc_hidden_size", "conv_state_len"),
-    "linear": ("num_heads", "head_dim"),
-    "gated-delta": ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size"),
-    "kimi-delta": ("num_heads", "head_dim", "conv_size"),
-}
 GROUP_NAMES = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInfo:
-    """Facts about one layer. `state_sizes` are of the whole model, named as vLLM's layer names them."""
+    """Properties of one layer. `state_sizes` are of the whole model, named as in vLLM's layer."""
 
     backend: str = "unknown"
     cache_dtype: str = ""
@@ -56,12 +47,12 @@ class LayerInfo:
 
 
 def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerInfo:
-    """Facts about layer `name` with specification `spec`."""
+    """Properties of layer `name` with specification `spec`. Raises LayoutError."""
     layer = vllm_config.compilation_config.static_forward_context.get(name)
     if layer is None:
         return LayerInfo()
     form = state_form(tuple(cls.__name__ for cls in type(layer).__mro__))
-    sizes = {} if form is None else {key: int(getattr(layer, key)) for key in STATE_SIZES[form]}
+    sizes = {} if form is None else {key: int(getattr(layer, key)) for key in FORMS[form].sizes}
     if form == "mamba2":
         sizes["n_groups"] = _whole_groups(name, layer, tp_size, vllm_config.model_config)
     backend = layer.get_attn_backend().get_name()
@@ -82,8 +73,8 @@ def read_layer(vllm_config: Any, name: str, spec: Any, tp_size: int) -> LayerInf
 
 
 def _check_dtype(name: str, cache_dtype: str, model_dtype: str) -> None:
-    """Its operators take the cache's elements for the model's (vLLM 0.32, `cpu_attn_reshape_and_cache`): values wider than them run past
-    its end, and even one engine's texts are wrong.
+    """The CPU operators take the cache's elements for the model's (vLLM 0.32, `cpu_attn_reshape_and_cache`): wider values run past the end
+    of the cache, and the texts of a single engine are wrong.
     """
     if cache_dtype in FLOATS and cache_dtype != model_dtype:
         raise LayoutError(
@@ -104,7 +95,7 @@ def _platform(vllm_config: Any, backend: str, layer: Any, spec: Any) -> str:
 
 
 def _instruction_set(vllm_config: Any, spec: Any) -> str:
-    """What the metadata builder will tell the layer (`cpu_attn.py:157`)."""
+    """The instruction set that the metadata builder will choose (`cpu_attn.py:157`)."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache_dtype = vllm_config.cache_config.cache_dtype
@@ -112,7 +103,7 @@ def _instruction_set(vllm_config: Any, spec: Any) -> str:
 
 
 def _packs_fp8_by_hardware(vllm_config: Any) -> bool:
-    """Processors with fp8 tiles may pack fp8 pages in an order that nobody has looked at."""
+    """Whether the processor has fp8 tiles: it may pack fp8 pages in an order that was not checked."""
     from vllm import _custom_ops
 
     return vllm_config.cache_config.cache_dtype in FP8 and bool(_custom_ops.cpu_has_amx_fp8())
@@ -159,6 +150,6 @@ def _whole_groups(name: str, layer: Any, tp_size: int, model_config: Any) -> int
     if len(set(found.values())) != 1:
         raise LayoutError(
             f"layer '{name}': its {counted} groups on {tp_size} ranks are {found or 'not in the config'} of the whole model; "
-            "cannot tell copies from groups"
+            "copies and groups cannot be told apart"
         )
     return next(iter(found.values()))

@@ -1,11 +1,11 @@
-"""What does this worker hold, field by field, and at which address?
+"""Layout of one rank: fields, shards and regions of its caches.
 
 1. Groups are vLLM's transfer groups by index, `g0`, `g1`, ...; they overlay in one pool whose page 0 means "no page".
 2. Layers of a group are described one by one, from their own specification (`UniformTypeKVCacheSpecs` is unwrapped), their
-   registered tensor and the facts about them; never from numbers of the whole model alone.
+   registered tensor and their `LayerInfo`; never from numbers of the whole model alone.
 3. A layer that cannot be described exactly becomes an opaque page. A name under which a layer shares another's cache gets no
    field, and neither does a cache without pages (encoder-only attention).
-4. What the kind says a page has must be what the tensor has; then steps and offsets are the tensor's own.
+4. The page that the kind expects must be the page of the tensor; then steps and offsets are the tensor's own.
 
 Every storage is one region (`kv`, `kv1`, ...). Refused, with both values: views that contradict the kind, layers without a
 tensor, cross attention and attention sinks in shared pages, caches without views (HiSparse).
@@ -14,23 +14,27 @@ tensor, cross attention and attention sinks in shared pages, caches without view
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvreshard.kinds import Kind, Opaque, Piece, Place, Ring, Style
 from kvreshard.kinds.assemble import NULL_PAGE, POOL
 from kvreshard.model import EngineLayout, Field, Geometry, Group, LayoutError, Rank, Region, Shard
 from kvreshard.model.changed import replace
-from kvreshard.vllm.draft import draft_place, is_draft, num_target_layers
-from kvreshard.vllm.heads import configured_heads, total_kv_heads
-from kvreshard.vllm.layer_info import LayerInfo, Scales, read_layer
-from kvreshard.vllm.layer_view import LayerView, layer_view, slabs
-from kvreshard.vllm.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
-from kvreshard.vllm.rank_place import RankPlace
-from kvreshard.vllm.states import state_kind
+from kvreshard.vllm.describe.layer_info import LayerInfo, read_layer
+from kvreshard.vllm.describe.layer_view import LayerView, layer_view, slabs
+from kvreshard.vllm.describe.model_config import (
+    configured_heads,
+    draft_place,
+    is_draft,
+    num_target_layers,
+    total_kv_heads,
+)
+from kvreshard.vllm.describe.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
+from kvreshard.vllm.describe.place import RankPlace
+from kvreshard.vllm.describe.states import state_kind
 
 REFUSED: Mapping[str, str] = {
-    "CrossAttentionSpec": "cross attention keeps an encoder's tokens",
+    "CrossAttentionSpec": "cross attention caches an encoder's tokens",
     "SinkFullAttentionSpec": "attention sinks are pages that requests share",
     "HiSparseHotSpec": "the cache has no view",
     "HiSparseResidentSpec": "the cache has no view",
@@ -45,14 +49,13 @@ def describe_rank(
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
     place: RankPlace,
-    scales: Mapping[str, Scales] | None = None,
     info: Mapping[str, LayerInfo] | None = None,
 ) -> EngineLayout:
     """The layout of `engine` with this one rank. `kv_caches`: the tensors that vLLM registers, by layer.
 
-    `scales` and `info` replace what would be read from vLLM's layers. Raises LayoutError.
+    `info`: replaces what is read from vLLM's layers, by layer. Raises LayoutError.
     """
-    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, dict(scales or {}), dict(info or {}))
+    described = _Rank(vllm_config, int(kv_cache_config.num_blocks), place, info or {})
     groups = []
     for index, group in enumerate(kv_cache_config.transfer_groups):
         group_spec = group.kv_cache_spec
@@ -64,41 +67,19 @@ def describe_rank(
     return EngineLayout(engine, tuple(described.fields.values()), tuple(groups), (described.rank(),))
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer with what is needed to make its fields."""
-
-    name: str
-    group: str
-    kind: Kind
-    style: Style
-    place: Place
-    view: LayerView
-    optional: bool
-    block_tokens: int
-
-
 class _Rank:
-    """A rank that is being described."""
+    """Collects the fields, shards and regions of a rank."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        num_pages: int,
-        place: RankPlace,
-        scales: dict[str, Scales],
-        info: dict[str, LayerInfo],
-    ) -> None:
+    def __init__(self, vllm_config: Any, num_pages: int, place: RankPlace, info: Mapping[str, LayerInfo]) -> None:
         self.fields: dict[str, Field] = {}
-        self._vllm_config, self._num_pages, self._place = vllm_config, num_pages, place
-        self._scales, self._info = scales, info
+        self._vllm_config, self._num_pages, self._place, self._info = vllm_config, num_pages, place, info
         self._regions: dict[int, Region] = {}
         self._shards: list[Shard] = []
         self._views: list[LayerView] = []
 
     def add_group(self, name: str, spec: Any, layers: Mapping[str, Any], kv_caches: Mapping[str, Any]) -> Group:
         """Describe the layers of one group; `spec` is the group's own, which may wrap the layers'."""
-        added: list[tuple[_Layer, Any]] = []
+        added: list[tuple[Kind, Any]] = []
         for layer, own in layers.items():
             info = self._layer_info(layer, own if own is not None else spec)
             if info.shares_with is not None:
@@ -111,9 +92,7 @@ class _Rank:
                 )
             if layer not in kv_caches:
                 raise LayoutError(f"layer '{layer}' of group '{name}' has no registered cache among {len(kv_caches)}")
-            added.append((self._describe(layer, name, own, info, kv_caches[layer]), own))
-        for described, _ in added:
-            self._add_fields(described)
+            added.append((self._add_layer(layer, name, own, info, kv_caches[layer]), own))
         return self._group(name, spec, added)
 
     def rank(self) -> Rank:
@@ -128,20 +107,26 @@ class _Rank:
 
     def _layer_info(self, layer: str, spec: Any) -> LayerInfo:
         info = self._info.get(layer)
-        if info is None:
-            info = read_layer(self._vllm_config, layer, spec, self._place.tp_size)
-        return replace(info, scales=self._scales[layer]) if layer in self._scales else info
+        return read_layer(self._vllm_config, layer, spec, self._place.tp_size) if info is None else info
 
-    def _describe(self, name: str, group: str, spec: Any, info: LayerInfo, tensor: Any) -> _Layer:
+    def _add_layer(self, name: str, group: str, spec: Any, info: LayerInfo, tensor: Any) -> Kind:
+        """Add the fields and shards of a layer. Returns its kind."""
         view = layer_view(name, tensor, self._region(tensor), self._num_pages)
-        optional = is_draft(name, num_target_layers(self._vllm_config), info.is_draft)
-        place = self._layer_place(spec, optional)
-        tokens = int(spec.block_size)
-        found = self._find(name, spec, info, place, optional)
-        kind = found.kind
-        if kind is None:
+        is_optional = is_draft(name, num_target_layers(self._vllm_config), info.is_draft)
+        place = self._layer_place(spec, is_optional)
+        found = self._find(name, spec, info, place, is_optional)
+        if found.kind is None:
             kind, place = _opaque(spec, info, place, view, found.reason)
-        return _Layer(name, group, kind, found.style, place, view, optional, tokens)
+            pieces = kind.pieces(name, place, found.style, {"page": view.opaque_view("page")})
+        else:
+            kind = found.kind
+            pieces = _exact_pieces(name, kind, found.style, place, view, int(spec.block_size))
+        self._views.append(view)
+        for piece in pieces:
+            self.fields[piece.field.name] = replace(piece.field, optional=is_optional)
+            geometry = Geometry(group, view.page_step, piece.axes)
+            self._shards.append(Shard(piece.field.name, view.region, view.offset_bytes + piece.offset_bytes, geometry))
+        return kind
 
     def _layer_place(self, spec: Any, is_draft_layer: bool) -> Place:
         if is_draft_layer and not (spec.dcp_sharded and self._place.dcp_size > 1):
@@ -177,24 +162,11 @@ class _Rank:
 
         return attention_kind(spec, info, count_heads)
 
-    def _add_fields(self, layer: _Layer) -> None:
-        if isinstance(layer.kind, Opaque):
-            view = layer.view.opaque_view("page")
-            pieces = layer.kind.pieces(layer.name, layer.place, layer.style, {"page": view})
-        else:
-            pieces = _exact_pieces(layer)
-        self._views.append(layer.view)
-        for piece in pieces:
-            self.fields[piece.field.name] = replace(piece.field, optional=layer.optional)
-            geometry = Geometry(layer.group, layer.view.page_step, piece.axes)
-            offset = layer.view.offset_bytes + piece.offset_bytes
-            self._shards.append(Shard(piece.field.name, layer.view.region, offset, geometry))
-
-    def _group(self, name: str, spec: Any, added: list[tuple[_Layer, Any]]) -> Group:
-        """What the group's pages span; a stage without layers of it says what the specification says."""
+    def _group(self, name: str, spec: Any, added: list[tuple[Kind, Any]]) -> Group:
+        """The group with the tokens that its pages span; from its specification on a stage without layers of it."""
         specs = [own for _, own in added] or list(getattr(spec, "kv_cache_specs", {}).values())[:1] or [spec]
         spans = {_tokens_per_page(own, self._place.dcp_size if own.dcp_sharded else 1) for own in specs}
-        if any(layer.kind.is_state and not isinstance(layer.kind, Ring) for layer, _ in added):
+        if any(kind.is_state and not isinstance(kind, Ring) for kind, _ in added):
             spans = {None}
         if len(spans) != 1:
             raise LayoutError(f"group '{name}': its layers span {sorted(map(str, spans))} tokens per page")
@@ -211,24 +183,25 @@ class _Rank:
         return self._regions[address].name
 
 
-def _exact_pieces(layer: _Layer) -> tuple[Piece, ...]:
-    """The fields of a layer of known inside, after comparing its page with the view's."""
-    shapes = layer.kind.tensors(layer.place, layer.style, layer.block_tokens)
-    view = layer.view
+def _exact_pieces(
+    name: str, kind: Kind, style: Style, place: Place, view: LayerView, block_tokens: int
+) -> tuple[Piece, ...]:
+    """The fields of a layer of known interior. Raises LayoutError if its page is not that of the view."""
+    shapes = kind.tensors(place, style, block_tokens)
     expected = [(shape.slots, shape.states, shape.cell_bytes) for shape in shapes]
     if expected != [(view.slots, view.states, view.cell_bytes)]:
         raise LayoutError(
-            f"layer '{layer.name}': rank {layer.place.tp_rank} of {layer.place.tp_size} should hold pages of (head slots, "
+            f"layer '{name}': rank {place.tp_rank} of {place.tp_size} should hold pages of (head slots, "
             f"states, cell bytes) {expected[0]}, but its cache has {(view.slots, view.states, view.cell_bytes)}; the model's "
-            f"config and the engine's cache contradict one another ({layer.kind})"
+            f"config and the engine's cache contradict one another ({kind})"
         )
-    return layer.kind.pieces(layer.name, layer.place, layer.style, {shapes[0].name: view.page_view(shapes[0])})
+    return kind.pieces(name, place, style, {shapes[0].name: view.page_view(shapes[0])})
 
 
 def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: str) -> tuple[Kind, Place]:
     """The page as bytes, with a tag of everything that could give them another meaning.
 
-    Each rank is a part of its own, unless vLLM says that all ranks hold the same.
+    Each rank holds a part of its own, unless all ranks are replicas.
     """
     import vllm
 
@@ -259,7 +232,7 @@ def _tokens_per_page(spec: Any, dcp_size: int) -> int | None:
 
 
 def _content(spec: Any) -> str:
-    """Dtypes, and for states their shapes, which also tell the order of a convolution."""
+    """Dtypes, and for states their shapes, which also show the order of a convolution."""
     shapes = getattr(spec, "shapes", ((),))
     dtypes = getattr(spec, "dtypes", None) or (getattr(spec, "dtype", "none"),)
     return "+".join(

@@ -1,14 +1,14 @@
-"""Where in vLLM's grid of ranks is the one that describes itself, and which part of a cache does it hold?
+"""Place of a rank in vLLM's grid of ranks, and the part of a cache that it holds.
 
 vLLM 0.32 orders ranks DP x PP x PCP x TP (`parallel_state.py:2126`). Each data-parallel rank is an engine of its own.
 
-| parallelism | what it does to caches |
+| parallelism | effect on caches |
 |---|---|
 | decode context (DCP) | `dcp_size` neighbours share the sequence of caches that are `dcp_sharded`; they are counted over PCP first, then over TP (`parallel_state.py:2222`) |
 | prefill context (PCP) with DCP | `dcp_size` is the size of PCP, or of PCP x TP; every rank describes what it holds |
-| prefill context (PCP) without DCP | every rank gathers what the others have computed and holds the same (`gpu/pcp_manager.py`): those of `pcp_rank` 0 describe themselves, and the others are replicas that nobody reads |
+| prefill context (PCP) without DCP | every rank gathers what the others have computed and holds the same (`gpu/pcp_manager.py`): those of `pcp_rank` 0 describe themselves, the others are replicas that nobody reads |
 
-An engine of replicas cannot load: see `start_check`.
+An engine with replicas cannot load: see `start_check`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvreshard.model import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """One rank. `interleave`: consecutive tokens that DCP gives to each rank in turn."""
+    """Place of one rank. `interleave`: consecutive tokens that DCP gives to each rank in turn."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -42,7 +42,7 @@ class RankPlace:
         if self.pcp_size > 1 and self.dcp_size not in (1, self.pcp_size, self.pcp_size * self.tp_size):
             raise LayoutError(
                 f"prefill context parallel size {self.pcp_size} with decode context parallel size {self.dcp_size} is not "
-                f"described; the latter must be 1, {self.pcp_size} or {self.pcp_size * self.tp_size}, as vLLM wants it"
+                f"described; the latter must be 1, {self.pcp_size} or {self.pcp_size * self.tp_size}, as in vLLM"
             )
         self.sharing_sequence()
 
@@ -53,20 +53,20 @@ class RankPlace:
 
     @property
     def rank(self) -> int:
-        """The number among the ranks that describe themselves."""
+        """Index among the ranks that describe themselves."""
         if self.dcp_size == 1:
             return self.pp_rank * self.tp_size + self.tp_rank
         return (self.pp_rank * self.pcp_size + self.pcp_rank) * self.tp_size + self.tp_rank
 
     @property
     def labels(self) -> tuple[tuple[str, int], ...]:
-        """The place for people."""
+        """The place, for people."""
         pcp = (("pcp", self.pcp_rank),) if self.pcp_size > 1 else ()
         dcp = (("dcp", self.sharing_sequence().dcp_rank),) if self.dcp_size > 1 else ()
         return (("pp", self.pp_rank), *pcp, ("tp", self.tp_rank), *dcp)
 
     def sharing_sequence(self) -> Place:
-        """The place of caches that DCP shards: PCP x TP is one group of ranks then, of which neighbours share the sequence."""
+        """The place of caches that DCP shards: PCP x TP is then one group of ranks, whose neighbours share the sequence."""
         if self.dcp_size == 1:
             return self.whole_sequence()
         number, size = self.tp_rank * self.pcp_size + self.pcp_rank, self.tp_size * self.pcp_size

@@ -1,0 +1,53 @@
+"""A rank waits for its loads only while its engine computes nothing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvreshard.vllm.admission import Admission, DeadlockDetector
+from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
+
+pytestmark = pytest.mark.vllm
+
+
+def scheduler(*, may_be_idle: bool = True) -> Any:
+    """The parts of a scheduler side that a step without commands uses."""
+    side: Any = SchedulerSide.__new__(SchedulerSide)
+    side._metadata, side._computing, side._may_be_idle, side._has_draft = ReshardMetadata(), set(), may_be_idle, False
+    side._admission, side._deadlock, side._manager = Admission(), DeadlockDetector(30.0), None
+    side._quarantine = SimpleNamespace(num_blocks=0)
+    side._producer = SimpleNamespace(is_publishing=False, last_pages=SimpleNamespace(hold=lambda: None))
+    side._consumer = SimpleNamespace(is_waiting=False)
+    return side
+
+
+def is_idle(side: Any, scheduled: list[str], finished: list[str]) -> bool:
+    metadata: ReshardMetadata = side.take_metadata(dict.fromkeys(scheduled, 1), finished)
+    return metadata.is_idle
+
+
+def test_an_engine_is_idle_until_a_request_is_scheduled_and_again_once_it_has_finished() -> None:
+    side = scheduler()
+    assert is_idle(side, [], [])
+    assert not is_idle(side, ["a", "b"], [])
+    assert not is_idle(side, ["b"], ["a"])
+    assert is_idle(side, [], ["b"])
+
+
+def test_a_step_without_tokens_is_not_idle_while_another_is_under_way() -> None:
+    side = scheduler()
+    is_idle(side, ["a"], [])
+    assert not is_idle(side, [], [])
+
+
+def test_an_id_that_comes_back_counts_anew() -> None:
+    side = scheduler()
+    is_idle(side, ["a"], [])
+    assert not is_idle(side, ["a"], ["a"])
+
+
+def test_engines_that_step_together_never_wait() -> None:
+    assert not is_idle(scheduler(may_be_idle=False), [], [])
