@@ -1,4 +1,4 @@
-"""The table of `docs/howto/use-with-vllm.md`: what of a prompt is compared, carried or refused, row by row.
+"""The table of `docs/reference/prompts.md`: what of a prompt is compared, carried or refused, row by row.
 
 And vLLM's own list: what it hashes blocks with. Something new there needs a row here.
 """
@@ -35,7 +35,7 @@ from kvreshard.vllm.sources import SourceHosts
 
 pytestmark = pytest.mark.vllm
 
-PAGE = Path(__file__).parents[2] / "docs/howto/use-with-vllm.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/prompts.md"
 PLACEHOLDER = 700
 REFUSED = "refused"
 GONE = Failure("handshake", "nobody is there")

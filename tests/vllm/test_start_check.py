@@ -169,7 +169,7 @@ def test_every_place_where_vllm_looks_at_a_connectors_name_is_in_the_table() -> 
         if may_look.search(text)
         for where in functions_that_look_at_names(place, text)
     }
-    page = (ROOT / "docs" / "howto" / "use-with-vllm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "connector-names.md").read_text(encoding="utf-8")
     table = set(re.findall(r"^\| `([a-z_/]+\.py)`, `(\w+)` \|", page, re.MULTILINE))
     assert found == table
     assert len(found) == 8

@@ -1,4 +1,4 @@
-"""Metrics of loads, for vLLM's `/metrics` and its periodic log line. `docs/howto/use-with-vllm.md` lists them.
+"""Metrics of loads, for vLLM's `/metrics` and its periodic log line. `docs/reference/metrics.md` lists them.
 
 Every rank counts between two engine steps. vLLM adds the ranks up and hands the sum to the frontend, which observes it.
 """

@@ -1,4 +1,4 @@
-"""The options of `kv_connector_extra_config`. `docs/howto/use-with-vllm.md` describes each; all have defaults that work.
+"""The options of `kv_connector_extra_config`. `docs/reference/options.md` describes each; all have defaults that work.
 
 An unknown name is refused, since it is likely a typo. NixlConnector has six more options (vLLM 0.32, `v1/nixl/*.py`), which a
 configuration may still carry. Each is translated, accepted where it asks for what this connector does anyway, or refused.

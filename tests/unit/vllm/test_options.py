@@ -109,7 +109,7 @@ def test_what_the_other_connector_would_do_and_this_one_does_not_is_refused(
 
 
 def test_the_page_has_a_row_for_each_option() -> None:
-    page = (Path(__file__).parents[3] / "docs/howto/use-with-vllm.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/reference/options.md").read_text()
     rows = [line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     assert all(any(f"`{name}`" in row for row in rows) for name in Options.__struct_fields__)
     rows = page.partition("| option of NixlConnector |")[2].partition("\n\n")[0]
