@@ -5,6 +5,7 @@
 2. A `Batch` is one filling of the buffer. Images of neighbouring pages become one read where both sides continue.
 3. A `Move` goes from images to destination pages, by loops, not as a list. Several destination pages may take from one image.
 4. `pack` puts batches of one source rank that fit the buffer together into one: each costs a post.
+5. `prefers_staging` counts both ways of reading for one request, and asks the cost model.
 
 Addresses in the buffer are offsets from its start; whoever owns the buffer adds its address.
 Refused with BindError: an image that does not fit the buffer.
@@ -20,9 +21,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvreshard.model.errors import BindError
+from kvreshard.plan.bind import BoundPages, group_aligned
 from kvreshard.plan.byte_ranges import merged
 from kvreshard.plan.copies import MAX_COPY_BYTES, CopyList, Int64s, coalesce, joined_lists
-from kvreshard.plan.cost import CostModel
+from kvreshard.plan.cost import CostModel, Work
 from kvreshard.plan.pairs import GroupPair, PageRange
 from kvreshard.plan.pattern import RUN_BYTES, Bases, Pattern
 from kvreshard.plan.refine import Loop, Strip, fold
@@ -314,3 +316,53 @@ def _packed(batches: Sequence[Batch]) -> Batch:
         moves += [replace(move, src_bases=move.src_bases + at) for move in batch.moves]
         at += batch.buffer_bytes
     return Batch(joined_lists(reads), tuple(moves), at)
+
+
+def prefers_staging(
+    pair: GroupPair,
+    transfers: tuple[RankTransfer, ...],
+    page_ranges: Sequence[PageRange],
+    bound: Sequence[BoundPages],
+    staging_bytes: int,
+) -> bool:
+    """Whether page ranges of transfers whose way is open go through the buffer. `bound`: the same page ranges, read directly.
+
+    A state is one page in every request, so the first request decides for all.
+    """
+    if not pair.is_state:
+        return _is_predicted_faster(pair, transfers, page_ranges, bound, staging_bytes)
+    cache = transfers[0].pattern_cache
+    key = "prefers staging", staging_bytes, tuple([transfer.bases for transfer in transfers])
+    return cache.get(
+        pair, key, lambda: _is_predicted_faster(pair, transfers, page_ranges, bound, staging_bytes), lambda _: 1
+    )
+
+
+def _is_predicted_faster(
+    pair: GroupPair,
+    transfers: tuple[RankTransfer, ...],
+    page_ranges: Sequence[PageRange],
+    bound: Sequence[BoundPages],
+    staging_bytes: int,
+) -> bool:
+    model = cost_model(transfers)
+    aligned = group_aligned(bound)
+    num_copies, num_bytes = sum(one.num_copies for one in aligned), sum(one.num_bytes for one in aligned)
+    if not model.may_prefer_staging(num_copies, num_bytes):
+        return False
+    reads = read_bytes = runs = 0
+    for staged in find_staged(pair, transfers, page_ranges):
+        if staged.image.image_bytes > staging_bytes:
+            return False
+        num_fields = len(staged.image.bases.src)
+        reads += num_fields * staged.num_reads
+        read_bytes += num_fields * staged.num_read_bytes
+        runs += num_fields * staged.num_runs
+    num_batches = max(1.0, read_bytes / fill_bytes(staging_bytes, read_bytes, model))
+    return model.prefers_staging(Work(num_copies, num_bytes, reads + int(num_batches), read_bytes, runs, num_batches))
+
+
+def cost_model(transfers: Sequence[RankTransfer]) -> CostModel:
+    """The model by which the ways of some transfers were chosen."""
+    choice = transfers[0].choice if transfers else None
+    return CostModel() if choice is None else choice.model
