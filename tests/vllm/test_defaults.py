@@ -83,7 +83,12 @@ def value(config: Any, name: str) -> int | None:
 def read(model_type: str, config: Any) -> Config:
     """The same file as the catalog sees it."""
     sizes = {name: getattr(config, name) for name in ("num_attention_heads", "hidden_size")}
-    return Config("m", {"model_type": model_type, **sizes}, family=FAMILIES[model_type])
+    return Config(
+        "m",
+        {"model_type": model_type, **sizes},
+        usual_kv_heads=FAMILIES[model_type].kv_heads,
+        usual_head_size=FAMILIES[model_type].head_size,
+    )
 
 
 @pytest.mark.parametrize("sizes", ASKED, ids=lambda sizes: "x".join(map(str, sizes.values())))
@@ -119,7 +124,9 @@ def test_only_foreign_families_have_no_class() -> None:
 
 def test_every_known_family_has_a_default_or_asks_for_the_field() -> None:
     for model_type, row in FAMILIES.items():
-        config = Config("m", {"model_type": model_type, **ASKED[0]}, family=row)
+        config = Config(
+            "m", {"model_type": model_type, **ASKED[0]}, usual_kv_heads=row.kv_heads, usual_head_size=row.head_size
+        )
         for known, ask in ((HEADS, config.num_kv_heads), (SIZES, config.head_size)):
             if model_type not in known:
                 with pytest.raises(LayoutError, match="is missing; it shapes the cache"):
