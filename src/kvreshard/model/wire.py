@@ -21,7 +21,7 @@ import msgspec
 from kvreshard.model.address import AxisMap, Digit
 from kvreshard.model.errors import LayoutError, WireError
 from kvreshard.model.expect import did_you_mean, expect
-from kvreshard.model.field import MAX_AXES, Field
+from kvreshard.model.field import MAX_AXES, Axis, Field
 from kvreshard.model.form import Head, Number, Whole
 from kvreshard.model.layout import EngineLayout
 from kvreshard.model.ownership import Cyclic, Interval, Ownership
@@ -86,6 +86,20 @@ class _Rank(msgspec.Struct, forbid_unknown_fields=True):
     shards: Annotated[list[_Shard], PerRank]
 
 
+class _FieldForm(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What fields have in common: a `Field` without its name."""
+
+    axes: Annotated[tuple[Axis, ...], msgspec.Meta(max_length=MAX_AXES)]
+    element_bytes: Whole
+    encoding: ShortText
+    optional: bool = False
+
+
+class _CompactField(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    name: ShortText
+    form: Number
+
+
 class _CompactRank(msgspec.Struct, forbid_unknown_fields=True):
     rank: Whole
     place: Place
@@ -95,22 +109,28 @@ class _CompactRank(msgspec.Struct, forbid_unknown_fields=True):
     geometries: Annotated[tuple[ShortText, ...], PerRank]
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """What both encodings have."""
+Groups = Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+Geometries = Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
 
+
+class _Json(msgspec.Struct, forbid_unknown_fields=True):
     form: str
     version: int
     engine: Name
     fields: Annotated[tuple[Field, ...], msgspec.Meta(max_length=MAX_FIELDS)]
-    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MAX_GROUPS)]
-    geometries: Annotated[dict[Name, _Geometry], msgspec.Meta(max_length=MAX_GEOMETRIES)]
-
-
-class _Json(_Body, forbid_unknown_fields=True):
+    groups: Groups
+    geometries: Geometries
     ranks: Annotated[list[_Rank], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class _Compact(_Body, forbid_unknown_fields=True):
+class _Compact(msgspec.Struct, forbid_unknown_fields=True):
+    form: str
+    version: int
+    engine: Name
+    field_forms: Annotated[list[_FieldForm], msgspec.Meta(max_length=MAX_FIELDS)]
+    fields: Annotated[list[_CompactField], msgspec.Meta(max_length=MAX_FIELDS)]
+    groups: Groups
+    geometries: Geometries
     templates: Annotated[list[RankTemplate], msgspec.Meta(max_length=MAX_RANKS)]
     ranks: Annotated[list[_CompactRank], msgspec.Meta(max_length=MAX_RANKS)]
 
@@ -144,13 +164,15 @@ def decode(message: bytes, encoding: Encoding = "msgpack") -> EngineLayout:
         raise WireError(f"not a layout ({encoding}, {len(message)} bytes): {plain(error)}{meant}") from None
     geometries = _geometries(body)
     ranks = _ranks_of_json(body, geometries) if isinstance(body, _Json) else _ranks_of_compact(body, geometries)
-    return EngineLayout(body.engine, body.fields, body.groups, ranks)
+    fields = body.fields if isinstance(body, _Json) else _fields_of_compact(body)
+    return EngineLayout(body.engine, fields, body.groups, ranks)
 
 
 def _check_names(body: _Compact | _Json) -> None:
     """Raises ValueError for a text that could break a line of a log. Texts that come in thousands are checked together."""
-    texts = {axis.name for axes in {field.axes for field in body.fields} for axis in axes}
-    texts.update([field.name for field in body.fields], [field.encoding for field in body.fields])
+    forms = body.fields if isinstance(body, _Json) else body.field_forms
+    texts = {axis.name for axes in {form.axes for form in forms} for axis in axes}
+    texts.update([field.name for field in body.fields], [form.encoding for form in forms])
     parts: list[_Rank] | list[RankTemplate]
     if isinstance(body, _Json):
         parts = body.ranks
@@ -187,7 +209,8 @@ def _write_json(layout: EngineLayout) -> bytes:
         # Interned: msgspec leaves out a default only if it is the same object.
         regions = tuple(Region(r.name, r.address, r.size_bytes, intern(r.device)) for r in rank.regions)
         ranks.append(_Rank(rank.rank, dict(rank.place), regions, rank.slabs, shards))
-    return msgspec.json.format(msgspec.json.encode(_Json(FORM, VERSION, *_common(layout, keys), ranks)), indent=1)
+    body = _Json(FORM, VERSION, layout.engine, layout.fields, layout.groups, _geometry_forms(keys), ranks)
+    return msgspec.json.format(msgspec.json.encode(body), indent=1)
 
 
 def _write_compact(layout: EngineLayout) -> bytes:
@@ -204,7 +227,17 @@ def _write_compact(layout: EngineLayout) -> bytes:
         )
         for rank in layout.ranks
     ]
-    return msgspec.msgpack.encode(_Compact(COMPACT_FORM, VERSION, *_common(layout, keys), list(numbers), ranks))
+    forms: dict[_FieldForm, int] = {}
+    fields = []
+    for field in layout.fields:
+        form = _FieldForm(field.axes, field.element_bytes, field.encoding, field.optional)
+        fields.append(_CompactField(field.name, forms.setdefault(form, len(forms))))
+    geometries = _geometry_forms(keys)
+    return msgspec.msgpack.encode(
+        _Compact(
+            COMPACT_FORM, VERSION, layout.engine, list(forms), fields, layout.groups, geometries, list(numbers), ranks
+        )
+    )
 
 
 def _keys(layout: EngineLayout) -> dict[Geometry, str]:
@@ -216,11 +249,8 @@ def _keys(layout: EngineLayout) -> dict[Geometry, str]:
     return keys
 
 
-def _common(
-    layout: EngineLayout, keys: Mapping[Geometry, str]
-) -> tuple[str, tuple[Field, ...], tuple[Group, ...], dict[str, _Geometry]]:
-    geometries = {key: _geometry_form(geometry) for geometry, key in keys.items()}
-    return layout.engine, layout.fields, layout.groups, geometries
+def _geometry_forms(keys: Mapping[Geometry, str]) -> dict[str, _Geometry]:
+    return {key: _geometry_form(geometry) for geometry, key in keys.items()}
 
 
 def _geometry_form(geometry: Geometry) -> _Geometry:
@@ -289,6 +319,18 @@ def _ranks_of_json(body: _Json, geometries: Mapping[str, Geometry]) -> tuple[Ran
             shards.append(Shard(shard.field, shard.region, shard.offset_bytes, geometry))
         ranks.append(Rank.of(form.rank, tuple(form.place.items()), form.regions, form.slabs, shards))
     return tuple(ranks)
+
+
+def _fields_of_compact(body: _Compact) -> tuple[Field, ...]:
+    fields = []
+    for field in body.fields:
+        if field.form >= len(body.field_forms):
+            raise WireError(
+                f"field '{field.name}': form {field.form} is not in the message, which has {len(body.field_forms)}"
+            )
+        form = body.field_forms[field.form]
+        fields.append(Field(field.name, form.axes, form.element_bytes, form.encoding, form.optional))
+    return tuple(fields)
 
 
 def _ranks_of_compact(body: _Compact, geometries: Mapping[str, Geometry]) -> tuple[Rank, ...]:

@@ -192,8 +192,9 @@ TEXTS: tuple[tuple[wire.Encoding, tuple[Any, ...]], ...] = (
     ("msgpack", ("templates", 0, "regions", 0)),
     ("msgpack", ("ranks", 0, "devices", 0)),
     ("msgpack", ("ranks", 0, "geometries", 0)),
-    ("msgpack", ("fields", 0, "encoding")),
-    ("msgpack", ("fields", 0, "axes", 0, "name")),
+    ("msgpack", ("fields", 0, "name")),
+    ("msgpack", ("field_forms", 0, "encoding")),
+    ("msgpack", ("field_forms", 0, "axes", 0, "name")),
 )
 
 
@@ -231,6 +232,7 @@ def test_a_reference_to_nothing_is_refused(encoding: wire.Encoding, path: tuple[
         (("ranks", 1, "addresses"), [], "rank 1: 0 addresses on 0 devices for 1 regions"),
         (("ranks", 1, "devices"), ["cpu", "cpu"], "rank 1: 1 addresses on 2 devices for 1 regions"),
         (("ranks", 1, "geometries"), [], "rank 1, field 'layers.0.k': geometry number 0, but the rank has 0"),
+        (("fields", 1, "form"), 7, "field 'layers.0.v': form 7 is not in the message, which has 1"),
         (("ranks", 1, "template"), 7, "rank 1: template 7 is not in the message, which has 1"),
         (("templates", 0, "region_bytes"), [], "0 sizes for 1 regions"),
         (("templates", 0, "region_bytes", 0), 0, "starts at byte 0 of region 'kv', which has 0"),
