@@ -46,10 +46,9 @@ class RegionTable:
         return table
 
     def _set(self, addresses: Sequence[int], sizes_bytes: Sequence[int], devices: Sequence[str]) -> None:
+        kinds = set(devices)
         ends = [address + size for address, size in zip(addresses, sizes_bytes, strict=True)]
-        is_wrong = (
-            not all(map(is_device, set(devices))) or min(addresses, default=0) < 0 or min(sizes_bytes, default=1) <= 0
-        )
+        is_wrong = not all(map(is_device, kinds)) or min(addresses, default=0) < 0 or min(sizes_bytes, default=1) <= 0
         if is_wrong or max(ends, default=0) > ADDRESS_SPACE_BYTES:
             for row in zip(addresses, sizes_bytes, devices, strict=True):
                 MemoryRegion(*row)  # says what is wrong
@@ -63,7 +62,7 @@ class RegionTable:
             tuple([devices[row] for row in order.tolist()]),
         )
         # The device that all regions lie on; None where they differ.
-        self.device = self.devices[0] if len(set(self.devices)) == 1 else None
+        self.device = self.devices[0] if len(kinds) == 1 else None
         for at in np.flatnonzero(self._last[:-1] >= self._start[1:]).tolist():
             lower, upper = self.regions[at : at + 2]
             raise TransportError(f"region {upper} overlaps region {lower}; register each allocation once")
@@ -135,33 +134,38 @@ class RegionTable:
         return ", ".join(str(region) for region in self.regions[:4]) + more
 
 
-class _Region(msgspec.Struct, array_like=True, frozen=True):
-    address: int
-    size_bytes: int
-    device: str
-
-
 class Metadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Transport.metadata()` carries: who, which kind of transport, which regions, and the kind's own bytes."""
+    """What `Transport.metadata()` carries: who, which kind of transport, which regions, and the kind's own bytes.
+
+    `addresses`, `sizes_bytes`, `devices`: of each region; one device stands for all.
+    """
 
     version: int = METADATA_VERSION
     kind: str
     name: str
-    regions: list[_Region]
+    addresses: list[int]
+    sizes_bytes: list[int]
+    devices: list[str]
     native: bytes = b""
 
     def table(self) -> RegionTable:
         """The regions, checked."""
-        rows = self.regions
-        return RegionTable.of(
-            [row.address for row in rows], [row.size_bytes for row in rows], [row.device for row in rows]
-        )
+        devices = self.devices * len(self.addresses) if len(self.devices) == 1 else self.devices
+        if not len(self.addresses) == len(self.sizes_bytes) == len(devices):
+            raise TransportError(
+                f"peer {self.name!r} gives {len(self.addresses)} addresses, {len(self.sizes_bytes)} sizes and {len(devices)} devices of "
+                "its regions; pass what metadata() gave there"
+            )
+        return RegionTable.of(self.addresses, self.sizes_bytes, devices)
 
 
 def encode_metadata(kind: str, name: str, table: RegionTable, native: bytes = b"") -> bytes:
     """The msgpack form of a transport's metadata."""
-    regions = [_Region(region.address, region.size_bytes, region.device) for region in table.regions]
-    return msgspec.msgpack.encode(Metadata(kind=kind, name=name, regions=regions, native=native))
+    addresses, sizes = [r.address for r in table.regions], [r.size_bytes for r in table.regions]
+    devices = list(table.devices) if table.device is None else [table.device]
+    return msgspec.msgpack.encode(
+        Metadata(kind=kind, name=name, addresses=addresses, sizes_bytes=sizes, devices=devices, native=native)
+    )
 
 
 class _Version(msgspec.Struct):

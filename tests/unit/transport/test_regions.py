@@ -114,14 +114,25 @@ def test_malformed_metadata_is_refused(cut: int) -> None:
 
 def test_metadata_with_impossible_regions_is_refused() -> None:
     wrong = msgspec.msgpack.decode(encode_metadata("nixl", "me", TABLE))
-    wrong["regions"] = [[2**64 - 1, 2**63, "cpu"]]
+    wrong |= {"addresses": [2**64 - 1], "sizes_bytes": [2**63], "devices": ["cpu"]}
     with pytest.raises(TransportError, match="address space"):
+        decode_metadata("nixl", msgspec.msgpack.encode(wrong)).table()
+
+
+@pytest.mark.parametrize("column", ["addresses", "sizes_bytes", "devices"])
+def test_metadata_whose_columns_differ_in_length_is_refused(column: str) -> None:
+    wrong = msgspec.msgpack.decode(encode_metadata("nixl", "me", TABLE))
+    wrong[column] = wrong[column][:2]
+    with pytest.raises(TransportError, match=r"peer 'me' gives \d addresses, \d sizes and \d devices of its regions"):
         decode_metadata("nixl", msgspec.msgpack.encode(wrong)).table()
 
 
 def of_rows(rows: list[tuple[int, int, str]]) -> RegionTable | str:
     """What a peer's metadata with these regions gives: a table, or what it is refused with."""
-    data = msgspec.msgpack.encode({"version": 1, "kind": "k", "name": "p", "regions": rows})
+    addresses, sizes, devices = ([row[column] for row in rows] for column in range(3))
+    data = msgspec.msgpack.encode(
+        {"version": 1, "kind": "k", "name": "p", "addresses": addresses, "sizes_bytes": sizes, "devices": devices}
+    )
     try:
         return decode_metadata("k", data).table()
     except TransportError as error:
