@@ -18,6 +18,10 @@ import pytest
 from hypothesis import settings
 from tests.pairs.random_pairs import LAYERS, Outcome, PairLayer, count_features, make_pair, run_pair
 
+from kvreshard.plan.compile import compile_route
+from kvreshard.plan.cost import DEVICE_COST, CostModel
+from kvreshard.plan.reads import plan_reads
+
 # Enough that a feature of the table below is missing from a run of this size in less than one run of a million.
 FULL_RUN: dict[PairLayer, int] = {"kinds": 2000, "raw": 2000}
 MAX_REDRAW_RATE = 0.4
@@ -146,3 +150,28 @@ def test_a_pair_is_reproduced_by_its_seed(layer: PairLayer) -> None:
         assert one.request.intervals == two.request.intervals
         for name, pages in one.request.dst_tables.items():
             assert pages.pages.tolist() == two.request.dst_tables[name].pages.tolist()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "cost", [CostModel(min_speedup=1.0), CostModel(min_speedup=1.0, hidden_share=0.8), DEVICE_COST], ids=str
+)
+def test_bounds_that_save_an_estimate_change_no_decision(
+    layer: PairLayer, cost: CostModel, run_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staged is what the whole estimate says, whether or not a bound has told so before."""
+    seen = set()
+    for seed in range(run_seed, run_seed + 40):
+        pair = make_pair(layer, seed)
+        for rank in pair.dst.rank_by_number:
+            staged = []
+            for is_bounded in (True, False):
+                route = compile_route(pair.src, pair.dst, rank, cost=cost)
+                with monkeypatch.context() as patch:
+                    if not is_bounded:
+                        patch.setattr(CostModel, "may_prefer_staging", lambda *_: True)
+                    plan = plan_reads(route, pair.request, 1 << 20)
+                staged.append([batch.num_bytes for batch in plan.batches])
+            assert staged[0] == staged[1], (pair.name, rank)
+            seen.add(bool(staged[0]))
+    assert seen == {True, False}

@@ -87,9 +87,12 @@ class CostModel:
         """Whether staging is predicted to be so much faster that it is taken."""
         return self.min_speedup * self.staged_s(work) < self.direct_s(work)
 
-    def may_prefer_staging(self, num_copies: int, num_bytes: int) -> bool:
-        """`prefers_staging` if the reads cost nothing but the bytes that are wanted: where not even that pays, nothing else is counted."""
-        read_s, move_s = num_bytes / self.stage_bytes_per_s, num_bytes / self.move_bytes_per_s
+    def may_prefer_staging(self, num_copies: int, num_bytes: int, least_reads: int = 0) -> bool:
+        """`prefers_staging` if so many reads bring the bytes that are wanted and no others: where not even that pays, nothing else is counted."""
+        read_s, move_s = (
+            least_reads * self.copy_s + num_bytes / self.stage_bytes_per_s,
+            num_bytes / self.move_bytes_per_s,
+        )
         least_s = read_s + move_s - self.hidden_share * min(read_s, move_s)
         return self.min_speedup * least_s < num_copies * self.copy_s + num_bytes / self.read_bytes_per_s
 

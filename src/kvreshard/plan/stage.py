@@ -107,32 +107,35 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
 
 
 class Staged(msgspec.Struct, frozen=True, eq=False):
-    """The pieces of a transfer that share an image, with the source pages that hold them, ascending and each once."""
+    """The page ranges of a transfer that share an image, with the source pages that hold them, ascending and each once."""
 
     transfer: RankTransfer
-    image: Image
     page_ranges: tuple[PageRange, ...]
     pages: Int64s
 
     @property
-    def num_reads(self) -> int:
-        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where an image is a whole page."""
-        image = self.image
-        if len(image.lengths) > 1 or image.image_bytes != self.transfer.src_page_stride_bytes:
-            return len(self.pages) * len(image.lengths)
+    def image(self) -> Image:
+        return _image_of(self.transfer, tuple([page_range.overlap for page_range in self.page_ranges]))
+
+    @property
+    def num_fields(self) -> int:
+        """Fields that are read apart; those that are fused count as one."""
+        return len(self.transfer.pattern(self.page_ranges[0].overlap).bases.src)
+
+    @property
+    def least_reads(self) -> int:
+        """Descriptors of one field if neighbouring pages are one read; found without an image."""
         return 1 + int(np.count_nonzero(self.pages[1:] - self.pages[:-1] != 1))
 
-    @property
-    def num_runs(self) -> int:
-        """Runs that are moved of one field."""
-        return sum(
-            page_range.count * runs for page_range, runs in zip(self.page_ranges, self.image.run_counts, strict=True)
-        )
+    def num_reads(self, image: Image) -> int:
+        """Descriptors of one field, where a batch holds all. Neighbouring pages are one read where the image is a whole page."""
+        if len(image.lengths) > 1 or image.image_bytes != self.transfer.src_page_stride_bytes:
+            return len(self.pages) * len(image.lengths)
+        return self.least_reads
 
-    @property
-    def num_read_bytes(self) -> int:
-        """Of one field."""
-        return len(self.pages) * self.image.image_bytes
+    def num_runs(self, image: Image) -> int:
+        """Runs that are moved of one field."""
+        return sum(one.count * runs for one, runs in zip(self.page_ranges, image.run_counts, strict=True))
 
 
 def fill_bytes(buffer_bytes: int, total_bytes: int = 0, model: CostModel | None = None) -> int:
@@ -163,17 +166,17 @@ def find_staged(
                 together.setdefault(key, []).append(page_range)
         for found in together.values():
             members = sorted(found, key=lambda page_range: page_range.overlap)
-            image = _image_of(transfer, tuple(page_range.overlap for page_range in members))
             pages = [
-                page_range.page_ids(page_range.src, transfer.src_span, step)
-                for page_range, step in _source_steps(image, members)
+                one.page_ids(one.src, transfer.src_span, step)
+                for one in members
+                for step in _source_steps(transfer, one)
             ]
-            yield Staged(transfer, image, tuple(members), np.unique(np.concatenate(pages)))
+            yield Staged(transfer, tuple(members), np.unique(np.concatenate(pages)))
 
 
-def _source_steps(image: Image, members: Sequence[PageRange]) -> Iterator[tuple[PageRange, int]]:
-    for page_range, steps in zip(members, image.steps, strict=True):
-        yield from ((page_range, number) for number in sorted({step.src_step for step in steps}))
+def _source_steps(transfer: RankTransfer, page_range: PageRange) -> list[int]:
+    """In which pages of a source span a page range has runs."""
+    return sorted(set(transfer.pattern(page_range.overlap).src_pages.tolist()))
 
 
 def _image_of(transfer: RankTransfer, overlaps: tuple[Overlap, ...]) -> Image:
@@ -224,21 +227,22 @@ def stage(
 ) -> Iterator[Batch]:
     """Batches of what some transfers of a pair move, transfer by transfer. Raises BindError if one image does not fit the buffer."""
     for staged in find_staged(pair, transfers, page_ranges):
-        transfer, size = staged.transfer, staged.image.image_bytes
+        transfer, image = staged.transfer, staged.image
+        size, num_fields = image.image_bytes, staged.num_fields
         if size > staging_bytes:
             raise BindError(
                 f"fields {transfer.fields[0]}, ...: one page needs {size} bytes of staging, the buffer has {staging_bytes}; give a larger "
                 "buffer or read directly"
             )
-        model, num_fields = None if transfer.choice is None else transfer.choice.model, len(staged.image.bases.src)
-        fill = fill_bytes(staging_bytes, staged.num_read_bytes * num_fields, model)
+        model = None if transfer.choice is None else transfer.choice.model
+        fill = fill_bytes(staging_bytes, len(staged.pages) * size * num_fields, model)
         pages_each = min(len(staged.pages), max(1, fill // size))
-        yield from _batches(staged, pages_each, max(1, fill // (size * pages_each)))
+        yield from _batches(staged, image, pages_each, max(1, fill // (size * pages_each)))
 
 
-def _batches(staged: Staged, pages_each: int, fields_each: int) -> Iterator[Batch]:
+def _batches(staged: Staged, image: Image, pages_each: int, fields_each: int) -> Iterator[Batch]:
     """Batches of so many pages of so many fields."""
-    transfer, image, size = staged.transfer, staged.image, staged.image.image_bytes
+    transfer, size = staged.transfer, image.image_bytes
     paths = [
         path
         for page_range, steps in zip(staged.page_ranges, image.steps, strict=True)
@@ -350,14 +354,18 @@ def _is_predicted_faster(
     num_copies, num_bytes = sum(one.num_copies for one in aligned), sum(one.num_bytes for one in aligned)
     if not model.may_prefer_staging(num_copies, num_bytes):
         return False
+    found = list(find_staged(pair, transfers, page_ranges))
+    least_reads = sum(staged.num_fields * staged.least_reads for staged in found)
+    if not model.may_prefer_staging(num_copies, num_bytes, least_reads):
+        return False
     reads = read_bytes = runs = 0
-    for staged in find_staged(pair, transfers, page_ranges):
-        if staged.image.image_bytes > staging_bytes:
+    for staged in found:
+        image, num_fields = staged.image, staged.num_fields
+        if image.image_bytes > staging_bytes:
             return False
-        num_fields = len(staged.image.bases.src)
-        reads += num_fields * staged.num_reads
-        read_bytes += num_fields * staged.num_read_bytes
-        runs += num_fields * staged.num_runs
+        reads += num_fields * staged.num_reads(image)
+        read_bytes += num_fields * len(staged.pages) * image.image_bytes
+        runs += num_fields * staged.num_runs(image)
     num_batches = max(1.0, read_bytes / fill_bytes(staging_bytes, read_bytes, model))
     return model.prefers_staging(Work(num_copies, num_bytes, reads + int(num_batches), read_bytes, runs, num_batches))
 
