@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-OPTIONAL = ("nixl", "torch", "vllm", "hypothesis", "pytest")
+OPTIONAL = ("nixl", "torch", "vllm", "zmq", "hypothesis", "pytest")
 
 # A meta path finder that comes first and refuses: it holds even where the packages are installed, as they are here.
 BLOCKED = f"""

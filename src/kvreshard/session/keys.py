@@ -2,7 +2,8 @@
 
 Each side encrypts with its pair and knows the public keys of those that it trusts. One pair copied to all engines of a fleet is enough; a pair
 per engine and a directory of public keys allow to remove a single one, and to change keys without a stop. Key files are those of pyzmq
-(`zmq.auth`): `NAME.key_secret` holds both keys, `NAME.key` the public one.
+(`zmq.auth`): `NAME.key_secret` holds both keys, `NAME.key` the public one. pyzmq is imported when a file is read or written: commands that
+need no keys work without it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,6 @@ import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import zmq
-import zmq.auth
-from zmq.utils import z85
 
 from kvreshard.model.errors import KvReshardError
 
@@ -67,6 +64,8 @@ def read_keys(secret_file: Path, public_dir: Path | None = None) -> Keys:
 
 def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
     """Make a key pair: (`NAME.key`, `NAME.key_secret`), the latter for its owner only. Raises KvReshardError if one exists."""
+    from zmq import auth
+
     if directory.exists() and not directory.is_dir():
         raise KvReshardError(f"{directory} is a file; name the directory that the keys are to be written to")
     public_file, secret_file = directory / f"{name}.key", directory / f"{name}.key_secret"
@@ -74,7 +73,7 @@ def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
         directory.mkdir(parents=True, exist_ok=True)
         # Written in a private directory, so that others can read the secret at no time, then linked without overwriting.
         with tempfile.TemporaryDirectory(dir=directory, prefix=".keys-") as private:
-            made = [Path(path) for path in zmq.auth.create_certificates(private, name)]
+            made = [Path(path) for path in auth.create_certificates(private, name)]
             made[0].chmod(0o644)
             made[1].chmod(0o600)
             os.link(made[1], secret_file)
@@ -91,8 +90,11 @@ def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def _read_file(path: Path) -> tuple[bytes, bytes | None]:
+    from zmq import auth
+    from zmq.utils import z85
+
     try:
-        public, secret = zmq.auth.load_certificate(path)
+        public, secret = auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise KvReshardError(f"cannot read a key from {path}: {error}; `kvreshard keys` writes key files") from error
     for key in (public, secret):
