@@ -50,7 +50,7 @@ class _Source:
     """What is wanted of one source, by lease.
 
     `waiting`, `loaded`: requests. `loading`: number of loads. `releases`: leases to release when the source is met. `key_requests`: requests
-    that wait for its key. `handshake`: the latest, whose end is reported to `_answered`.
+    that wait for its key. `handshake`: the latest, whose end is reported to `_answered`. `has_answer`: it has ended, and nobody has looked at it.
     """
 
     waiting: dict[RemoteLease, set[str]] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class _Source:
     releases: dict[RemoteLease, None] = field(default_factory=dict)
     key_requests: set[str] = field(default_factory=set)
     handshake: Future[Peer] | None = None
+    has_answer: bool = False
 
     @property
     def is_wanted(self) -> bool:
@@ -160,6 +161,8 @@ class RemoteLeases:
             while True:
                 remote = self._answered.get_nowait()
                 self._changed[remote] = None
+                if remote in self._sources:
+                    self._sources[remote].has_answer = True
                 if self._peers.met(remote) is not None and remote in self._renew_at_s and remote not in self._renewed:
                     self._set_renewal(remote, -math.inf)
         while self._patience and now_s >= self._patience[0][0]:
@@ -234,7 +237,11 @@ class RemoteLeases:
     def _update_source(self, me: LocalRank, remote: RemoteEngine, source: _Source, now_s: float) -> None:
         """Ask a source that is wanted; of one that has answered, note its key and release its leases; forget one that is not wanted."""
         if source.is_wanted or source.releases:
-            handshake = self._ask(me, remote, source)
+            # A handshake that has just failed is the answer; to ask anew, which `retry_s` may allow at once, would go on for ever.
+            has_answer, source.has_answer = source.has_answer, False
+            handshake = (
+                source.handshake if has_answer and source.handshake is not None else self._ask(me, remote, source)
+            )
             if handshake.done():
                 self._note_key(source, handshake)
                 self._send_releases(me, remote, source, handshake)

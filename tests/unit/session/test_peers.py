@@ -12,7 +12,7 @@ from tests.pairs.small import engine
 from tests.unit.session.world import KIND, LEASE, LIFE, OPTIONS, Clock, Side, make_side
 
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine
+from kvreshard.session.commands import EndpointOptions, Release, RemoteEngine, Renew
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.handshake_client import MAX_AT_ONCE
 from kvreshard.session.handshake_messages import Address, HandshakeError, HandshakeMessage
@@ -341,3 +341,18 @@ def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytes
             known.forget(room.remote)
     said = [record.message for record in caplog.records if "draft" in record.message]
     assert said == ["engine prefill: field 'draft.0.k': the draft's cache is missing"]
+
+
+def test_why_a_source_cannot_be_met_is_reported_although_it_may_be_asked_again_at_once(room: Room) -> None:
+    options = EndpointOptions(handshake_timeout_s=PATIENCE_S, retry_s=0.0)
+    with contextlib.closing(Peers(options, room.clock, room.woken.set, room._connect)) as peers:
+        remote_leases = RemoteLeases(room.me.transport, peers, usual_s=5.0)
+        former = RemoteEngine("prefill", "former", room.listener.address)
+        remote_leases.start_renewing(Renew("r", former, LEASE, asks_key=True), room.me)
+        unmet: dict[str, BaseException] = {}
+        for _ in range(3):
+            room.woken.wait(0.0 if unmet else PATIENCE_S)
+            room.woken.clear()
+            remote_leases.update(room.me, room.clock())
+            unmet |= remote_leases.take_keys()[1]
+        assert "it has restarted" in str(unmet["r"])
