@@ -238,10 +238,9 @@ class RemoteLeases:
         """Ask a source that is wanted; of one that has answered, note its key and release its leases; forget one that is not wanted."""
         if source.is_wanted or source.releases:
             # A handshake that has just failed is the answer; to ask anew, which `retry_s` may allow at once, would go on for ever.
-            has_answer, source.has_answer = source.has_answer, False
-            handshake = (
-                source.handshake if has_answer and source.handshake is not None else self._ask(me, remote, source)
-            )
+            handshake, has_answer, source.has_answer = source.handshake, source.has_answer, False
+            if handshake is None or not has_answer or handshake.cancelled():
+                handshake = self._ask(me, remote, source)
             if handshake.done():
                 self._note_key(source, handshake)
                 self._send_releases(me, remote, source, handshake)
