@@ -113,6 +113,10 @@ class RankWorker:
         """Remove a peer."""
         self._transport().remove_peer(peer)
 
+    def attend(self, attentive: bool) -> None:
+        """Set the transport attentive or not."""
+        self._transport().set_attentive(attentive)
+
     def post(self, peer: str, direction: Direction, copies: CopyList, notify: bytes | None) -> int:
         """Start a copy list; returns its job at once."""
         self._num_jobs += 1

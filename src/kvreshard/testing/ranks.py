@@ -121,6 +121,10 @@ class Ranks(abc.ABC):
         """Remove `peer` from `rank`."""
         self.call(rank, "disconnect", f"rank{peer}")
 
+    def attend(self, rank: int, attentive: bool) -> None:
+        """`Transport.set_attentive` on a rank."""
+        self.call(rank, "attend", attentive)
+
     def post(self, rank: int, peer: int, direction: Direction, copies: Copies, notify: bytes | None = None) -> int:
         """Start a transfer on `rank`; returns its job number without waiting."""
         method = "post" if isinstance(copies, CopyList) else "post_pages"
