@@ -154,7 +154,9 @@ def test_a_pair_is_reproduced_by_its_seed(layer: PairLayer) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
-    "cost", [CostModel(min_speedup=1.0), CostModel(min_speedup=1.0, hidden_share=0.8), DEVICE_COST], ids=str
+    "cost",
+    [CostModel(min_speedup=1.0), CostModel(min_speedup=1.0, hidden_share=0.8), DEVICE_COST],
+    ids=["plain", "hidden", "device"],
 )
 def test_bounds_that_save_an_estimate_change_no_decision(
     layer: PairLayer, cost: CostModel, run_seed: int, monkeypatch: pytest.MonkeyPatch

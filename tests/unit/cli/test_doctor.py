@@ -41,7 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Start a listener with an engine's engine metadata; returns HOST:PORT."""
+    """Start a listener with an engine's metadata; returns HOST:PORT."""
     listeners: list[HandshakeServer] = []
 
     def start(layout: EngineLayout, *, board: int = 16, metadata: bytes | None = None, **compatibility: str) -> str:
