@@ -6,12 +6,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.faults.hostile import CLIENTS, REQUEST, peer, push, said, told
+from tests.faults.hostile import CLIENTS, REQUEST, Client, push
 from tests.faults.hostile import frame as zmtp_frame
 from tests.pairs.small import engine
 
@@ -64,9 +63,8 @@ def test_the_next_honest_client_is_answered(
     open_server: HandshakeServer, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("hostile clients", 1)
-    with ExitStack() as kept:
-        for plain in CLIENTS[name](open_server.address.port):
-            kept.enter_context(plain)
+    with Client(open_server.address.port) as client:
+        CLIENTS[name](client)
         assert fetch_engine_metadata(open_server.address, "decode", 0, PATIENCE_S).engine == "prefill"
 
 
@@ -75,18 +73,18 @@ def test_the_next_honest_client_with_a_key_is_answered(
     server_with_keys: HandshakeServer, keys: Keys, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("hostile clients", 1)
-    with ExitStack() as kept:
-        for plain in CLIENTS[name](server_with_keys.address.port):
-            kept.enter_context(plain)
+    with Client(server_with_keys.address.port) as client:
+        CLIENTS[name](client)
         assert fetch_engine_metadata(server_with_keys.address, "decode", 0, PATIENCE_S, keys).engine == "prefill"
 
 
 def test_whoever_says_it_no_control_character_gets_in(
     open_server: HandshakeServer, outcomes: list[HandshakeMessage]
 ) -> None:
-    for plain in CLIENTS["writes_into_the_log"](open_server.address.port):
-        with plain:
-            fetch_engine_metadata(open_server.address, "decode", 0, PATIENCE_S)
+    with Client(open_server.address.port) as client:
+        CLIENTS["writes_into_the_log"](client)
+        fetch_engine_metadata(open_server.address, "decode", 0, PATIENCE_S)
+    assert outcomes
     assert all(handshake_message.engine.isprintable() for handshake_message in outcomes)
 
 
@@ -100,11 +98,9 @@ def test_clients_that_ask_and_never_read_hold_no_copies_of_the_metadata() -> Non
     try:
         fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
         before = resident_bytes()
-        with ExitStack() as kept:
+        with Client(listener.address.port) as client:
             for _ in range(64):
-                for plain in told(listener.address.port, *[REQUEST] * 8):
-                    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    kept.enter_context(plain)
+                client.tell(*[REQUEST] * 8).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
             grown = resident_bytes() - before
         # Each of the 64 has asked for 8 engine metadata of 8 MiB: 4 GiB. Two decoded engine metadata of the honest client are in the figure.
@@ -129,8 +125,8 @@ def ends(plain: socket.socket) -> bool:
 def test_a_message_without_end_is_cut_off() -> None:
     listener = HandshakeServer(LOCAL, engine_metadata(), bounds=Bounds(max_visit_bytes=1 << 20))
     try:
-        with peer(listener.address.port) as plain:
-            part = zmtp_frame(b"x" * 60_000, more=True)
+        with Client(listener.address.port) as client:
+            plain, part = client.join(), zmtp_frame(b"x" * 60_000, more=True)
             assert any(not push(plain, part) for _ in range(100_000))
         assert fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S).engine == "prefill"
     finally:
@@ -141,9 +137,8 @@ def test_a_message_without_end_is_cut_off() -> None:
 def test_a_slow_visit_ends(slow: bytes) -> None:
     listener = HandshakeServer(LOCAL, engine_metadata(), bounds=Bounds(max_visit_s=0.05))
     try:
-        for plain in said(listener.address.port, slow):
-            with plain:
-                assert ends(plain)
+        with Client(listener.address.port) as client:
+            assert ends(client.say(slow))
     finally:
         listener.close()
 
@@ -151,8 +146,8 @@ def test_a_slow_visit_ends(slow: bytes) -> None:
 def test_the_oldest_visit_makes_room_for_the_newest() -> None:
     listener = HandshakeServer(LOCAL, engine_metadata(), bounds=Bounds(max_connections=3))
     try:
-        with ExitStack() as kept:
-            plains = [kept.enter_context(peer(listener.address.port)) for _ in range(4)]
+        with Client(listener.address.port) as client:
+            plains = [client.join() for _ in range(4)]
             assert ends(plains[0])
             message = zmtp_frame(b"", more=True) + zmtp_frame(msgspec.msgpack.encode(REQUEST))
             assert push(plains[3], message)

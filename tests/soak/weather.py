@@ -8,13 +8,12 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.faults.hostile import CLIENTS
+from tests.faults.hostile import CLIENTS, Client
 from tests.soak.members import Member
 from tests.soak.router import OPTIONS, Router
 from tests.soak.tally import Tally
@@ -37,8 +36,8 @@ class Weather:
     next_s: dict[str, float] = field(default_factory=dict)
     returns: list[tuple[float, Member]] = field(default_factory=list)
     wakes: list[tuple[float, Member]] = field(default_factory=list)
-    _kept: list[socket.socket] = field(default_factory=list)
-    _client: Future[list[socket.socket]] | None = None
+    _client: Client | None = None
+    _attack: Future[object] | None = None
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def blow(self, now_s: float) -> None:
@@ -81,21 +80,19 @@ class Weather:
         self.wakes.append((now_s + seconds, member))
 
     def _hostile(self, now_s: float) -> None:
-        if self._client is not None and not self._client.done():
+        if self._attack is not None and not self._attack.done():
             return
         self._drop()
         name, member = self.rng.choice(sorted(CLIENTS)), self.rng.choice(self.members)
-        self._client = self._pool.submit(CLIENTS[name], member.port)
+        self._client = Client(member.port)
+        self._attack = self._pool.submit(CLIENTS[name], self._client)
         self.tally.faults["hostile client"] += 1
 
     def _drop(self) -> None:
-        if self._client is not None:
-            with suppress(OSError):  # nobody was there just then
-                self._kept += self._client.result()
-            self._client = None
-        for plain in self._kept:
-            plain.close()
-        self._kept = []
+        if self._attack is not None and self._client is not None:
+            with self._client, suppress(OSError):  # nobody was there just then
+                self._attack.result()
+            self._attack = self._client = None
 
     def close(self) -> None:
         """The last client goes."""

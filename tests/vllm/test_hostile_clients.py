@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -15,16 +15,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import zmq
-from tests.faults.hostile import CLIENTS, told
+from tests.faults.hostile import CLIENTS, Client
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
-    # A client whose later connections are refused, because its first has ended the listener, leaves its sockets behind.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 # Seen with 0.32.0. Every one of them needs no more than one connection and no knowledge of the engine.
@@ -85,21 +82,20 @@ def test_an_honest_worker_is_answered(listener: InTree) -> None:
 
 def test_one_message_ends_it(listener: InTree) -> None:
     """The rank of an engine that has one rank, off by one: no hostile mind is needed."""
-    for plain in told(listener.port, [GET_META_MSG, 0, 1]):
-        with plain:
-            assert not listener.answers()
+    with Client(listener.port) as client:
+        client.tell([GET_META_MSG, 0, 1])
+        assert not listener.answers()
     assert not listener.thread.is_alive()
 
 
 @pytest.mark.timeout(1200)
 def test_what_ends_it(record_property: pytest.RecordProperty) -> None:
     ended, silenced = set(), set()
-    for name, client in CLIENTS.items():
+    for name, attack in CLIENTS.items():
         listener = InTree()
-        with ExitStack() as kept:
+        with Client(listener.port) as client:
             with suppress(ConnectionError):
-                for plain in client(listener.port):
-                    kept.enter_context(plain)
+                attack(client)
             if not listener.answers():
                 (silenced if listener.thread.is_alive() else ended).add(name)
         listener.stop.set()
