@@ -29,7 +29,7 @@ import kvreshard
 from kvreshard.model import LayoutError
 from kvreshard.vllm import connector
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.start_check import check_outer_role, check_outputs, check_start
+from kvreshard.vllm.start_check import check_outer, check_outputs, check_start
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parents[2]
@@ -195,10 +195,42 @@ def test_a_child_loads_only_where_the_outer_role_does(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", around)
     child = KVTransferConfig(kv_connector="ReshardConnector", kv_role=role)
     if not is_refused:
-        check_outer_role(child)
+        check_outer(child)
         return
     with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
-        check_outer_role(child)
+        check_outer(child)
+
+
+OURS = {"kv_connector": "ReshardConnector", "kv_role": "kv_both"}
+DROP_IN = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvreshard.vllm", "kv_role": "kv_both"}
+IN_TREE = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+CACHE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("children", "refusal"),
+    [
+        ([OURS, CACHE], None),
+        ([CACHE, DROP_IN, CACHE], None),
+        ([OURS, OURS], "2 connectors.*: ReshardConnector and ReshardConnector; .*leave one"),
+        ([IN_TREE, DROP_IN], "NixlConnector and NixlConnector of kvreshard.vllm"),
+        ([DROP_IN, CACHE, {"kv_connector": "ShadowConnector"}, IN_TREE], "3 connectors"),
+        ([OURS, {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [IN_TREE]}}], "2 conn"),
+    ],
+)
+def test_there_is_one_connector_over_nixl(
+    children: list[dict[str, Any]], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", SimpleNamespace(_kv_transfer_config=outer))
+    child = KVTransferConfig(kv_connector="ReshardConnector", kv_role="kv_both")
+    if refusal is None:
+        check_outer(child)
+        return
+    with pytest.raises(LayoutError, match=f"MultiConnector has .*{refusal}"):
+        check_outer(child)
 
 
 def test_the_first_line_says_version_backend_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,5 +240,5 @@ def test_the_first_line_says_version_backend_and_options(monkeypatch: pytest.Mon
     world.close()
     params = Options().nixl.params
     assert said == [
-        f"kvreshard {kvreshard.__version__}: engine p, kv_role kv_producer, NIXL backend UCX {params}, options: kv_lease_duration=7.0"
+        f"kvreshard {kvreshard.__version__}: engine p, kv_connector ReshardConnector, kv_role kv_producer, NIXL backend UCX {params}, options: kv_lease_duration=7.0"
     ]
