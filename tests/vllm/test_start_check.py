@@ -39,7 +39,13 @@ def config(**model: Any) -> Any:
     """As much of a VllmConfig as is looked at: by default an engine that may start."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            **{"enable_sleep_mode": False, "enable_cumem_allocator": False, "sleep_mode_backend": "cumem", **model}
+            **{
+                "enable_sleep_mode": False,
+                "enable_cumem_allocator": False,
+                "sleep_mode_backend": "cumem",
+                "hf_config": SimpleNamespace(model_type="llama"),
+                **model,
+            }
         ),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
         kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role="kv_both"),
@@ -199,6 +205,13 @@ def test_a_child_loads_only_where_the_outer_role_does(
         return
     with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
         check_outer(child)
+
+
+@pytest.mark.parametrize("model_type", ["step5", "step5_vl"])
+def test_a_model_that_vllm_would_take_us_to_transfer_is_refused(model_type: str) -> None:
+    asked = config(hf_config=SimpleNamespace(model_type=model_type))
+    with pytest.raises(LayoutError, match=f"is a {model_type}, .*leave out kv_connector_module_path"):
+        check_start(asked)
 
 
 OURS = {"kv_connector": "ReshardConnector", "kv_role": "kv_both"}

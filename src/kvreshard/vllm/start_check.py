@@ -6,6 +6,7 @@
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
 | prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py:827`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
+| a Step5 model | it keeps sparse summaries and a ring of rows beside its cache, which nobody has compared with what is described here. vLLM 0.33 refuses connectors of other names than NixlConnector and MooncakeStoreConnector (`models/step5/nvidia/model.py`), and takes this one for NixlConnector where it is named so |
 | another connector over NIXL beside it in a MultiConnector: vLLM's own NixlConnector, or this one twice | vLLM tells every child of every request, also those that do not load it: the other would release the prefill, or read it by another protocol, while this one reads it; and two children that return `kv_transfer_params` end the engine (`multi_connector.py`, `request_finished`) |
 
 The last two are checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its
@@ -27,6 +28,7 @@ def check_start(vllm_config: Any) -> None:
     """Raises LayoutError."""
     _check_sleep(vllm_config.model_config)
     check_outputs(vllm_config)
+    _check_model(vllm_config.model_config)
     _check_replicas(vllm_config)
 
 
@@ -88,6 +90,15 @@ def _check_sleep(model_config: Any) -> None:
         raise LayoutError(
             f"sleep_mode_backend is {model_config.sleep_mode_backend}: it can put an engine to sleep that was not started with sleep mode, and "
             "what happens to its caches is not known; leave it out"
+        )
+
+
+def _check_model(model_config: Any) -> None:
+    model_type = str(getattr(model_config.hf_config, "model_type", ""))
+    if model_type.startswith("step5"):
+        raise LayoutError(
+            f"the model is a {model_type}, whose sparse summaries ReshardConnector does not transfer: leave out "
+            "kv_connector_module_path, so that vLLM's own NixlConnector does"
         )
 
 
