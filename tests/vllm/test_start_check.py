@@ -176,9 +176,13 @@ def test_every_place_where_vllm_looks_at_a_connectors_name_is_in_the_table() -> 
         for where in functions_that_look_at_names(place, text)
     }
     page = (ROOT / "docs" / "reference" / "connector-names.md").read_text(encoding="utf-8")
-    table = set(re.findall(r"^\| `([a-z_/]+\.py)`, `(\w+)` \|", page, re.MULTILINE))
-    assert found == table
-    assert len(found) == 8
+    row = re.compile(r"^\| `([a-z0-9_/]+\.py)`, `(\w+)` \|", re.MULTILINE)
+    table, only_newer = (set(row.findall(part)) for part in page.split("Only in 0.33:"))
+    assert found <= table | only_newer
+    assert len(table) == 8
+    assert len(only_newer) == 3
+    if vllm.__version__.startswith("0.32."):
+        assert found == table
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,10 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     """A prefill to load from. Raises ParamsError."""
     if KEY not in params:
         raise ParamsError(
-            f"kv_transfer_params have no field '{KEY}'; the prefill engine does not use ReshardConnector, or the router drops "
-            "fields that it does not know"
+            f"kv_transfer_params of engine {plain(params.get('remote_engine_id'), 80)} at {plain(params.get('remote_host'), 80)}:"
+            f"{plain(params.get('remote_port'), 20)} have no field '{KEY}', and this engine's connector is ReshardConnector: that engine uses "
+            'another, as vLLM\'s own NixlConnector, and needs "kv_connector_module_path":"kvreshard.vllm" too, or the router drops fields '
+            "that it does not know"
         )
     version = params[KEY].get("version") if isinstance(params[KEY], Mapping) else None
     if type(version) not in (int, float) or version != VERSION:

@@ -161,7 +161,7 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (without(KEY), f"no field '{KEY}'; the prefill engine does not use ReshardConnector"),
+        (without(KEY), f"no field '{KEY}', and this engine's connector is ReshardConnector"),
         (without("remote_engine_id"), "remote_engine_id"),
         (without("remote_block_ids"), "remote_block_ids"),
         (put(None, "remote_host"), "remote_host"),
