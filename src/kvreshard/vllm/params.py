@@ -174,10 +174,9 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     """A prefill to load from. Raises ParamsError."""
     if KEY not in params:
         raise ParamsError(
-            f"kv_transfer_params of engine {plain(params.get('remote_engine_id'), 80)} at {plain(params.get('remote_host'), 80)}:"
-            f"{plain(params.get('remote_port'), 20)} have no field '{KEY}', and this engine's connector is ReshardConnector: that engine uses "
-            'another, as vLLM\'s own NixlConnector, and needs "kv_connector_module_path":"kvreshard.vllm" too, or the router drops fields '
-            "that it does not know"
+            f"kv_transfer_params{_origin(params)} have no field '{KEY}', and this engine's connector is ReshardConnector: that engine uses another, as "
+            'vLLM\'s own NixlConnector, and needs "kv_connector_module_path":"kvreshard.vllm" too, or the router drops fields that it does not '
+            "know"
         )
     version = params[KEY].get("version") if isinstance(params[KEY], Mapping) else None
     if type(version) not in (int, float) or version != VERSION:
@@ -207,6 +206,14 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     )
     lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
     return RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt, code)
+
+
+def _origin(params: Mapping[str, Any]) -> str:
+    """Which engine wrote the parameters, as far as they say it in plain texts."""
+    engine, host = params.get("remote_engine_id"), params.get("remote_host")
+    if not isinstance(engine, str) or not isinstance(host, str):
+        return ""
+    return f" of engine {plain(engine, 80)} at {plain(host, 80)}"
 
 
 def _restored(value: Any) -> Any:
