@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import binascii
 import struct
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,11 @@ MAX_ID_BITS = 40
 _HEADER = struct.Struct("<IB")
 
 
-def write_pages(ids: Collection[int]) -> str:
+def write_pages(ids: Sequence[int] | NDArray[np.int64]) -> str:
     """The text of page ids, none of them negative."""
-    if not ids:
+    pages = np.asarray(ids, dtype=np.int64)
+    if not pages.size:
         return ""
-    pages = np.fromiter(ids, np.int64, len(ids))
     steps = np.diff(pages)
     is_near = np.abs(steps) == 1
     begins = np.ones(len(pages), dtype=bool)

@@ -22,7 +22,7 @@ import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -106,7 +106,7 @@ class RemotePrefill:
     """A finished prefill: engine, lease, pages, and the prompt it was made of.
 
     `pages`: the block list of each group, by the group's name, as `page_list.write_pages` gives it: a list stays as short as what has
-    travelled. `code`: the source's seal over it, once it has travelled.
+    travelled. `code`: the source's seal over it, once it has travelled. `made_of`: the block tables of `pages`, where they are at hand.
     """
 
     remote: RemoteEngine
@@ -116,6 +116,7 @@ class RemotePrefill:
     pages: Mapping[str, str]
     prompt: PromptDigest
     code: bytes = b""
+    made_of: Mapping[str, PageTable] | None = field(default=None, compare=False, repr=False)
 
     @property
     def has_state(self) -> bool:
@@ -123,6 +124,8 @@ class RemotePrefill:
 
     def tables(self) -> dict[str, PageTable]:
         """The source's block tables. Raises BindError."""
+        if self.made_of is not None:
+            return dict(self.made_of)
         return {
             group.name: PageTable(read_pages(self.pages[group.name]), self.num_tokens, group.first_page)
             for group in self.groups

@@ -18,10 +18,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import get_logger
+from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
@@ -142,6 +144,10 @@ class Producer:
         """A finished request, as the decode side needs it."""
         num_tokens = count_settled(request)
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
+        tables = {
+            group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
+            for group, (first, ids) in zip(self._config.groups, pages, strict=True)
+        }
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
             RemoteEngine(self._engine, instance_id_of(self._key), address),
@@ -162,6 +168,7 @@ class Producer:
             ),
             {group.name: write_pages(ids) for group, (_, ids) in zip(self._config.groups, pages, strict=True) if ids},
             digest_prompt(read_prompt(request, self._config), num_tokens, key),
+            made_of=tables,
         )
 
     def write(self, prefill: RemotePrefill) -> dict[str, Any] | None:
