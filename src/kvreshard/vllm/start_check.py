@@ -7,10 +7,11 @@
 | prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py:827`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
 | a Step5 model | it keeps sparse summaries and a ring of rows beside its cache, which nobody has compared with what is described here. vLLM 0.33 refuses connectors of other names than NixlConnector and MooncakeStoreConnector (`models/step5/nvidia/model.py`), and takes this one for NixlConnector where it is named so |
+| what a release of vLLM has and its caches do not show: `versions` | named there |
 | another connector over NIXL beside it in a MultiConnector: vLLM's own NixlConnector, or this one twice | vLLM tells every child of every request, also those that do not load it: the other would release the prefill, or read it by another protocol, while this one reads it; and two children that return `kv_transfer_params` end the engine (`multi_connector.py`, `request_finished`) |
 
-The last two are checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its
-own configuration. Every refusal is a LayoutError with the remedy.
+A role under another one, and connectors beside this one, are checked when the caches are registered: vLLM keeps the outer connector where a worker can
+find it, and a child sees only its own configuration. Every refusal is a LayoutError with the remedy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvreshard.model import LayoutError
+from kvreshard.vllm.versions import find_version, release
 
 # vLLM's own, and this package's.
 OVER_NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "ReshardConnector", "ShadowConnector")
@@ -30,11 +32,12 @@ def check_start(vllm_config: Any) -> None:
     check_outputs(vllm_config)
     _check_model(vllm_config.model_config)
     _check_replicas(vllm_config)
+    _check_release(vllm_config)
 
 
 def check_outputs(vllm_config: Any) -> None:
     """Check what an engine returns beside tokens. Raises LayoutError."""
-    if vllm_config.aux_output_config.enabled:
+    if release().returns_routed_experts(vllm_config):
         raise LayoutError(
             "--enable-return-routed-experts is on: the experts that a prefill chose are not in its cache, so the decode engine could "
             "not return them for the prompt; start it without, or without a prefill engine"
@@ -110,3 +113,9 @@ def _check_replicas(vllm_config: Any) -> None:
             f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks are replicas, and only one of "
             f"them could be loaded; set kv_role to kv_producer, or --decode-context-parallel-size to {pcp_size}"
         )
+
+
+def _check_release(vllm_config: Any) -> None:
+    obstacle = release().find_obstacle(vllm_config)
+    if obstacle is not None:
+        raise LayoutError(f"vLLM {find_version()}: {obstacle}")
