@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults.hostile import CLIENTS, WHOLE, Client, push
+from tests.faults.hostile import CLIENTS, REQUEST, WHOLE, Client, push
 from tests.faults.hostile import frame as zmtp_frame
 from tests.pairs.small import engine
 
@@ -82,8 +82,9 @@ def test_whoever_says_it_no_control_character_gets_in(
 ) -> None:
     with Client(open_server.address.port) as client:
         CLIENTS["writes_into_the_log"](client)
+        client.tell(({**REQUEST, "ask": "outcome", "engine": "an honest one", "text": "reads"}, 0, 0))
         fetch_engine_metadata(open_server.address, "decode", 0, PATIENCE_S)
-    assert outcomes
+    assert "an honest one" in {handshake_message.engine for handshake_message in outcomes}
     assert all(handshake_message.engine.isprintable() for handshake_message in outcomes)
 
 

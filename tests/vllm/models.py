@@ -1,5 +1,6 @@
 """Tiny models for `engines.build`: what each layer's specification is on a rank, and how its backend indexes it."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,13 @@ def attention(
     return ModelLayer(spec, info, writer or writers.cell(total, head_size, v_size), stage)
 
 
+def known(kind: type[Any], **fields: Any) -> Any:
+    """A specification, without those of these fields that this release of vLLM does not have and whose value it takes for granted."""
+    implied = {"max_tp_shards": 1, "dcp_sharded": False}
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in fields.items() if name in names or implied.get(name) != value})
+
+
 def mla(
     channels: int,
     *,
@@ -91,8 +99,8 @@ def mla(
             **options,
         }
         if window is None:
-            return MLAAttentionSpec(**common)
-        return SlidingWindowMLASpec(sliding_window=window, **common)
+            return known(MLAAttentionSpec, **common)
+        return known(SlidingWindowMLASpec, sliding_window=window, **common)
 
     tokens_per_state = int(options.get("tokens_per_state", 1))
     return ModelLayer(spec, info, writer or writers.latent("latent", tokens_per_state), stage)
@@ -113,9 +121,9 @@ def ring(
     """The last tokens of a request, in one part or in several that have names."""
 
     def spec(place: RankPlace) -> Any:
-        return CircularBufferSpec(
-            block_size=capacity, num_kv_heads=max(1, len(parts)), head_size=channels, head_size_v=0, dtype=dtype,
-            dcp_sharded=False,
+        return known(
+            CircularBufferSpec, block_size=capacity, num_kv_heads=max(1, len(parts)), head_size=channels,
+            head_size_v=0, dtype=dtype, dcp_sharded=False,
         )  # fmt: skip
 
     return ModelLayer(spec, LayerInfo(backend, "", "cuda"), writers.ring(*parts))

@@ -13,6 +13,8 @@ from numpy.lib.stride_tricks import as_strided
 from tests.vllm.engines import Labels, Side, Writer, label
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+from kvreshard.vllm.versions import release
+
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -40,7 +42,7 @@ def token_slots(side: Side, rank: int, layer: str, num_tokens: int, view: Any) -
     counted over PCP first, then over TP (`parallel_state.py:2222`).
     """
     place, spec = side.places[rank], side.spec(rank, layer)
-    d = place.dcp_size if spec.dcp_sharded else 1
+    d = place.dcp_size if release().is_dcp_sharded(spec) else 1
     step, bs = place.interleave, spec.block_size
     p = np.arange(num_tokens)
     v = p % (bs * d)

@@ -113,7 +113,12 @@ class Runner:
         num_known = num_prompt if new.prefill_token_ids is None else len(new.prefill_token_ids)
         tables = [list(ids) for ids in new.block_ids]
         self.running[new.req_id] = _Running(
-            self.texts[new.req_id], num_prompt, tables, new.num_computed_tokens, num_known, new.replay_start
+            self.texts[new.req_id],
+            num_prompt,
+            tables,
+            new.num_computed_tokens,
+            num_known,
+            getattr(new, "replay_start", 0),
         )
         for number in range(len(self.specs)):
             self.state_places.pop((new.req_id, number), None)

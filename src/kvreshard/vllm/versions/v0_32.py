@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from kvreshard.vllm.versions.release import Release
+from kvreshard.vllm.versions.base import Release
 
 
 class Release32(Release):
