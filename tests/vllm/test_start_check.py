@@ -52,6 +52,7 @@ def config(**model: Any) -> Any:
         kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role="kv_both"),
         aux_output_config=SimpleNamespace(enabled=False),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_qk_norm_rope_kvcache=False)),
     )
 
@@ -107,6 +108,13 @@ def test_an_engine_whose_caches_may_be_remapped_is_refused(model: dict[str, Any]
     ("version", "part", "option", "value", "told"),
     [
         ("0_30", "cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is all.*--mamba-cache-mode align"),
+        (
+            "0_30",
+            "scheduler_config",
+            "policy",
+            "priority",
+            "--scheduling-policy priority with a kv_role that loads.*fcfs",
+        ),
         ("0_31", "cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is all.*--mamba-cache-mode align"),
         ("0_33", "pass_config", "fuse_qk_norm_rope_kvcache", True, "interleaves V.*--compilation-config"),
     ],
@@ -118,7 +126,7 @@ def test_what_a_release_has_and_caches_do_not_show_is_refused(
     monkeypatch.setattr(start_check, "release", lambda: chosen)
     asked = config()
     check_start(asked)
-    setattr(asked.cache_config if part == "cache_config" else asked.compilation_config.pass_config, option, value)
+    setattr(asked.compilation_config.pass_config if part == "pass_config" else getattr(asked, part), option, value)
     with pytest.raises(LayoutError, match=told):
         check_start(asked)
 

@@ -1,7 +1,7 @@
 """The engines, the model and the weather that a seed stands for.
 
 All engines of a world run one model, each at its own TP (DCP with latents), PP, page size, order of dimensions, pool, step size, with or
-without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. A third serve by priority. Some
+without asynchronous scheduling and prefix caching; with or without drafts, of one module or several. A third serve by priority, but with vLLM 0.30, which is refused then. Some
 pools are so small that requests are preempted, or hold no more than the largest one.
 """
 
@@ -22,10 +22,13 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvreshard.model.changed import replace
 from kvreshard.vllm.describe.place import RankPlace
+from kvreshard.vllm.versions import find_version, minor
 
 Layers = Mapping[str, ModelLayer]
 # Tokens that become one compressed entry.
 GROUP_TOKENS = 4
+
+ORDER_POLICIES = ["fcfs", "fcfs", "fcfs" if minor(find_version() or "") == (0, 30) else "priority"]
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ def _shape(rng: random.Random, model: Model, window: int, role: str, max_stages:
         num_drafts=num_drafts,
         role=role,
         failure_policy=rng.choice(["recompute", "recompute", "fail"]),
-        order_policy=rng.choice(["fcfs", "fcfs", "priority"]),
+        order_policy=rng.choice(ORDER_POLICIES),
     )
 
 

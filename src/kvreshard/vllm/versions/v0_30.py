@@ -30,6 +30,19 @@ class Release30(Release31):
             return 0
         return int(vllm_config.num_speculative_tokens) if draft.use_multi_module_mtp() else 1
 
+    def find_obstacle(self, vllm_config: Any) -> str | None:
+        """Scheduling by priority, beside what 0.31 has.
+
+        A request that holds loaded blocks may stand behind a more important one that finds none, for ever. 0.31 looks at those that hold
+        blocks first (`v1/core/sched/scheduler.py`, `kv_holding_waiting`).
+        """
+        if vllm_config.scheduler_config.policy == "priority" and vllm_config.kv_transfer_config.is_kv_consumer:
+            return (
+                "--scheduling-policy priority with a kv_role that loads: vLLM 0.30 may let a loaded request wait for ever behind one that "
+                "finds no blocks; use fcfs, or vLLM 0.31"
+            )
+        return super().find_obstacle(vllm_config)
+
     def returns_routed_experts(self, vllm_config: Any) -> bool:
         """An option of the model."""
         return bool(vllm_config.model_config.enable_return_routed_experts)
