@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    """Register both by name: MultiConnector looks for its children's statistics there (vLLM 0.32.0, `multi_connector.py:677`)."""
+    """Register both by name: MultiConnector looks for its children's statistics there (`MultiConnector.build_kv_connector_stats`)."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in __all__:

@@ -4,8 +4,8 @@
 |---|---|
 | sleep mode, or the allocator that it uses | it frees the memory of caches and maps other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`). NIXL's registrations do not follow: a peer may read the old memory |
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
-| prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py:827`): the others would never be loaded |
-| a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
+| prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py`, `get_kv_connector_handshake_metadata`): the others would never be loaded |
+| a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`Scheduler.__init__`): a loaded cache may be overwritten |
 | what a release of vLLM has and its caches do not show: `versions` | named there |
 
 The last but one is checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its own
