@@ -29,6 +29,7 @@ from kvreshard.plan import match_fields
 from kvreshard.vllm.describe import paged
 from kvreshard.vllm.describe.interiors import Minor
 from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.versions import release
 
 pytestmark = pytest.mark.vllm
 TOKENS = 150
@@ -84,8 +85,9 @@ def test_minimax_m3(orders: tuple[str, str], backend: str) -> None:
 
 
 @pytest.mark.parametrize(("src_drafts", "dst_drafts"), [(0, 0), (0, 3), (5, 1)])
-def test_glm_5_next(src_drafts: int, dst_drafts: int) -> None:
-    """Pools of 4 tokens; a ring has whole pools (`glm5next/common/attention.py`, `Glm5NextTailCache`)."""
+def test_glm_5_next(src_drafts: int, dst_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of 4 tokens; a ring has whole pools (`glm5next/common/attention.py`, `Glm5NextTailCache`). As since 0.32."""
+    monkeypatch.setattr(paged, "release", lambda: SimpleNamespace(minor=max(release().minor, (0, 32))))
 
     def layers(num_drafts: int) -> models.Layers:
         ring = 4 * (1 << (-(-(4 + num_drafts) // 4) - 1).bit_length())

@@ -5,6 +5,7 @@ Cache dtypes are vLLM's own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvreshard.vllm.versions.release import Release
@@ -15,6 +16,7 @@ class Release32(Release):
 
     minor: ClassVar[tuple[int, int]] = (0, 32)
     can_sleep: ClassVar[bool] = False
+    refused_specs: ClassVar[Mapping[str, str]] = {}
 
     def has_mx_scales(self) -> bool:
         """No device's do."""
