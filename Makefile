@@ -1,9 +1,11 @@
 # Each target does all of its own set-up, from a fresh clone, with nothing but Python 3.11 to 3.13, make and git.
-# Variables: PYTHON=python3.12 (interpreter of .venv), SEED=123 (repeat a test run), ARGS="..." (passed on).
+# Variables: PYTHON=python3.12 (interpreter of .venv), SEED=123 (repeat a test run), VLLM=0.31 (release of test-e2e), ARGS="..." (passed on).
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 VLLM_PYTEST := .venv-vllm/bin/python -m pytest
+# What CI also runs with these releases of vLLM, beside the installed one.
+OTHER_RELEASES := 0.30.0 0.31.0 0.33.0
 # Rows beside vLLM's own connector run where its environment is (`scripts/venv vllm` makes it), and say so where it is not.
 BENCH_PY := $(if $(wildcard .venv-vllm/bin/python),.venv-vllm/bin/python,$(PY))
 export PYTHON
@@ -32,7 +34,10 @@ test: ## the test suite; about ten minutes on 2 cores
 
 test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a few pairs of real engines (installs vLLM: 3 GB)
 	@scripts/venv vllm
+	@.venv-vllm/bin/python -m tests.releases $(OTHER_RELEASES)
 	@$(VLLM_PYTEST) tests/vllm $(ARGS)
+	@for release in $(OTHER_RELEASES); do echo "== vLLM $$release"; \
+	  PYTHONPATH="$$PWD/.vllm-$$release:$$PWD/src:$$PWD" $(VLLM_PYTEST) tests/vllm -m 'not one_release' $(ARGS) || exit 1; done
 	@$(VLLM_PYTEST) tests/e2e -m e2e_ci $(ARGS)
 	@PYTHON=.venv-vllm/bin/python bench/gpu/run --rehearse
 	@KVRESHARD_FUZZ_SECONDS=60 $(VLLM_PYTEST) tests/fuzz $(ARGS)
@@ -41,7 +46,8 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 
 test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
 	@scripts/venv vllm
-	@$(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into docs/pairs.md; exit $$status
+	@.venv-vllm/bin/python -m tests.releases $(if $(VLLM),$(VLLM))
+	@KVRESHARD_VLLM=$(VLLM) $(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into docs/pairs.md; exit $$status
 
 soak: ## eight engines over NIXL, kills, stops, aborts, hostile clients, every byte checked: two minutes; BENCH=full for an hour
 	@scripts/venv test

@@ -1,6 +1,8 @@
 """The measured table, ours beside vLLM's own connector.
 
-    python -m tests.e2e.table [--results results.jsonl] [--into docs/pairs.md] [--json table.json]
+    python -m tests.e2e.table [--results results.jsonl] [--newest results-0.33.0.jsonl] [--into docs/pairs.md] [--json table.json]
+
+The column of the newest release of vLLM is of a run of its own, `make test-e2e VLLM=0.33`.
 
 Says nothing that was not run: a row without a result is marked as such. `--into` puts the table between two comments of a file,
 `<!-- table of pairs -->` and `<!-- end of the table of pairs -->`.
@@ -18,6 +20,7 @@ from typing import Any
 
 from tests.e2e import results
 from tests.e2e.cases import CASES, IN_TREE, OURS, Case
+from tests.releases import INSTALLED, NEWEST
 
 Found = Mapping[tuple[str, str], Mapping[str, Any]]
 LONGEST = 110
@@ -56,10 +59,11 @@ def plain(reason: str) -> str:
     )
 
 
-def markdown(found: Found) -> str:
+def markdown(found: Found, newest: Found) -> str:
+    """The table. `newest`: the run with the newest release, of which NixlConnector's outcomes are a column."""
     lines = [
-        "| model | prefill -> decode | NixlConnector (vLLM 0.32.0) | ReshardConnector | log-probabilities, noise |",
-        "|---|---|---|---|---|",
+        f"| model | prefill -> decode | NixlConnector (vLLM {INSTALLED}) | NixlConnector ({NEWEST}) | ReshardConnector | log-probabilities, noise |",
+        "|---|---|---|---|---|---|",
     ]
     family = ""
     for case in CASES:
@@ -67,15 +71,18 @@ def markdown(found: Found) -> str:
         noise = f"{ours['logprob_gap']:.0e}, {ours['floor']:.0e}" if ours else ""
         label, family = ("" if case.family == family else case.family), case.family
         lines.append(
-            f"| {label} | {shape(case)} | {cell(found, case, IN_TREE)} | {cell(found, case, OURS)} | {noise} |"
+            f"| {label} | {shape(case)} | {cell(found, case, IN_TREE)} | {cell(newest, case, IN_TREE)} | {cell(found, case, OURS)} | {noise} |"
         )
-    exact = {
-        connector: sum(found.get((case.name, connector), {}).get("outcome") == "exact" for case in CASES)
-        for connector in (IN_TREE, OURS)
-    }
+    ours, in_tree, in_newest = count_exact(found, OURS), count_exact(found, IN_TREE), count_exact(newest, IN_TREE)
     lines.append("")
-    lines.append(f"Exact: {exact[OURS]} of {len(CASES)} rows here, {exact[IN_TREE]} of {len(CASES)} in-tree.")
+    lines.append(
+        f"Exact of {len(CASES)} rows: {ours} here, {in_tree} with NixlConnector of {INSTALLED}, {in_newest} with that of {NEWEST}."
+    )
     return "\n".join(lines) + "\n"
+
+
+def count_exact(found: Found, connector: str) -> int:
+    return sum(found.get((case.name, connector), {}).get("outcome") == "exact" for case in CASES)
 
 
 def as_json(found: Found) -> list[dict[str, Any]]:
@@ -95,18 +102,19 @@ def as_json(found: Found) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.table", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--results", type=Path, default=None, help=f"default: {results.path()}")
+    parser.add_argument("--newest", type=Path, default=None, help=f"of vLLM {NEWEST}; default: {results.path(NEWEST)}")
     parser.add_argument("--into", type=Path, help="file that has a place for the table; default: standard output")
     parser.add_argument("--json", type=Path, help="file to write")
     chosen = parser.parse_args(arguments)
-    found = results.read(chosen.results)
+    found, newest = results.read(chosen.results), results.read(chosen.newest or results.path(NEWEST))
     if chosen.into:
         before, _, rest = chosen.into.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not end:
             parser.error(f"{chosen.into} has no lines '{BEGIN}' and '{END}'")
-        chosen.into.write_text(f"{before}{BEGIN}\n\n{markdown(found)}\n{END}{after}")
+        chosen.into.write_text(f"{before}{BEGIN}\n\n{markdown(found, newest)}\n{END}{after}")
     else:
-        print(markdown(found), end="")
+        print(markdown(found, newest), end="")
     if chosen.json:
         chosen.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
     return 0

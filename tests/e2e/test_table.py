@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.e2e import results
 from tests.e2e.cases import CASES, EXACT, IN_TREE, OURS, WRONG, Case
+from tests.e2e.engine import RELEASE
 from tests.e2e.engines import Nursery
 from tests.e2e.verdicts import measure
+from tests.releases import INSTALLED
 
 CONNECTORS = {IN_TREE: "in-tree", OURS: "ours"}
 
@@ -41,6 +43,8 @@ def test_row(case: Case, connector: str, nursery: Nursery) -> None:
             nursery.stop(spec)
     measured = measure(nursery, case, connector)
     results.keep(measured.to_json())
+    if connector != OURS and RELEASE != INSTALLED:
+        return  # what the table says of it is about the installed release
     expected = EXACT if connector == OURS else case.in_tree
     assert measured.outcome == expected, "\n".join(measured.details)
     if expected == EXACT:

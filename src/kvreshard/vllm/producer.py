@@ -8,24 +8,29 @@
 5. vLLM's caches are reset, connector included: all leases are revoked, since they hold the cache of the old weights.
 
 A request that is aborted or finds no free slot is freed at once, and the decode side computes the prompt. The same goes for one whose state
-or ring has gone beyond its tokens in a step that is still under way, or whose state lies among those of its drafts.
+or ring has gone beyond its tokens in a step that is still under way, or whose state lies among those of its drafts, or whose parameters
+would be larger than `params.MAX_BYTES`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import get_logger
+from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.leases import Leases
-from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
+from kvreshard.vllm.page_list import write_pages
+from kvreshard.vllm.params import GroupParams, ParamsError, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, EngineConfig, count_settled, read_prompt
 
@@ -46,6 +51,7 @@ class Producer:
         self._computing: dict[str, Request] = {}
         self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
+        self._has_logged_size = False
 
     @property
     def is_publishing(self) -> bool:
@@ -115,7 +121,10 @@ class Producer:
             return params, Revoke(lease.request)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
         prefill = self.describe(request, block_ids, RemoteLease(lease.request, lease.slot, lease.word), self.address)
-        params = write_params(prefill, self._config.sizes, self._key)
+        params = self.write(prefill)
+        if params is None:
+            self.freed(request.request_id)
+            return None, Revoke(lease.request)
         self._leases.publish(request.request_id, prompt, num_tokens, params)
         return params, Publish(lease.request, self._lease_s, prefill.tables())
 
@@ -135,6 +144,10 @@ class Producer:
         """A finished request, as the decode side needs it."""
         num_tokens = count_settled(request)
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
+        tables = {
+            group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
+            for group, (first, ids) in zip(self._config.groups, pages, strict=True)
+        }
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
             RemoteEngine(self._engine, instance_id_of(self._key), address),
@@ -153,9 +166,27 @@ class Producer:
                 )
                 for group, (first, _) in zip(self._config.groups, pages, strict=True)
             ),
-            tuple(ids for _, ids in pages),
+            {group.name: write_pages(ids) for group, (_, ids) in zip(self._config.groups, pages, strict=True) if ids},
             digest_prompt(read_prompt(request, self._config), num_tokens, key),
+            made_of=tables,
         )
+
+    def write(self, prefill: RemotePrefill) -> dict[str, Any] | None:
+        """The parameters for the router; None where they would be too large, which the log says of the first such prefill."""
+        try:
+            return write_params(prefill, self._config.sizes, self._key)
+        except ParamsError as error:
+            level = logging.DEBUG if self._has_logged_size else logging.WARNING
+            self._has_logged_size = True
+            logger.log(
+                level,
+                "request %s of %d tokens is not published, and so are others of this size: %s; the decode engine computes such prompts. "
+                "Larger pages help (--block-size)",
+                prefill.lease.request,
+                prefill.num_tokens,
+                error,
+            )
+            return None
 
     def reset(self) -> Iterator[Command]:
         """Revoke all leases that may be read: the engine may have got other weights."""
