@@ -30,6 +30,11 @@ def name(index: int, part: str = "self_attn.attn") -> str:
     return f"model.layers.{index}.{part}"
 
 
+def since_0_31(**options: Any) -> dict[str, Any]:
+    """Options of specifications that 0.30 does not have."""
+    return options if "dcp_sharded" in CircularBufferSpec.__dataclass_fields__ else {}
+
+
 def held(total: int, place: RankPlace) -> int:
     return max(1, total // place.tp_size)
 
@@ -85,7 +90,7 @@ def mla(
         common: dict[str, Any] = {
             "block_size": bs,
             "num_kv_heads": 1,
-            "max_tp_shards": 1,
+            **since_0_31(max_tp_shards=1),
             "head_size": channels,
             "dtype": dtype,
             **options,
@@ -115,7 +120,7 @@ def ring(
     def spec(place: RankPlace) -> Any:
         return CircularBufferSpec(
             block_size=capacity, num_kv_heads=max(1, len(parts)), head_size=channels, head_size_v=0, dtype=dtype,
-            dcp_sharded=False,
+            **since_0_31(dcp_sharded=False),
         )  # fmt: skip
 
     return ModelLayer(spec, LayerInfo(backend, "", "cuda"), writers.ring(*parts))

@@ -12,6 +12,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from tests.vllm.engines import Labels, Side, Writer, label
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -40,7 +41,8 @@ def token_slots(side: Side, rank: int, layer: str, num_tokens: int, view: Any) -
     counted over PCP first, then over TP (`parallel_state.py`, `initialize_model_parallel`).
     """
     place, spec = side.places[rank], side.spec(rank, layer)
-    d = place.dcp_size if spec.dcp_sharded else 1
+    # 0.30 does not say: full attention is (`kv_cache_utils.py`, `dcp_world_size_for_kv_cache_spec`).
+    d = place.dcp_size if getattr(spec, "dcp_sharded", isinstance(spec, FullAttentionSpec)) else 1
     step, bs = place.interleave, spec.block_size
     p = np.arange(num_tokens)
     v = p % (bs * d)
