@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 REQUEST = {"form": "kvreshard.handshake", "version": 1, "ask": "metadata", "engine": "d", "rank": 0}
+# As it travels: the first of three values.
+WHOLE = msgspec.msgpack.encode((REQUEST, 0, 0))
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 # A hostile client never waits for long: what the server does not take within this is not sent.
 PATIENCE_S = 5.0
@@ -216,19 +218,19 @@ def never_ends_its_message(me: Client) -> None:
 @client
 def sends_a_thousand_frames(me: Client) -> None:
     plain = me.join()
-    push(plain, frame(b"", more=True) * 1000 + frame(msgspec.msgpack.encode(REQUEST)))
+    push(plain, frame(b"", more=True) * 1000 + frame(WHOLE))
 
 
 @client
 def sends_one_frame_only(me: Client) -> None:
     plain = me.join()
-    push(plain, frame(b"") + frame(msgspec.msgpack.encode(REQUEST)))
+    push(plain, frame(b"") + frame(WHOLE))
 
 
 @client
 def uses_one_name_twice(me: Client) -> None:
     for plain in [me.join(Identity=b"twin") for _ in range(3)]:
-        push(plain, frame(b"", more=True) + frame(msgspec.msgpack.encode(REQUEST)))
+        push(plain, frame(b"", more=True) + frame(WHOLE))
 
 
 @client
@@ -260,8 +262,7 @@ def says_noise(me: Client) -> None:
 
 @client
 def truncates_its_hello(me: Client) -> None:
-    whole = msgspec.msgpack.encode(REQUEST)
-    me.tell(*(whole[:length] for length in range(len(whole))))
+    me.tell(*(WHOLE[:length] for length in range(len(WHOLE))))
 
 
 @client
@@ -276,8 +277,8 @@ def announces_huge_containers(me: Client) -> None:
 
 @client
 def sends_values_out_of_range(me: Client) -> None:
-    wrong: Iterator[dict[str, object]] = (
-        {**REQUEST, key: value}
+    wrong: Iterator[object] = (
+        ({**REQUEST, key: value}, 0, 0)
         for key in (*REQUEST, "reads_card", "is_good", "text")
         for value in (-1, 0, 2**63, 2**64 - 1, -(2**63), 1.5, None, "", "x" * 5000, [], {}, True, b"\xff")
     )
@@ -288,12 +289,12 @@ def sends_values_out_of_range(me: Client) -> None:
 @client
 def writes_into_the_log(me: Client) -> None:
     text = "ok\nERROR everything is lost\r\x1b[2J\u202e"
-    me.tell({**REQUEST, "engine": text}, {**REQUEST, "ask": "outcome", "text": text, "engine": text})
+    me.tell(({**REQUEST, "engine": text}, 0, 0), ({**REQUEST, "ask": "outcome", "text": text, "engine": text}, 0, 0))
 
 
 @client
 def sends_text_that_is_not_utf8(me: Client) -> None:
-    me.tell(msgspec.msgpack.encode(REQUEST).replace(b"\xa6engine\xa1d", b"\xa6engine\xa1\xff"))
+    me.tell(WHOLE.replace(b"\xa6engine\xa1d", b"\xa6engine\xa1\xff"))
 
 
 class _Bomb:
@@ -318,19 +319,21 @@ def speaks_as_another_connector(me: Client) -> None:
 @client
 def replays_one_hello(me: Client) -> None:
     plain = me.join()
-    push(plain, (frame(b"", more=True) + frame(msgspec.msgpack.encode(REQUEST))) * 5000)
+    push(plain, (frame(b"", more=True) + frame(WHOLE)) * 5000)
 
 
 @client
 def asks_and_never_reads(me: Client) -> None:
     for _ in range(64):
-        me.tell(*[REQUEST] * 16)
+        me.tell(*[WHOLE] * 16)
 
 
 @client
 def floods_with_outcomes(me: Client) -> None:
     for rank in range(20):
-        me.tell(*({**REQUEST, "ask": "outcome", "rank": rank * 100 + i, "text": "x" * 2000} for i in range(100)))
+        me.tell(
+            *(({**REQUEST, "ask": "outcome", "rank": rank * 100 + i, "text": "x" * 2000}, 0, 0) for i in range(100))
+        )
 
 
 @client

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-from tests.faults.hostile import CLIENTS, REQUEST, Client, push
+from tests.faults.hostile import CLIENTS, WHOLE, Client, push
 from tests.faults.hostile import frame as zmtp_frame
 from tests.pairs.small import engine
 
@@ -100,7 +99,7 @@ def test_clients_that_ask_and_never_read_hold_no_copies_of_the_metadata() -> Non
         before = resident_bytes()
         with Client(listener.address.port) as client:
             for _ in range(64):
-                client.tell(*[REQUEST] * 8).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.tell(*[WHOLE] * 8).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             fetch_engine_metadata(listener.address, "decode", 0, PATIENCE_S)
             grown = resident_bytes() - before
         # Each of the 64 has asked for 8 engine metadata of 8 MiB: 4 GiB. Two decoded engine metadata of the honest client are in the figure.
@@ -149,7 +148,7 @@ def test_the_oldest_visit_makes_room_for_the_newest() -> None:
         with Client(listener.address.port) as client:
             plains = [client.join() for _ in range(4)]
             assert ends(plains[0])
-            message = zmtp_frame(b"", more=True) + zmtp_frame(msgspec.msgpack.encode(REQUEST))
+            message = zmtp_frame(b"", more=True) + zmtp_frame(WHOLE)
             assert push(plains[3], message)
             plains[3].settimeout(PATIENCE_S)
             assert plains[3].recv(1)

@@ -81,8 +81,8 @@ def seeds() -> dict[str, dict[str, bytes]]:
         },
         "digest_request": {"heads": write_request(asked)},
         "handshake_message": {
-            "metadata": msgspec.msgpack.encode(handshake_message),
-            "outcome": msgspec.msgpack.encode(told),
+            "metadata": msgspec.msgpack.encode((handshake_message, 0, 0)),
+            "outcome": msgspec.msgpack.encode((told, 0, 0)),
         },
         "answer": {
             "noted": msgspec.msgpack.encode(

@@ -47,13 +47,13 @@ NOT_SEALED = {
 class Fleet:
     """Prefill engines `p` and `q`, a decode engine `d` that fails requests whose loads fail, and what `d` has posted."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefill_role: str = "kv_producer", decode_role: str = "kv_consumer") -> None:
         layers = MODELS[0].layers(16, 0)
         self.world = World(
             {
-                "p": Shape(layers, blocks=200, role="kv_producer"),
-                "q": Shape(layers, blocks=200, role="kv_producer"),
-                "d": Shape(layers, blocks=60, role="kv_consumer", failure_policy="fail"),
+                "p": Shape(layers, blocks=200, role=prefill_role),
+                "q": Shape(layers, blocks=200, role=prefill_role),
+                "d": Shape(layers, blocks=60, role=decode_role, failure_policy="fail"),
             },
             base_config(),
             0,
@@ -71,10 +71,10 @@ class Fleet:
         if counter == "fallbacks":
             self.fallbacks.append(label)
 
-    def ask(self, name: str, tokens: list[int], params: dict[str, Any]) -> Finished:
-        """One request from its beginning to its end."""
+    def ask(self, name: str, tokens: list[int], params: dict[str, Any], request: str = "") -> Finished:
+        """One request from its beginning to its end. `request`: its id, if not one of ours."""
         engine, self.count = self.world.by_name[name], self.count + 1
-        request = f"{name}-{self.count}"
+        request = request or f"{name}-{self.count}"
         engine.add(request, Text(tokens, 20), len(tokens), 1, params)
         for _ in range(300):
             self.world.clock.now_s += 0.02

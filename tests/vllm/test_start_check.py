@@ -29,7 +29,7 @@ import kvreshard
 from kvreshard.model import LayoutError
 from kvreshard.vllm import connector, start_check
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.start_check import check_outer_role, check_outputs, check_start
+from kvreshard.vllm.start_check import check_outer, check_outputs, check_start
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,7 @@ def config(**model: Any) -> Any:
                 "enable_sleep_mode": False,
                 "enable_cumem_allocator": False,
                 "sleep_mode_backend": "cumem",
+                "hf_config": SimpleNamespace(model_type="llama"),
                 "enable_return_routed_experts": False,
                 **model,
             }
@@ -203,9 +204,13 @@ def test_every_place_where_vllm_looks_at_a_connectors_name_is_in_the_table() -> 
         for where in functions_that_look_at_names(place, text)
     }
     page = (ROOT / "docs" / "reference" / "connector-names.md").read_text(encoding="utf-8")
-    table = set(re.findall(r"^\| `([a-z_/]+\.py)`, `(\w+)` \|", page, re.MULTILINE))
-    assert found == table
-    assert len(found) == 8
+    row = re.compile(r"^\| `([a-z0-9_/]+\.py)`, `(\w+)` \|", re.MULTILINE)
+    table, only_newer = (set(row.findall(part)) for part in page.split("Only in 0.33:"))
+    assert found <= table | only_newer
+    assert len(table) == 8
+    assert len(only_newer) == 3
+    if vllm.__version__.startswith("0.32."):
+        assert found == table
 
 
 @pytest.mark.parametrize(
@@ -228,10 +233,49 @@ def test_a_child_loads_only_where_the_outer_role_does(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", around)
     child = KVTransferConfig(kv_connector="ReshardConnector", kv_role=role)
     if not is_refused:
-        check_outer_role(child)
+        check_outer(child)
         return
     with pytest.raises(LayoutError, match=f"kv_role {role}, and MultiConnector around it kv_producer.*set the outer"):
-        check_outer_role(child)
+        check_outer(child)
+
+
+@pytest.mark.parametrize("model_type", ["step5", "step5_vl"])
+def test_a_model_that_vllm_would_take_us_to_transfer_is_refused(model_type: str) -> None:
+    asked = config(hf_config=SimpleNamespace(model_type=model_type))
+    with pytest.raises(LayoutError, match=f"is a {model_type}, .*leave out kv_connector_module_path"):
+        check_start(asked)
+
+
+OURS = {"kv_connector": "ReshardConnector", "kv_role": "kv_both"}
+DROP_IN = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvreshard.vllm", "kv_role": "kv_both"}
+IN_TREE = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+CACHE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("children", "refusal"),
+    [
+        ([OURS, CACHE], None),
+        ([CACHE, DROP_IN, CACHE], None),
+        ([OURS, OURS], "2 connectors.*: ReshardConnector and ReshardConnector; .*leave one"),
+        ([IN_TREE, DROP_IN], "NixlConnector and NixlConnector of kvreshard.vllm"),
+        ([DROP_IN, CACHE, {"kv_connector": "ShadowConnector"}, IN_TREE], "3 connectors"),
+        ([OURS, {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [IN_TREE]}}], "2 conn"),
+    ],
+)
+def test_there_is_one_connector_over_nixl(
+    children: list[dict[str, Any]], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", SimpleNamespace(_kv_transfer_config=outer))
+    child = KVTransferConfig(kv_connector="ReshardConnector", kv_role="kv_both")
+    if refusal is None:
+        check_outer(child)
+        return
+    with pytest.raises(LayoutError, match=f"MultiConnector has .*{refusal}"):
+        check_outer(child)
 
 
 def test_the_first_line_says_version_backend_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,5 +285,5 @@ def test_the_first_line_says_version_backend_and_options(monkeypatch: pytest.Mon
     world.close()
     params = Options().nixl.params
     assert said == [
-        f"kvreshard {kvreshard.__version__}: engine p, kv_role kv_producer, NIXL backend UCX {params}, options: kv_lease_duration=7.0"
+        f"kvreshard {kvreshard.__version__}: engine p, kv_connector ReshardConnector, kv_role kv_producer, NIXL backend UCX {params}, options: kv_lease_duration=7.0"
     ]

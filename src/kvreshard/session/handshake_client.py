@@ -25,6 +25,7 @@ import zmq
 import zmq.asyncio
 
 from kvreshard.model.errors import WireError
+from kvreshard.session import nixl_connector
 from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata, decode_engine_metadata
 from kvreshard.session.exchange import Question, ask_and_wait
 from kvreshard.session.handshake_messages import (
@@ -209,6 +210,11 @@ def read_engine_metadata(address: Address, reply: bytes) -> EngineMetadata:
     try:
         return decode_engine_metadata(reply)
     except WireError as error:
+        if nixl_connector.is_answer(reply):
+            raise HandshakeError(
+                f"the engine at {address} uses vLLM's own NixlConnector, and this side kvreshard's ReshardConnector: start that engine with "
+                '"kv_connector_module_path":"kvreshard.vllm" as well, or neither of them'
+            ) from None
         raise HandshakeError(f"the engine at {address} answered: {read_answer(reply) or error}") from error
 
 

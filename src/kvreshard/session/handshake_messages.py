@@ -1,6 +1,8 @@
 """The messages of handshakes: a `HandshakeMessage` requests engine metadata or reports how comparing it went, a `HandshakeAnswer` is one line.
 
 Nothing is unpickled; texts are short and in one line.
+
+A message travels as the first of three values, for the reason that `nixl_connector` gives.
 """
 
 from __future__ import annotations
@@ -74,12 +76,16 @@ class Address:
 
 def metadata_request(engine: str, rank: int) -> bytes:
     """The bytes of a request for engine metadata."""
-    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
+    return _encode(HandshakeMessage(FORM, VERSION, "metadata", engine, rank))
 
 
 def outcome_message(engine: str, rank: int, text: str, is_good: bool) -> bytes:
     """The bytes of a report of how the comparison of engine metadata went."""
-    return msgspec.msgpack.encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+    return _encode(HandshakeMessage(FORM, VERSION, "outcome", engine, rank, text[:MAX_TEXT], is_good))
+
+
+def _encode(message: HandshakeMessage) -> bytes:
+    return msgspec.msgpack.encode((message, 0, 0))
 
 
 def encode_answer(text: str) -> bytes:
@@ -87,14 +93,14 @@ def encode_answer(text: str) -> bytes:
     return msgspec.msgpack.encode(HandshakeAnswer(ANSWER_FORM, VERSION, text))
 
 
-_message_decoder = msgspec.msgpack.Decoder(HandshakeMessage)
+_message_decoder = msgspec.msgpack.Decoder(tuple[HandshakeMessage, int, int])
 _answer_decoder = msgspec.msgpack.Decoder(HandshakeAnswer)
 
 
 def read_message(payload: bytes) -> HandshakeMessage | str:
     """A handshake message from anybody, or what is wrong with it. Never raises."""
     try:
-        message = _message_decoder.decode(payload)
+        message, _, _ = _message_decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         return f"not a kvreshard handshake message: {plain(error, MAX_TEXT)}"
     if message.form != FORM:

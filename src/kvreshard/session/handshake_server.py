@@ -6,7 +6,7 @@ Whatever arrives, the server lives and soon answers the next:
    holds a few references to the one copy of the metadata.
 2. `ConnectionLimits` bounds how many connections there are, how long each lasts and how much it sends; `RateLimit` what all of them
    together may ask.
-3. What is not a handshake message gets one line as answer. Nothing is unpickled.
+3. What is not a handshake message gets one line as answer; vLLM's own NixlConnector gets one that it refuses. Nothing is unpickled.
 
 With `keys`, ZeroMQ's CURVE encrypts and authenticates both ways, and unknown keys are refused before they can send anything.
 """
@@ -25,6 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.logs import get_logger
+from kvreshard.session import nixl_connector
 from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit
 from kvreshard.session.engine_metadata import EngineMetadata, encode_engine_metadata
 from kvreshard.session.handshake_messages import (
@@ -164,22 +165,27 @@ class HandshakeServer:
         *envelope, payload = frames
         if not envelope:
             return 0
-        message = read_message(payload)
-        if isinstance(message, str):
-            reply = zmq.Frame(encode_answer(message), copy=True)
-        elif message.ask == "metadata":
-            reply = self._engine_metadata
-        else:
-            self._on_outcome(message)
-            reply = zmq.Frame(encode_answer("noted"), copy=True)
+        reply = self._reply(payload)
         # Only the sender's name and the empty frame go back: a message of many frames is not worth as many.
         try:
-            self._socket.send_multipart([envelope[0], b"", reply], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([envelope[0], b"", *reply], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             # It has disconnected, or has not read the answers before this one.
             logger.debug("an answer was dropped: %s", error)
             return 0
-        return len(reply)
+        return sum(map(len, reply))
+
+    def _reply(self, payload: bytes) -> Sequence[zmq.Frame]:
+        message = read_message(payload)
+        if isinstance(message, str):
+            if not nixl_connector.is_request(payload):
+                return [zmq.Frame(encode_answer(message), copy=True)]
+            self._complain(nixl_connector.WHO_ASKED)
+            return [zmq.Frame(frame, copy=True) for frame in nixl_connector.refusal()]
+        if message.ask == "metadata":
+            return [self._engine_metadata]
+        self._on_outcome(message)
+        return [zmq.Frame(encode_answer("noted"), copy=True)]
 
     def _read_events(self, now_s: float) -> None:
         while self._monitor.poll(0):

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from kvreshard.transport.slices import SPLIT_COPIES, RowSet, Slice
 MAX_PREPARED = 256
 
 # What the cost model's constants are measured with.
+UCX_UNRELEASED = ("UCX_RCACHE_MAX_UNRELEASED", "1024")
 USUAL_THREADS = 2
 
 # UCX reads another process's device memory by `cuda_ipc` only where it sees an NVLink (1.23, `cuda_ipc_iface.c`), and otherwise lets the
@@ -75,11 +77,14 @@ def usual_threads(ucx_tls: str | None) -> int:
 
 
 def load_nixl() -> Any:
-    """NIXL's Python API module.
+    """NIXL's Python API module. Where this is the first import of it, UCX keeps at most as many unreleased registrations as with
+    NixlConnector, unless the environment says how many (vLLM 0.30 to 0.33, `distributed/nixl_utils.py`: else it may leak memory).
 
     Raises:
         TransportError: it is not installed.
     """
+    if "nixl" not in sys.modules:
+        os.environ.setdefault(*UCX_UNRELEASED)
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:

@@ -1,30 +1,32 @@
 """The connector for vLLM, and the only room that imports it.
 
-vLLM finds `ReshardConnector` by `"kv_connector": "ReshardConnector", "kv_connector_module_path": "kvreshard.vllm"`. `ShadowConnector`, found
-the same way, lets vLLM's own NixlConnector move the cache and reports what `ReshardConnector` would have done. Both are imported at first
-use, so that `options`, `params` and other modules work without vLLM.
+vLLM finds `ReshardConnector` by its name alone, since `plugin.register` is an entry point, or by name and
+`"kv_connector_module_path": "kvreshard.vllm"`. With the module path, the name `NixlConnector` is the same class, for platforms that know no
+other. `ShadowConnector` lets vLLM's own NixlConnector move the cache and reports what `ReshardConnector` would have done. The classes are
+imported at first use, so that `options`, `params` and other modules work without vLLM.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvreshard.vllm.connector import ReshardConnector
+    from kvreshard.vllm.connector import ReshardConnector as NixlConnector
     from kvreshard.vllm.shadow import ShadowConnector
 
-__all__ = ["ReshardConnector", "ShadowConnector"]
+__all__ = ["NixlConnector", "ReshardConnector", "ShadowConnector"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvreshard.vllm.plugin import register
     from kvreshard.vllm.versions import check_version
 
     check_version()
-    _register()
+    register()  # where the package's metadata is not installed: MultiConnector looks for its children's statistics by class name
     _join_log()
     if name == "ShadowConnector":
         from kvreshard.vllm.shadow import ShadowConnector
@@ -33,15 +35,6 @@ def __getattr__(name: str) -> Any:
     from kvreshard.vllm.connector import ReshardConnector
 
     return ReshardConnector
-
-
-def _register() -> None:
-    """Register both by name: MultiConnector looks for its children's statistics there (`MultiConnector.build_kv_connector_stats`)."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    for name in __all__:
-        with contextlib.suppress(ValueError):  # it is registered
-            KVConnectorFactory.register_connector(name, __name__, name)
 
 
 def _join_log() -> None:

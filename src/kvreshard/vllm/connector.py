@@ -1,6 +1,6 @@
 """`ReshardConnector`, the class that vLLM loads: passes each hook on to the scheduler side or the worker side.
 
-    --kv-transfer-config '{"kv_connector":"ReshardConnector","kv_connector_module_path":"kvreshard.vllm","kv_role":"kv_producer"}'
+    --kv-transfer-config '{"kv_connector":"ReshardConnector","kv_role":"kv_both"}'
 
 The scheduler's process makes a `SchedulerSide`, every rank a `WorkerSide`. Loads are asynchronous; nothing is saved layer by
 layer. The hybrid memory allocator is supported (`SupportsHMA`).
@@ -61,8 +61,9 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         options = read_options(config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             logger.info(
-                "kvreshard %s: engine %s, kv_role %s, NIXL backend %s %s, options: %s",
-                *(__version__, config.engine_id, config.kv_role, options.backend, options.nixl.params, options),
+                "kvreshard %s: engine %s, kv_connector %s, kv_role %s, NIXL backend %s %s, options: %s",
+                *(__version__, config.engine_id, config.kv_connector, config.kv_role),
+                *(options.backend, options.nixl.params, options),
             )
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config.engine_id, options)
             self._side: SchedulerSide | WorkerSide = self._scheduler

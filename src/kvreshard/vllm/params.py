@@ -202,8 +202,9 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
     """A prefill to load from. Raises ParamsError."""
     if KEY not in params:
         raise ParamsError(
-            f"kv_transfer_params have no field '{KEY}'; the prefill engine does not use ReshardConnector, or the router drops "
-            "fields that it does not know"
+            f"kv_transfer_params{_origin(params)} have no field '{KEY}', and this engine's connector is ReshardConnector: that engine uses another, as "
+            'vLLM\'s own NixlConnector, and needs "kv_connector_module_path":"kvreshard.vllm" too, or the router drops fields that it does not '
+            "know"
         )
     version = params[KEY].get("version") if isinstance(params[KEY], Mapping) else None
     if type(version) not in (int, float) or version != VERSION:
@@ -245,6 +246,14 @@ def _read_lists(read: ReshardParams) -> dict[str, str]:
         except ValueError as error:
             raise ParamsError(f"kv_transfer_params: pages of group '{name}': {plain(error)}") from error
     return {name: read.pages.get(name, "") for name in names}
+
+
+def _origin(params: Mapping[str, Any]) -> str:
+    """Which engine wrote the parameters, as far as they say it in plain texts."""
+    engine, host = params.get("remote_engine_id"), params.get("remote_host")
+    if not isinstance(engine, str) or not isinstance(host, str):
+        return ""
+    return f" of engine {plain(engine, 80)} at {plain(host, 80)}"
 
 
 def _restored(value: Any) -> Any:

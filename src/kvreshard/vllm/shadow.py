@@ -1,6 +1,6 @@
 """`ShadowConnector`: vLLM's own NixlConnector moves the cache, and this package compares it with what it would have done.
 
-    --kv-transfer-config '{"kv_connector":"ShadowConnector","kv_connector_module_path":"kvreshard.vllm","kv_role":"kv_producer"}'
+    --kv-transfer-config '{"kv_connector":"ShadowConnector","kv_role":"kv_producer"}'
 
 It is a first step on a running fleet, on both sides of a pair:
 

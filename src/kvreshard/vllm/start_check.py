@@ -6,24 +6,31 @@
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
 | prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py`, `get_kv_connector_handshake_metadata`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`Scheduler.__init__`): a loaded cache may be overwritten |
+| a Step5 model | it keeps sparse summaries and a ring of rows beside its cache, which nobody has compared with what is described here. vLLM 0.33 refuses connectors of other names than NixlConnector and MooncakeStoreConnector (`models/step5/nvidia/model.py`), and takes this one for NixlConnector where it is named so |
 | what a release of vLLM has and its caches do not show: `versions` | named there |
+| another connector over NIXL beside it in a MultiConnector: vLLM's own NixlConnector, or this one twice | vLLM tells every child of every request, also those that do not load it: the other would release the prefill, or read it by another protocol, while this one reads it; and two children that return `kv_transfer_params` end the engine (`multi_connector.py`, `request_finished`) |
 
-The last but one is checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its own
-role. Every refusal is a LayoutError with the remedy.
+A role under another one, and connectors beside this one, are checked when the caches are registered: vLLM keeps the outer connector where a worker can
+find it, and a child sees only its own configuration. Every refusal is a LayoutError with the remedy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvreshard.model import LayoutError
 from kvreshard.vllm.versions import find_version, release
+
+# vLLM's own, and this package's.
+OVER_NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "ReshardConnector", "ShadowConnector")
 
 
 def check_start(vllm_config: Any) -> None:
     """Raises LayoutError."""
     _check_sleep(vllm_config.model_config)
     check_outputs(vllm_config)
+    _check_model(vllm_config.model_config)
     _check_replicas(vllm_config)
     _check_release(vllm_config)
 
@@ -37,8 +44,8 @@ def check_outputs(vllm_config: Any) -> None:
         )
 
 
-def check_outer_role(config: Any) -> None:
-    """Check the role of a connector around this one. `config`: this connector's `KVTransferConfig`. Raises LayoutError."""
+def check_outer(config: Any) -> None:
+    """Check a connector around this one. `config`: this connector's `KVTransferConfig`. Raises LayoutError."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     outer = get_kv_transfer_group()._kv_transfer_config if has_kv_transfer_group() else config
@@ -47,6 +54,27 @@ def check_outer_role(config: Any) -> None:
             f"{config.kv_connector} has kv_role {config.kv_role}, and {outer.kv_connector} around it {outer.kv_role}: vLLM would not keep "
             "steps that are under way from writing what is loaded; set the outer kv_role to kv_both"
         )
+    over_nixl = [
+        child for child in _children(outer.kv_connector_extra_config) if child.get("kv_connector") in OVER_NIXL
+    ]
+    if len(over_nixl) > 1:
+        named = " and ".join(map(_describe, over_nixl))
+        raise LayoutError(
+            f"{outer.kv_connector} has {len(over_nixl)} connectors that move requests over NIXL: {named}; each would answer for the other's "
+            "requests: leave one of them"
+        )
+
+
+def _describe(child: Mapping[str, Any]) -> str:
+    path = child.get("kv_connector_module_path")
+    return f"{child['kv_connector']} of {path}" if path else str(child["kv_connector"])
+
+
+def _children(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The configurations of all connectors inside a MultiConnector."""
+    for child in extra.get("connectors", ()):
+        yield child
+        yield from _children(child.get("kv_connector_extra_config") or {})
 
 
 def _check_sleep(model_config: Any) -> None:
@@ -65,6 +93,15 @@ def _check_sleep(model_config: Any) -> None:
         raise LayoutError(
             f"sleep_mode_backend is {model_config.sleep_mode_backend}: it can put an engine to sleep that was not started with sleep mode, and "
             "what happens to its caches is not known; leave it out"
+        )
+
+
+def _check_model(model_config: Any) -> None:
+    model_type = str(getattr(model_config.hf_config, "model_type", ""))
+    if model_type.startswith("step5"):
+        raise LayoutError(
+            f"the model is a {model_type}, whose sparse summaries ReshardConnector does not transfer: leave out "
+            "kv_connector_module_path, so that vLLM's own NixlConnector does"
         )
 
 

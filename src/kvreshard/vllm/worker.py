@@ -32,7 +32,7 @@ from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.scheduler import ReshardMetadata, ReshardWorkerMetadata
-from kvreshard.vllm.start_check import check_outer_role
+from kvreshard.vllm.start_check import check_outer
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the caches and start the session. A replica does neither: nobody reads it."""
-        check_outer_role(self._vllm_config.kv_transfer_config)
+        check_outer(self._vllm_config.kv_transfer_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
             logger.info("kvreshard: prefill context rank %d is a replica of rank 0, and is not read", place.pcp_rank)

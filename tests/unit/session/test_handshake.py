@@ -84,18 +84,23 @@ def test_an_outcome_arrives(listener: HandshakeServer, outcomes: list[HandshakeM
         (
             [
                 b"",
-                msgspec.msgpack.encode({"form": "x" * 900, "version": 1, "ask": "metadata", "engine": "e", "rank": 0}),
+                msgspec.msgpack.encode(
+                    ({"form": "x" * 900, "version": 1, "ask": "metadata", "engine": "e", "rank": 0}, 0, 0)
+                ),
             ],
             "but 'x",
         ),
         ([b"a", b"b", b"c", b"d"], "not a kvreshard handshake message"),
         (
-            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_messages.FORM, 9, "metadata", "e", 0))],
+            [b"", msgspec.msgpack.encode((HandshakeMessage(handshake_messages.FORM, 9, "metadata", "e", 0), 0, 0))],
             "handshake message of version 9; this side reads version 1",
         ),
         (
-            [b"", msgspec.msgpack.encode(HandshakeMessage(handshake_messages.FORM, 1, "metadata", "e" * 3000, 0))],
-            "of length <= 256 - at `$.engine`",
+            [
+                b"",
+                msgspec.msgpack.encode((HandshakeMessage(handshake_messages.FORM, 1, "metadata", "e" * 3000, 0), 0, 0)),
+            ],
+            "of length <= 256 - at `$[0].engine`",
         ),
     ],
 )

@@ -219,7 +219,7 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (without(KEY), f"no field '{KEY}'; the prefill engine does not use ReshardConnector"),
+        (without(KEY), f"no field '{KEY}', and this engine's connector is ReshardConnector"),
         (without("remote_engine_id"), "remote_engine_id"),
         (lambda p: p[KEY].pop("pages"), "missing required field `pages`"),
         (put(None, "remote_host"), "remote_host"),

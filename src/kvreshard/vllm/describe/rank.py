@@ -87,8 +87,7 @@ class _Rank:
                 continue
             if own is None:
                 raise LayoutError(f"layer '{layer}' is in group '{name}', which has no specification for it")
-            refused = {**REFUSED, **release().refused_specs}
-            reason = refused.get(type(own).__name__) or refused.get(info.backend)
+            reason = {**REFUSED, **release().refused_specs}.get(type(own).__name__)
             if reason is not None:
                 raise LayoutError(f"layer '{layer}' ({type(own).__name__}): {reason}; it cannot be moved")
             if layer not in kv_caches:

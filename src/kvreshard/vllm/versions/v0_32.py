@@ -5,10 +5,9 @@ Cache dtypes are vLLM's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvreshard.vllm.versions.release import Release
+from kvreshard.vllm.versions.newest import Release
 
 
 class Release32(Release):
@@ -16,7 +15,6 @@ class Release32(Release):
 
     minor: ClassVar[tuple[int, int]] = (0, 32)
     can_sleep: ClassVar[bool] = False
-    refused_specs: ClassVar[Mapping[str, str]] = {}
 
     def has_mx_scales(self) -> bool:
         """No device's do."""

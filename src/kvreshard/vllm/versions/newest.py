@@ -10,14 +10,12 @@ class Release:
     """vLLM 0.33. A class of another release overrides what differs there.
 
     `minor`: its number. `can_sleep`: vLLM tells a connector when the engine goes to sleep and wakes up. `refused_specs`: cache
-    specifications, or attention backends, whose caches cannot be moved with this release, and why.
+    specifications that cannot be moved with this release, and why.
     """
 
     minor: ClassVar[tuple[int, int]] = (0, 33)
     can_sleep: ClassVar[bool] = True
-    refused_specs: ClassVar[Mapping[str, str]] = {
-        "STEP5_CSA_TAIL_RING": "the ring holds as many tokens as fit its page, and not those of its specification; run Step-5 in one engine"
-    }
+    refused_specs: ClassVar[Mapping[str, str]] = {}
 
     def hit_source(self) -> Any:
         """What vLLM's statistics of prefix hits call tokens that were loaded; None where they do not tell sources apart."""
