@@ -1,6 +1,5 @@
 """Tiny models for `engines.build`: what each layer's specification is on a rank, and how its backend indexes it."""
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +28,11 @@ Layers = dict[str, ModelLayer]
 
 def name(index: int, part: str = "self_attn.attn") -> str:
     return f"model.layers.{index}.{part}"
+
+
+def since_0_31(**options: Any) -> dict[str, Any]:
+    """Options of specifications that 0.30 does not have."""
+    return options if "dcp_sharded" in CircularBufferSpec.__dataclass_fields__ else {}
 
 
 def held(total: int, place: RankPlace) -> int:
@@ -66,13 +70,6 @@ def attention(
     return ModelLayer(spec, info, writer or writers.cell(total, head_size, v_size), stage)
 
 
-def known(kind: type[Any], **fields: Any) -> Any:
-    """A specification, without those of these fields that this release of vLLM does not have and whose value it takes for granted."""
-    implied = {"max_tp_shards": 1, "dcp_sharded": False}
-    names = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in fields.items() if name in names or implied.get(name) != value})
-
-
 def mla(
     channels: int,
     *,
@@ -93,14 +90,14 @@ def mla(
         common: dict[str, Any] = {
             "block_size": bs,
             "num_kv_heads": 1,
-            "max_tp_shards": 1,
+            **since_0_31(max_tp_shards=1),
             "head_size": channels,
             "dtype": dtype,
             **options,
         }
         if window is None:
-            return known(MLAAttentionSpec, **common)
-        return known(SlidingWindowMLASpec, sliding_window=window, **common)
+            return MLAAttentionSpec(**common)
+        return SlidingWindowMLASpec(sliding_window=window, **common)
 
     tokens_per_state = int(options.get("tokens_per_state", 1))
     return ModelLayer(spec, info, writer or writers.latent("latent", tokens_per_state), stage)
@@ -121,9 +118,9 @@ def ring(
     """The last tokens of a request, in one part or in several that have names."""
 
     def spec(place: RankPlace) -> Any:
-        return known(
-            CircularBufferSpec, block_size=capacity, num_kv_heads=max(1, len(parts)), head_size=channels,
-            head_size_v=0, dtype=dtype, dcp_sharded=False,
+        return CircularBufferSpec(
+            block_size=capacity, num_kv_heads=max(1, len(parts)), head_size=channels, head_size_v=0, dtype=dtype,
+            **since_0_31(dcp_sharded=False),
         )  # fmt: skip
 
     return ModelLayer(spec, LayerInfo(backend, "", "cuda"), writers.ring(*parts))

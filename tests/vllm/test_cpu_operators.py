@@ -51,7 +51,7 @@ def relabel(side: Side, rank: int, layer: str, found: Any, wanted: np.ndarray[An
 
 
 def cpu_attention_writer(cache: Any, slots: Any, isa: str, dtype: Any, cache_dtype: str) -> Any:
-    """The write of `cpu_attn.py:411` for keys and values, stacked."""
+    """The write of `CPUAttentionBackendImpl.forward` for keys and values, stacked."""
     blocks, num_heads, n, _ = cache.size()
     key_cache, value_cache = cache.view((blocks, num_heads, n * 2, -1)).chunk(2, dim=2)
 

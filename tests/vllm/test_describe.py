@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tests.vllm import models, writers
 from tests.vllm.engines import build, fake_config, give_pages, read, refused, reshard, run, write
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -24,6 +25,7 @@ from kvreshard.model.wire import decode, encode
 from kvreshard.vllm.describe import describe_rank
 from kvreshard.vllm.describe.layer_info import LayerInfo
 from kvreshard.vllm.describe.place import RankPlace
+from kvreshard.vllm.versions import release
 
 pytestmark = pytest.mark.vllm
 TOKENS = 70
@@ -300,6 +302,23 @@ def test_what_is_refused() -> None:
     refused(f"'{name}'|5 blocks|4 pages", one(tensor=torch.zeros(5, 2, 16, 16, dtype=torch.bfloat16)))
     refused(f"'{name}'|2 bytes each", one(tensor=torch.zeros(4, 2, 16, 32, dtype=torch.bfloat16)[..., ::2]))
     refused("make no dense page", one(tensor=torch.zeros(8, 2, 8, 20, dtype=torch.bfloat16)[..., :16]))
+
+
+def test_a_ring_that_is_a_window_by_its_class_is_refused() -> None:
+    """0.30 and 0.31 have such a specification; later releases have none of that name."""
+    if release().minor >= (0, 32):
+        assert not hasattr(kv_cache_interface, "KpoolTailSpec")
+        return
+    name = "model.layers.0.tail"
+    cache = torch.zeros(4, 1, 16, 16, dtype=torch.bfloat16)
+    window = kv_cache_interface.KpoolTailSpec(
+        block_size=16, num_kv_heads=1, head_size=16, head_size_v=0, dtype=torch.bfloat16, sliding_window=4
+    )
+    group = [KVCacheGroupSpec([name], window)]
+    refused(
+        f"'{name}'|KpoolTailSpec|ring|cannot be moved",
+        lambda: described({name: models.FLASH}, fake_config(), group, {name: cache}),
+    )
 
 
 def test_heads_that_the_config_does_not_explain_are_refused() -> None:

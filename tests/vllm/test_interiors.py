@@ -1,6 +1,7 @@
-"""The tables about vLLM against the installed one, and properties of a layer as vLLM keeps them."""
+"""The tables about vLLM against the installed one, whichever release it is, and properties of a layer as vLLM keeps them."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from kvreshard.vllm.describe import interiors as table
 from kvreshard.vllm.describe.layer_info import read_layer
 from kvreshard.vllm.describe.model_config import configured_heads, is_draft, layer_index, total_kv_heads
 from kvreshard.vllm.describe.state_forms import FORMS
+from kvreshard.vllm.versions import release
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(vllm.__file__).parent
@@ -29,88 +31,118 @@ NAME = "model.layers.3.self_attn.attn"
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 
 
-def lines_of(source: str) -> list[tuple[Path, int]]:
-    """The files and lines that a source names; a later file may leave out the folder of the one before."""
-    found, folder = [], ROOT
-    for part in source.split(", "):
-        path, _, line = part.partition(":")
-        file = ROOT / path if (ROOT / path).exists() else folder / path
-        folder = file.parent
-        found.append((file, int(line.split(",")[0] or 1) if line else 1))
-    return found
+def has(file: str, text: str) -> bool:
+    """Whether the installed vLLM has this expression, however it is wrapped."""
+    path = ROOT / file
+    return path.is_file() and " ".join(text.split()) in " ".join(path.read_text().split())
 
 
 @pytest.mark.parametrize(
     "known", table.INTERIORS, ids=lambda known: f"{known.backends[0]}-{known.cache_dtypes[0]}-{known.platforms[0]}"
 )
-def test_sources_of_interiors_are_there(known: table.KnownInterior) -> None:
-    for file, line in lines_of(known.source):
-        assert file.is_file(), file
-        assert len(file.read_text().splitlines()) >= line
+def test_interiors_hold_where_vllm_says_what_they_are_quoted_for(known: table.KnownInterior) -> None:
+    assert known.quotes
+    assert known.holds_in(release().minor) == all(has(*quote) for quote in known.quotes)
 
 
-# What the line says on which most depends: K, then V, in a cell.
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("v1/attention/backends/flash_attn.py:1252", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
-        ("v1/attention/backends/hpc_attn.py:443", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
-        ("v1/attention/backends/rocm_aiter_fa.py:1519", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
-        ("v1/attention/backends/triton_attn.py:627", "kv_cache.split(hs, dim=-1)"),
-        ("v1/attention/backends/flashinfer.py:2168", "kv_cache_permute.split(hs, dim=-1)"),
-        ("v1/attention/backends/b12x.py:886", "kv_cache.unbind(1)"),
-        ("v1/attention/backends/cpu_attn.py:415", "kv_cache.chunk(2, dim=2)"),
-        ("models/deepseek_v41/compressor.py:77", "pos % CAPACITY"),
-        ("models/deepseek_v41/common/ops/fused_compress_quant_cache.py:393", "(slot % CACHE_BLOCK) * 512"),
-        ("models/deepseek_v41/common/ops/indexer_k_store.py:203", "kv_pos_in_block * TOKEN_STRIDE"),
-        ("models/minimax_m3/common/ops/sparse_attn.py:191", "(head_dim + off_d[None, :]) * stride_kv_d"),
-        ("models/minimax_m3/nvidia/sparse_attention_msa.py:386", "kv_cache.split(self.head_size, dim=-1)"),
-        ("models/minimax_m3/common/ops/index_topk.py:164", "ik_cache_ptr"),
-        ("models/glm5next/nvidia/ops/kpool_compress.py:415", "(t % RING) * HEAD_DIM"),
-        ("models/qwen4_exp/nvidia/qsa.py:297", "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
-        ("models/qwen4_exp/common/qsa_cache.py:133", "positions.remainder("),
-        ("models/qwen4_exp/common/qsa_cache.py:797", "[B, N, H, C]"),
-        ("models/inkling/nvidia/ops/sconv.py:92", "cache_ptr"),
-        ("models/dots3_note/nvidia/attention.py:717", "kv_cache[..., : self.head_size]"),
-    ],
+    "row", table.ROWS, ids=lambda row: f"{row.value_bytes + row.scale_bytes}-{row.encoding.replace('/', '-')}"
 )
-def test_lines_say_what_they_are_quoted_for(source: str, said: str) -> None:
-    ((file, line),) = lines_of(source)
-    assert said in "\n".join(file.read_text().splitlines()[line - 2 : line + 1])
+def test_rows_hold_where_vllm_says_what_they_are_quoted_for(row: table.QuantisedRow) -> None:
+    assert row.quotes
+    assert row.holds_in(release().minor) == all(has(*quote) for quote in row.quotes)
 
 
 @pytest.mark.parametrize("name", table.STATES)
 def test_classes_of_states_have_the_sizes_that_are_read(name: str) -> None:
-    form, source = table.STATES[name]
-    ((file, _),) = lines_of(source)
-    text = file.read_text()
+    known = table.STATES[name]
+    assert known.holds_in(release().minor) == all(has(*quote) for quote in known.quotes)
+    if not known.holds_in(release().minor):
+        return
+    text = (ROOT / known.quotes[0][0]).read_text()
     assert re.search(rf"^class {name}\b", text, flags=re.MULTILINE)
-    for attribute in FORMS[form].sizes:
+    for attribute in FORMS[known.form].sizes:
         assert re.search(rf"self\.{attribute}\b(?:: int)? =", text), f"{name}.{attribute}"
 
 
-def test_facts_do_not_contradict_one_another() -> None:
+def test_an_expression_that_vllm_lacks_is_not_found() -> None:
+    assert has("v1/attention/backends/cpu_attn.py", "kv_cache.chunk(2,   dim=2)")
+    assert not has("v1/attention/backends/cpu_attn.py", "kv_cache.chunk(3, dim=2)")
+    assert not has("v1/attention/backends/no_such_file.py", "")
+
+
+@pytest.mark.parametrize("minor", [(0, number) for number in (30, 31, 32, 33, 34)])
+def test_facts_do_not_contradict_one_another(minor: table.Minor) -> None:
     seen: dict[Any, str] = {}
     for known in table.INTERIORS:
+        if not known.holds_in(minor):
+            continue
         for backend in known.backends:
             for cache_dtype in known.cache_dtypes:
                 for platform in known.platforms:
                     key = (backend, cache_dtype, platform, known.packing, known.interior == "ring")
                     assert key not in seen, key
                     seen[key] = known.interior
+    rows: set[Any] = set()
+    for row in table.ROWS:
+        if row.holds_in(minor):
+            scales = (True, False) if row.has_mx_scales is None else (row.has_mx_scales,)
+            keys = {(dtype, row.value_bytes + row.scale_bytes, mx) for dtype in row.cache_dtypes for mx in scales}
+            assert not keys & rows, keys
+            rows |= keys
+
+
+NEWEST = (0, 33)
 
 
 def test_what_is_not_in_the_table_is_unknown() -> None:
-    assert table.interior("FLASH_ATTN", "auto", "cuda", packing=False) == "cell"
-    assert table.interior("FLASH_ATTN", "auto", "cuda", packing=True) is None
-    assert table.interior("FLASH_ATTN", "nvfp4", "cuda", packing=False) is None
-    assert table.interior("CPU_ATTN", "auto", "rvv", packing=False) is None
-    assert table.interior("CPU_ATTN", "fp8", "amx-fp8", packing=False) is None
-    assert table.interior("TURBOQUANT", "turboquant_k8v4", "cuda", packing=True) is None
-    assert table.interior("CompressorBackend", "", "cuda", packing=False, ring=True) == "ring"
-    assert table.state_form(("Subclass", "MambaMixer2", "MambaBase")) == "mamba2"
-    assert table.state_form(("Qwen4ExpPLELayer", "MambaBase")) == "position-conv"
-    assert table.state_form(("SomeNewMixer", "MambaBase")) is None
+    def found(backend: str, cache_dtype: str, platform: str, packing: bool = False, ring: bool = False) -> str | None:
+        return table.interior(backend, cache_dtype, platform, NEWEST, packing=packing, ring=ring)
+
+    assert found("FLASH_ATTN", "auto", "cuda") == "cell"
+    assert found("FLASH_ATTN", "auto", "cuda", packing=True) is None
+    assert found("FLASH_ATTN", "nvfp4", "cuda") is None
+    assert found("CPU_ATTN", "auto", "rvv") is None
+    assert found("CPU_ATTN", "fp8", "amx-fp8") is None
+    assert found("TURBOQUANT", "turboquant_k8v4", "cuda", packing=True) is None
+    assert found("ROCM_OCTAVE", "octave_k3v4", "rocm", packing=True) is None
+    assert found("CompressorBackend", "", "cuda", ring=True) == "ring"
+    assert table.state_form(("Subclass", "MambaMixer2", "MambaBase"), NEWEST) == "mamba2"
+    assert table.state_form(("Qwen4ExpPLELayer", "MambaBase"), NEWEST) == "position-conv"
+    assert table.state_form(("SomeNewMixer", "MambaBase"), NEWEST) is None
+
+
+def test_what_a_release_lacks_is_unknown_in_it() -> None:
+    tail = [table.interior("KPOOL_TAIL", "", "cuda", (0, n), packing=False, ring=True) for n in (30, 31, 32, 33, 34)]
+    assert tail == [None, None, "ring", "ring", "ring"]
+    assert [table.state_form(("Glm5NextLinearAttention",), (0, n)) for n in (30, 31)] == [None, "kimi-delta"]
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "num_bytes", "mx", "encodings"),
+    [
+        ("fp8_ds_mla", 656, False, ["fp8_ds_mla/any-scale", "fp8_ds_mla", "fp8_ds_mla", "fp8_ds_mla"]),
+        ("fp8_ds_mla", 528, True, [*["mxfp8/scale-per-32"] * 3, "mxfp8/scale-per-32/scales-in-row"]),
+        ("nvfp4_ds_mla", 288, True, [None, *["nvfp4/scale-per-16"] * 2, "nvfp4/scale-per-16/scales-in-row"]),
+        ("nvfp4_ds_mla", 584, False, ["fp8_ds_mla"] * 4),
+        ("", 132, False, ["fp8_e4m3/scale-per-token"] * 4),
+        ("", 132, True, [None, None, None, "fp8_e4m3/four-ue8m0-per-token"]),
+        ("", 68, True, ["mxfp4/scale-per-32"] * 4),
+        ("", 656, False, [None] * 4),
+        ("fp8_ds_mla", 352, False, [None] * 4),
+    ],
+)
+def test_what_a_row_of_so_many_bytes_is_in_each_release(
+    cache_dtype: str, num_bytes: int, mx: bool, encodings: list[str | None]
+) -> None:
+    rows = [table.quantised_row(cache_dtype, num_bytes, mx, (0, number)) for number in (30, 31, 32, 33)]
+    assert [None if row is None else row.encoding for row in rows] == encodings
+
+
+def test_keys_of_an_indexer_have_mx_scales_only_where_vllm_says_so() -> None:
+    """On SM100, since 0.33; an earlier release does not ask, and this processor is not one."""
+    assert has("utils/deep_gemm.py", "def mqa_logits_use_mx_scales() -> bool:") == (release().minor >= (0, 33))
+    assert release().has_mx_scales() is False
 
 
 def attention_layer(**changes: Any) -> Any:
@@ -159,6 +191,25 @@ def test_a_cpu_cache_of_another_float_dtype_is_refused() -> None:
     assert (
         read(attention_layer(kv_cache_dtype="float16", get_attn_backend=lambda: CPUMLABackend)).cache_dtype == "float16"
     )
+
+
+class Handler:
+    """What a platform may register for a cache dtype, also one of vLLM's own."""
+
+
+def test_a_cache_dtype_that_a_platform_has_registered_a_class_for_is_not_what_its_name_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if release().minor >= (0, 33):
+        monkeypatch.setitem(import_module("vllm.config.cache")._KV_CACHE_DTYPE_HANDLERS, "fp8", Handler())
+    else:  # which has no such registry: here only what is done with one
+        assert release().find_dtype_handler("fp8") is None
+        named = f"{Handler.__module__}.{Handler.__qualname__}"
+        monkeypatch.setattr(type(release()), "find_dtype_handler", lambda _self, name: named if name == "fp8" else None)
+    found = read(attention_layer(kv_cache_dtype="fp8", _k_scale=torch.ones(2)))
+    assert found.cache_dtype == f"fp8({__name__}.Handler)"
+    assert table.interior("CPU_ATTN", found.cache_dtype, "vec", release().minor, packing=False) is None
+    assert read(attention_layer()).cache_dtype == "auto"
 
 
 def test_names_that_share_a_cache_and_marked_drafts() -> None:

@@ -1,15 +1,20 @@
 """Latent caches and what lies beside them: packed rows, indexers, compressors, rings, drafts of another kind."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm")
 
 import torch
 from tests.vllm import models, writers
-from tests.vllm.engines import LAYOUTS, build, reshard
+from tests.vllm.engines import LAYOUTS, Side, build, reshard
 
 from kvreshard.model import LayoutMismatch
+from kvreshard.model.changed import replace
 from kvreshard.plan import match_fields
+from kvreshard.vllm.describe import paged
+from kvreshard.vllm.describe.layer_info import LayerInfo
 
 pytestmark = pytest.mark.vllm
 TOKENS = 150
@@ -136,3 +141,33 @@ def test_values_of_scales_are_part_of_what_bytes_mean() -> None:
     assert one.layout.fields[0].encoding == "fp8_e4m3/scale-per-tensor(k=1,v=1)"
     with pytest.raises(LayoutMismatch, match=r"k=0\.5"):
         match_fields(one.layout, two.layout)
+
+
+@pytest.mark.parametrize("backend", ["DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER"])
+def test_keys_with_other_scales_are_other_keys(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 0.33 kernels of SM100 take four UE8M0 bytes where those of other devices, and 0.32's, take a float32: equal sizes."""
+    monkeypatch.setattr(paged, "release", lambda: SimpleNamespace(minor=(0, 33)))
+
+    def engine(name: str, has_mx_scales: bool) -> Side:
+        made = models.indexer(64)
+        info = replace(made.info, backend=backend, has_mx_scales=has_mx_scales)
+        return build(name, {models.name(0): replace(made, info=info)}, order="LBHNC")
+
+    reshard(engine("prefill", True), engine("decode", True), TOKENS)
+    for src, dst in ((True, False), (False, True)):
+        with pytest.raises(LayoutMismatch, match=r"four-ue8m0-per-token.*scale-per-token|scale-per-token.*four-ue8m0"):
+            match_fields(engine("prefill", src).layout, engine("decode", dst).layout)
+
+
+def test_an_opaque_page_of_another_device_is_another_page() -> None:
+    """Kernels choose by the device how they fill a page that is not known, such as NVFP4's on Hopper and on Blackwell."""
+
+    def engine(name: str, device: str) -> Side:
+        info = LayerInfo("FLASHINFER", "nvfp4", "cuda", device)
+        return build(
+            name, {models.name(0): models.attention(2, 16, dtype=torch.uint8, info=info)}, config={"kv_heads": 2}
+        )
+
+    assert match_fields(engine("prefill", "10.0").layout, engine("decode", "10.0").layout)
+    with pytest.raises(LayoutMismatch, match=r"cuda-9\.0.*cuda-10\.0"):
+        match_fields(engine("prefill", "9.0").layout, engine("decode", "10.0").layout)

@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,13 @@ from tests.vllm.engines import ModelLayer, Side, build, reshard
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from kvreshard.model import LayoutMismatch
 from kvreshard.model.changed import replace
+from kvreshard.plan import match_fields
+from kvreshard.vllm.describe import paged
+from kvreshard.vllm.describe.interiors import Minor
 from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.versions import release
 
 pytestmark = pytest.mark.vllm
 TOKENS = 150
@@ -79,8 +85,9 @@ def test_minimax_m3(orders: tuple[str, str], backend: str) -> None:
 
 
 @pytest.mark.parametrize(("src_drafts", "dst_drafts"), [(0, 0), (0, 3), (5, 1)])
-def test_glm_5_next(src_drafts: int, dst_drafts: int) -> None:
-    """Pools of 4 tokens; a ring has whole pools (`glm5next/common/attention.py:162`)."""
+def test_glm_5_next(src_drafts: int, dst_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of 4 tokens; a ring has whole pools (`glm5next/common/attention.py`, `Glm5NextTailCache`). As since 0.32."""
+    monkeypatch.setattr(paged, "release", lambda: SimpleNamespace(minor=max(release().minor, (0, 32))))
 
     def layers(num_drafts: int) -> models.Layers:
         ring = 4 * (1 << (-(-(4 + num_drafts) // 4) - 1).bit_length())
@@ -123,34 +130,72 @@ def test_qwen4_exp(tps: tuple[int, int]) -> None:
 V41 = {"fp8_ds_mla": (528, 512, 16), "nvfp4_ds_mla": (288, 256, 32)}
 
 
-@pytest.mark.parametrize("cache_dtype", [*V41, "before SM100"])
-def test_deepseek_v41(cache_dtype: str) -> None:
-    """Windows have the wider record of an engine, compressed latents its own."""
+def v41_layers(cache_dtype: str, capacity: int, minor: Minor) -> models.Layers:
+    """As `minor` fills them: windows have the wider record of an engine, compressed latents its own."""
     name, alignment = ("fp8_ds_mla", 576) if cache_dtype == "before SM100" else (cache_dtype, 512)
     window = (584, 576, 8) if alignment == 576 else V41["fp8_ds_mla"]
     latent = window if alignment == 576 else V41[cache_dtype]
 
     def packed(record: tuple[int, int, int], backend: str, bs: int, **options: Any) -> ModelLayer:
-        writer = writers.scaled_rows(*record[1:], ("latent", "latent_scale"), options.get("tokens_per_state", 1))
+        tokens = options.get("tokens_per_state", 1)
+        is_inline = minor >= (0, 33) and record[0] != 584
+        rows_apart = writers.scaled_rows(*record[1:], ("latent", "latent_scale"), tokens)
+        writer = writers.latent("latent", tokens) if is_inline else rows_apart
         return models.mla(
             512, bs=bs, dtype=U8, backend=backend, writer=writer, cache_dtype=name, state_content_bytes=record[0],
             alignment=alignment, model_version="deepseek_v4", **options,
         )  # fmt: skip
 
-    def layers(capacity: int) -> models.Layers:
-        found: models.Layers = {}
-        for number, ratio in enumerate((0, 1, 2)):
-            attn = models.name(number, "attn")
-            found[f"{attn}.swa_cache"] = packed(window, "DEEPSEEK_SPARSE_SWA", 64, window=128)
-            if ratio:
-                found[f"{attn}.indexer.k_cache"] = keys(128, "DEEPSEEK_V41_INDEXER", ratio, alignment)
-                found[attn] = packed(latent, "FLASHMLA_SPARSE_DSV41", 128, tokens_per_state=ratio)
-            if ratio == 2:
-                found[f"{attn}.compressor.state_cache"] = models.ring(capacity, 32)
-        return found
+    found: models.Layers = {}
+    for number, ratio in enumerate((0, 1, 2)):
+        attn = models.name(number, "attn")
+        found[f"{attn}.swa_cache"] = packed(window, "DEEPSEEK_SPARSE_SWA", 64, window=128)
+        if ratio:
+            found[f"{attn}.indexer.k_cache"] = keys(128, "DEEPSEEK_V41_INDEXER", ratio, alignment)
+            found[attn] = packed(latent, "FLASHMLA_SPARSE_DSV41", 128, tokens_per_state=ratio)
+        if ratio == 2:
+            found[f"{attn}.compressor.state_cache"] = models.ring(capacity, 32)
+    return found
 
-    src = build("prefill", layers(8), order="BLHNC", blocks=60)
-    check(src, build("decode", layers(16), tp=2, order="BLHNC", blocks=60), 290)
+
+def v41(name: str, cache_dtype: str, capacity: int, minor: Minor, monkeypatch: pytest.MonkeyPatch, tp: int = 1) -> Side:
+    """An engine of release `minor`, described as there."""
+    monkeypatch.setattr(paged, "release", lambda: SimpleNamespace(minor=minor))
+    return build(name, v41_layers(cache_dtype, capacity, minor), order="BLHNC", blocks=60, tp=tp)
+
+
+@pytest.mark.parametrize("minor", [(0, 31), (0, 32), (0, 33), (0, 34)])
+@pytest.mark.parametrize("cache_dtype", [*V41, "before SM100"])
+def test_deepseek_v41(cache_dtype: str, minor: Minor, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = v41("prefill", cache_dtype, 8, minor, monkeypatch)
+    check(src, v41("decode", cache_dtype, 16, minor, monkeypatch, tp=2), 290)
+
+
+@pytest.mark.parametrize("cache_dtype", V41)
+@pytest.mark.parametrize("minors", [((0, 32), (0, 33)), ((0, 33), (0, 32)), ((0, 31), (0, 33))])
+def test_releases_that_put_scales_elsewhere_refuse_each_other(
+    cache_dtype: str, minors: tuple[Minor, Minor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4.1's rows have as many bytes in both: scales behind all rows of a block until 0.32, in each row since 0.33."""
+    src, dst = (
+        v41(name, cache_dtype, 8, minor, monkeypatch) for name, minor in zip(("prefill", "decode"), minors, strict=True)
+    )
+    with pytest.raises(LayoutMismatch) as caught:
+        match_fields(src.layout, dst.layout)
+    for fact in (
+        "prefill",
+        "decode",
+        "encoding",
+        "mxfp8/scale-per-32'",
+        "mxfp8/scale-per-32/scales-in-row'",
+        "use the same",
+    ):
+        assert fact in str(caught.value), fact
+
+
+def test_releases_that_fill_rows_alike_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    src = v41("prefill", "before SM100", 8, (0, 32), monkeypatch)
+    check(src, v41("decode", "before SM100", 8, (0, 33), monkeypatch, tp=2), 290)
 
 
 @pytest.mark.parametrize("tps", [(1, 2), (4, 1), (2, 4)])

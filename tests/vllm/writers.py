@@ -1,7 +1,7 @@
 """How vLLM's backends find a value in a page, written a second time and in their own terms: views, slots, block tables.
 
 Each function makes a `Writer`: it writes the labels of one layer on one rank through the registered view, or asserts that they
-are there. Rules and lines are vLLM 0.32.0's; nothing of `kvreshard` but the names of fields is used.
+are there. Rules are vLLM's; nothing of `kvreshard` but the names of fields is used.
 """
 
 from types import SimpleNamespace
@@ -12,8 +12,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from tests.vllm.engines import Labels, Side, Writer, label
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-
-from kvreshard.vllm.versions import release
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 Index = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -38,11 +37,12 @@ def put(view: Any, index: tuple[Any, ...], wanted: Labels, write: bool, what: st
 
 
 def token_slots(side: Side, rank: int, layer: str, num_tokens: int, view: Any) -> tuple[Index, Index, Index]:
-    """Tokens on this rank, their kernel block and their slot in it (`v1/worker/block_table.py:345`). Ranks that share the sequence are
-    counted over PCP first, then over TP (`parallel_state.py:2222`).
+    """Tokens on this rank, their kernel block and their slot in it (`v1/worker/block_table.py`, `ComputeSlotMappingKernel`). Ranks that share the sequence are
+    counted over PCP first, then over TP (`parallel_state.py`, `initialize_model_parallel`).
     """
     place, spec = side.places[rank], side.spec(rank, layer)
-    d = place.dcp_size if release().is_dcp_sharded(spec) else 1
+    # 0.30 does not say: full attention is (`kv_cache_utils.py`, `dcp_world_size_for_kv_cache_spec`).
+    d = place.dcp_size if getattr(spec, "dcp_sharded", isinstance(spec, FullAttentionSpec)) else 1
     step, bs = place.interleave, spec.block_size
     p = np.arange(num_tokens)
     v = p % (bs * d)
@@ -64,7 +64,7 @@ def state_slots(
 
 
 def heads_of(place: Any, total: int) -> Index:
-    """KV heads of a rank (`layers/linear.py:1052`): an equal part, or one head for several ranks in a row."""
+    """KV heads of a rank (`QKVParallelLinear`): an equal part, or one head for several ranks in a row."""
     if place.tp_size <= total:
         each = total // place.tp_size
         return np.arange(place.tp_rank * each, (place.tp_rank + 1) * each)
@@ -72,7 +72,7 @@ def heads_of(place: Any, total: int) -> Index:
 
 
 def cell(total: int, k_size: int, v_size: int | None = None) -> Writer:
-    """`kv_cache.transpose(1, 2).split(head_size, dim=-1)` (`flash_attn.py:1252`)."""
+    """`kv_cache.transpose(1, 2).split(head_size, dim=-1)` (`flash_attn.py`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         cache = side.caches[rank][layer]
@@ -83,7 +83,7 @@ def cell(total: int, k_size: int, v_size: int | None = None) -> Writer:
 
 
 def conv_inputs(total: int) -> Writer:
-    """Inputs of convolutions, per token and head, at the strides of the view (`inkling/nvidia/ops/sconv.py:92`)."""
+    """Inputs of convolutions, per token and head, at the strides of the view (`inkling/nvidia/ops/sconv.py`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         heads = heads_of(side.places[rank], total)
@@ -104,7 +104,7 @@ def _put_heads(side: Side, rank: int, layer: str, num_tokens: int, sides: Any, h
 
 
 def slots(total: int, head_size: int) -> Writer:
-    """`kv_cache.unbind(1)`, then heads and channels of the cell (`b12x.py:886`)."""
+    """`kv_cache.unbind(1)`, then heads and channels of the cell (`b12x.py`, `_kv_cache_views`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         heads = heads_of(side.places[rank], total)
@@ -115,7 +115,7 @@ def slots(total: int, head_size: int) -> Writer:
 
 
 def cpu_planes(total: int, head_size: int, isa: str) -> Writer:
-    """`cpu_attn.py:415`, and the order inside the planes that `test_cpu_operators.py` finds with vLLM's operator."""
+    """`cpu_attn.py`, `forward`, and the order inside the planes that `test_cpu_operators.py` finds with vLLM's operator."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         cache = side.caches[rank][layer]
@@ -163,7 +163,7 @@ class _Tiled:
 
 
 def latent(name: str = "latent", tokens_per_state: int = 1) -> Writer:
-    """One row per state: `kv_cache.squeeze(1)` (`mla_attention.py:734`)."""
+    """One row per state: `kv_cache.squeeze(1)` (`mla_attention.py`, `bind_kv_cache`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         view = side.caches[rank][layer].squeeze(1)
@@ -176,7 +176,7 @@ def latent(name: str = "latent", tokens_per_state: int = 1) -> Writer:
 
 
 def scaled_rows(row: int, scale: int, names: tuple[str, str], tokens_per_state: int = 1) -> Writer:
-    """Values at slot * row of a kernel block, scales at states * row + slot * scale (`deepseek_v32/common/kernels.py:110`)."""
+    """Values at slot * row of a kernel block, scales at states * row + slot * scale (`deepseek_v32/common/kernels.py`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         cache = side.caches[rank][layer]
@@ -192,8 +192,8 @@ def scaled_rows(row: int, scale: int, names: tuple[str, str], tokens_per_state: 
 
 
 def ring(*names: str) -> Writer:
-    """Row `position % capacity` of the request's one page, in a head slot per part (`deepseek_v41/compressor.py:77`,
-    `glm5next/nvidia/ops/kpool_compress.py:415`).
+    """Row `position % capacity` of the request's one page, in a head slot per part (`deepseek_v41/compressor.py`,
+    `glm5next/nvidia/ops/kpool_compress.py`).
     """
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
@@ -223,7 +223,7 @@ def states(layer_spec: Any, tensor: Any) -> tuple[Any, ...]:
 
 
 def mamba2(heads: int, head_dim: int, groups: int, state: int, taps: int, dim_first: bool) -> Writer:
-    """Rows x, B, C of the convolution (`mamba_mixer2.py:347`); heads and groups of a rank as `mamba_v2_sharded_weight_loader`."""
+    """Rows x, B, C of the convolution (`mamba_mixer2.py`); heads and groups of a rank as `mamba_v2_sharded_weight_loader`."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         place = side.places[rank]
@@ -240,7 +240,7 @@ def mamba2(heads: int, head_dim: int, groups: int, state: int, taps: int, dim_fi
 
 
 def gated_delta(k_heads: int, v_heads: int, k: int, v: int, taps: int, dim_first: bool) -> Writer:
-    """Rows q, k, v, each split by its own heads (`qwen_gdn_linear_attn.py:535`)."""
+    """Rows q, k, v, each split by its own heads (`qwen_gdn_linear_attn.py`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         place = side.places[rank]
@@ -280,7 +280,7 @@ def short_conv(channels: int, taps: int, dim_first: bool) -> Writer:
 
 
 def position_conv(channels: int, taps: int, dim_first: bool) -> Writer:
-    """All channels on every rank, the oldest tap first (`qwen4_exp/nvidia/ple_layer.py:181`)."""
+    """All channels on every rank, the oldest tap first (`qwen4_exp/nvidia/ple_layer.py`)."""
 
     def run(side: Side, rank: int, layer: str, num_tokens: int, write: bool) -> None:
         (conv,) = states(side.spec(rank, layer), side.caches[rank][layer])
@@ -310,7 +310,7 @@ def _put_conv(
     dim_first: bool,
     write: bool,
 ) -> None:
-    """Live taps are the first columns (`ops/causal_conv1d.py:215`)."""
+    """Live taps are the first columns (`ops/causal_conv1d.py`)."""
     (page,) = side.tables[side.group_of(layer)]
     view = conv if dim_first else conv.transpose(-1, -2)
     first, tap = 0, np.arange(taps)

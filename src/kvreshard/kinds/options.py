@@ -1,4 +1,4 @@
-"""The option of vLLM 0.32 that sets how a field is stored (`config/cache.py`).
+"""The option of vLLM that sets how a field is stored (`config/cache.py`).
 
 | field | option |
 |---|---|
@@ -17,7 +17,9 @@ from kvreshard.model.field import Field
 def dtype_option(field: Field) -> str:
     """The options, by the field's name and axes."""
     if field.sequence is not None:
-        return "--kv-cache-dtype (and --dtype, where that is auto)"
+        # How quantised rows and pages of unknown inside are filled also follows from the release and the device.
+        alike = ", release of vLLM and kind of device" if field.encoding.startswith(("uint8/", "opaque/")) else ""
+        return f"--kv-cache-dtype (and --dtype, where that is auto){alike}"
     if field.name.endswith(".ssm"):
         return "--mamba-ssm-cache-dtype (or --mamba-cache-dtype, where that is not given)"
     return "--mamba-cache-dtype" if ".conv." in field.name else "--mamba-cache-dtype and --mamba-ssm-cache-dtype"

@@ -2,11 +2,13 @@
 
 Two fields per layer, the rows and the scales, whole on every rank, axes (token, channel) counted in bytes.
 
-| cache (vLLM 0.32) | row | scales | kernel block |
+| cache | row | scales | kernel block |
 |---|---|---|---|
 | sparse indexer of DeepSeek-V3.2 (`DeepseekV32IndexerBackend`) | 128 e4m3 | one float32 | 64 tokens |
 | the same of DeepSeek-V4 | 128 e4m3 | one float32 | 256 tokens, 64 states |
 | DeepSeek-V4's `fp8_ds_mla` (`fused_compress_quant_cache`) | 448 e4m3, 64 bfloat16 | 7 ue8m0, one zero | its page: 64 states, or 2 |
+
+vLLM 0.33 stores four UE8M0 bytes in place of the float32 on SM100, and DeepSeek-V4.1's rows, which lie so until 0.32, as `mla.Latent`.
 
 Kernel blocks belong to the cache, not to the engine's choice: a page of several is several such blocks. A page shorter than
 one, or no multiple of it, is one block. Refused: sizes that are not positive.

@@ -3,14 +3,14 @@
 Each engine loads its adapters by itself, so one name may stand for other weights there, for example an older version. An adapter is
 therefore identified by its name and a digest of
 
-1. `adapter_config.json` and the file of weights that vLLM takes, with their sizes (vLLM 0.32.0, `lora/lora_model.py:239`);
+1. `adapter_config.json` and the file of weights that vLLM takes, with their sizes (`lora/lora_model.py`, `from_local_checkpoint`);
 2. of files above a megabyte only pieces at equal distances, since a scheduler has no time to read gigabytes. Training changes
    all tensors; a change of few bytes between two pieces is not found;
 3. the engine's settings for adapters: their dtype, the modules that get one, whether the towers of a multimodal model do.
 
 A worker reads an adapter once, so its digest is computed once, at first use. With `load_inplace` a worker reads it again for each batch
-(`lora/worker_manager.py:298`), and the digest is computed again when a file has changed. An adapter whose files this process cannot read is
-identified by its name and path, as in vLLM's own prefix cache (`v1/core/kv_cache_utils.py:578`).
+(`lora/worker_manager.py`, `add_adapter`), and the digest is computed again when a file has changed. An adapter whose files this process cannot read is
+identified by its name and path, as in vLLM's own prefix cache (`v1/core/kv_cache_utils.py`, `_gen_lora_extra_hash_keys`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _read_settings(lora_config: Any) -> str:
 
 
 def _find_folder(path: str) -> Path:
-    """The folder where vLLM finds it (0.32.0, `lora/utils.py:329`), without network access. Raises OSError."""
+    """The folder where vLLM finds it (`lora/utils.py`, `get_adapter_absolute_path`), without network access. Raises OSError."""
     folder = Path(path).expanduser()
     if folder.exists() or folder.is_absolute():
         return folder

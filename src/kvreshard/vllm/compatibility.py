@@ -6,11 +6,11 @@
 | `model`, `revision` | other weights give another cache of the same shape |
 | `model_config` | a digest of the model's configuration: rope, scaling, layer types |
 | `dtype`, `cache_dtype`, `quantization` | how values are computed and stored |
-| `rope_factors` | LongRoPE turns keys by its long factors where `max_model_len` is above the original length, else by its short ones (vLLM 0.32.0, `phi3_long_rope_scaled_rope.py:55`) |
-| `mm_processor_kwargs`, `video_pruning` | they shape what an image or a video becomes, and vLLM's hash of it has only those that came with its request (`multimodal/processing/inputs.py:34`) |
+| `rope_factors` | LongRoPE turns keys by its long factors where `max_model_len` is above the original length, else by its short ones (`phi3_long_rope_scaled_rope.py`) |
+| `mm_processor_kwargs`, `video_pruning` | they shape what an image or a video becomes, and vLLM's hash of it has only those that came with its request (`multimodal/processing/inputs.py`, `get_mm_hashes`) |
 
 The model must have been loaded in this process: the digest is of the configuration as the model leaves it, for example with Llama-4's
-temperature tuning, which also depends on `max_model_len` (`llama4.py:719`). Tensor, pipeline and context parallel sizes, page sizes, layouts
+temperature tuning, which also depends on `max_model_len` (`llama4.py`). Tensor, pipeline and context parallel sizes, page sizes, layouts
 and backends are in the layout, and may differ.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from kvreshard.vllm.versions import public_version
 
 # Keys of a config.json that record its origin, not the model. MiniMax-M2 keeps `max_model_len` there, to size a table of angles
-# (vLLM 0.32.0, `minimax_m2.py:445`).
+# (`minimax_m2.py`, `MiniMaxM2ForCausalLM`).
 _PROVENANCE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype", "max_model_len"}
 )
@@ -47,7 +47,7 @@ def read_compatibility(vllm_config: Any) -> dict[str, str]:
 
 
 def _built_length(model: Any) -> int:
-    """`max_model_len` when the model was built. With `--max-model-len -1` vLLM fits it to memory afterwards (0.32.0, `v1/engine/core.py:337`)."""
+    """`max_model_len` when the model was built. With `--max-model-len -1` vLLM fits it to memory afterwards (`v1/engine/core.py`, `_initialize_kv_caches`)."""
     return int(model.get_and_verify_max_len(-1) if model.original_max_model_len == -1 else model.max_model_len)
 
 

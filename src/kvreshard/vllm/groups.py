@@ -11,7 +11,7 @@ block, id 0. What counts of each list:
 | ring | its one page | 0 |
 
 Groups are named `g0`, `g1`, ... as `vllm.describe` names them: by their place among the groups that are transferred.
-Source of the rules: vLLM 0.32.0, `v1/core/single_type_kv_cache_manager.py`, `v1/worker/mamba_utils.py:1459`.
+Source of the rules: `v1/core/single_type_kv_cache_manager.py`, `v1/worker/mamba_utils.py` (`preprocess_mamba`) of vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CacheGroup:
     `window_tokens`: how far the next token looks back, itself included, None for all; `extra_tokens`: how many more the group
     keeps. `chunk_tokens`: the next token attends to those of its chunk. `num_draft_states`: blocks behind a state's own into which
     drafts are stepped; after such a step the state is that of the last accepted draft. `ring_tokens`: capacity of a ring.
-    `is_replayed`: some of its layers are computed for the last window of a prompt only (vLLM 0.32.0, `deepseek_v41/nvidia/model.py:801`).
+    `is_replayed`: some of its layers are computed for the last window of a prompt only (`deepseek_v41/nvidia/model.py`, `DeepseekV4Model`).
     """
 
     name: str

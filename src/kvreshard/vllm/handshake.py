@@ -3,8 +3,8 @@
 In the scheduler's process, the layouts of all ranks become the engine's metadata, under a new instance id. A listener hands it out at the
 host and port that the options or vLLM's own variables name. Each peer rank reports whether it can work with it; each outcome is logged once.
 
-The compatibility entries are the first rank's, read where its model has been loaded: models write into their configuration (vLLM 0.32.0,
-`deepseek_v2.py:543`, `llama4.py:720`), and the scheduler's process has that copy of it with one rank and another with several.
+The compatibility entries are the first rank's, read where its model has been loaded: models write into their configuration (`DeepseekV2Attention`,
+`Llama4ForCausalLM`), and the scheduler's process has that copy of it with one rank and another with several.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Producer:
             or request.get_skip_reading_prefix_cache()  # the decode side computes such a prompt anyway
             or request.prompt_token_ids is None
             or request.prompt_embeds
-            is not None  # vLLM ends where their number differs (0.32.0, `utils/__init__.py:30`)
+            is not None  # vLLM ends where their number differs (`length_from_prompt_token_ids_or_embeds`)
         ):
             return
         del request.prompt_token_ids[-backoff:]

@@ -159,7 +159,7 @@ class WorkerSide:
         """Wait for the devices at the end of a step with which a prefill may end: they may still write the cache of a draft model.
 
         vLLM returns a token when the target model has sampled it, before the draft has processed the prompt (0.32.0,
-        `gpu/model_runner.py:2183`; the older runner does so without asynchronous scheduling). Without this wait a reader could come first.
+        `gpu/model_runner.py`, `sample_tokens`; the older runner does so without asynchronous scheduling). Without this wait a reader could come first.
         """
         import torch
 

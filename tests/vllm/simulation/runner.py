@@ -154,7 +154,7 @@ class Runner:
             first = min(start, max(first, one.replay_start))
         earlier, now = np.arange(first, start), np.arange(start, end)
         if getattr(spec, "bounded_replay", False) and len(now) > spec.sliding_window:
-            # Its layers are computed for the last of a step's tokens only, and look no further back (`deepseek_v41/nvidia/model.py:801`).
+            # Its layers are computed for the last of a step's tokens only, and look no further back (`deepseek_v41/nvidia/model.py`).
             earlier, now = earlier[:0], now[-spec.sliding_window :]
         group = f"g{number}"
         page_tokens = self.side.layout.group_by_name[group].tokens_per_page

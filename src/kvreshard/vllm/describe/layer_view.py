@@ -1,6 +1,6 @@
 """Where a layer's pages lie in a rank's memory, from the tensor that vLLM registers, and which bytes belong to a page.
 
-vLLM 0.32 gives a connector one view `(blocks, head slots, states, cell)` per layer, cut from few storages. Strides come from the tensor,
+vLLM gives a connector one view `(blocks, head slots, states, cell)` per layer, cut from few storages. Strides come from the tensor,
 never from a layout's name. A *block* is a kernel block: `blocks_per_page` of them make a page.
 
 Pages of overlaid groups are the same bytes, so `slabs` are the union of what all layers have of page 0, per region and page

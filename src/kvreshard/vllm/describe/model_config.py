@@ -1,18 +1,18 @@
 """What the model's configuration determines about a layer: whether it belongs to a draft, and how many KV heads the whole model has.
 
 Drafts are registered beside the target's layers, on the last pipeline stage only. vLLM's newer runner marks them
-(`is_draft_layer`, `v1/worker/gpu/spec_decode/speculator.py:237`); the older one does not, so names decide too:
+(`is_draft_layer`, `v1/worker/gpu/spec_decode/speculator.py`, `load_model`); the older one does not, so names decide too:
 
-| draft | name (vLLM 0.32) |
+| draft | name |
 |---|---|
-| Eagle, Eagle-3, DeepSeek MTP | `model.layers.<n + i>...`, with n layers of the target (`llama_eagle3.py:202`) |
+| Eagle, Eagle-3, DeepSeek MTP | `model.layers.<n + i>...`, with n layers of the target (`llama_eagle3.py`) |
 | Qwen3-Next and MiMo-V2 MTP | `mtp.layers.<i>...`, `model.mtp.layers.<i>...` |
 | standalone draft model | `draft_model....` |
 
 A draft that shares the target's cache (Gemma-4 MTP) has none of its own.
 
-A rank's view shows the KV heads that this rank holds. vLLM 0.32 starts only where heads divide by ranks, or ranks by heads
-(`layers/linear.py:1052`), so
+A rank's view shows the KV heads that this rank holds. vLLM starts only where heads divide by ranks, or ranks by heads
+(`layers/linear.py`, `QKVParallelLinear`), so
 
 1. more than one head on a rank: as many times as there are parts of the model;
 2. one head: the model's configuration decides, by the first of these that this layer has and that leaves one head per part:
@@ -71,7 +71,7 @@ def has_draft(vllm_config: Any) -> bool:
 def draft_place(vllm_config: Any, place: RankPlace) -> Place:
     """The place of a draft's caches. A draft with a tensor-parallel size of 1 is whole on every rank.
 
-    Drafts keep the whole sequence where DCP does not shard them (`gpu/model_runner.py:595`).
+    Drafts keep the whole sequence where DCP does not shard them (`gpu/model_runner.py`, `get_kv_cache_spec`).
     """
     parallel = getattr(vllm_config.speculative_config, "draft_parallel_config", None)
     tp_size = int(getattr(parallel, "tensor_parallel_size", place.tp_size))

@@ -1,6 +1,6 @@
 """Kind of a layer that has pages of tokens, from its specification and its backend.
 
-| specification (vLLM 0.32 `v1/kv_cache_interface.py`) | kind |
+| specification (`v1/kv_cache_interface.py`) | kind |
 |---|---|
 | full, window, chunked, R-SWA | `Attention`, as the backend fills its pages |
 | MLA, window MLA | `Latent`, or `ScaledRows` where scales lie behind the values |
@@ -18,8 +18,9 @@ from typing import Any
 
 from kvreshard.kinds import Attention, Kind, Latent, Ring, ScaledRows, Style
 from kvreshard.kinds.page import DTYPE_BYTES
-from kvreshard.vllm.describe.interiors import FP8, INDEXER_ROWS, PACKED_ROW_BYTES, RING_PARTS, V4_ROWS, interior
+from kvreshard.vllm.describe.interiors import DS_MLA, FP8, RING_PARTS, interior, quantised_row
 from kvreshard.vllm.describe.layer_info import LayerInfo
+from kvreshard.vllm.versions import release
 
 SCALE_BYTES = 4
 
@@ -48,9 +49,13 @@ def is_packed(spec: Any) -> bool:
     return spec.num_head_slots is not None or spec.state_content_bytes is not None
 
 
+def _interior(spec: Any, info: LayerInfo, *, ring: bool = False) -> str | None:
+    return interior(info.backend, info.cache_dtype, info.platform, release().minor, packing=is_packed(spec), ring=ring)
+
+
 def attention_kind(spec: Any, info: LayerInfo, count_heads: Callable[[], int]) -> Found:
     """Keys and values. `count_heads`: KV heads of the whole model; called only where the interior is known."""
-    filled = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec))
+    filled = _interior(spec, info)
     if filled is None:
         return Found(None, reason="interior unknown")
     if spec.tokens_per_state != 1:
@@ -88,7 +93,7 @@ def element(spec: Any, info: LayerInfo) -> tuple[str, str]:
 
 def latent_kind(spec: Any, info: LayerInfo) -> Found:
     """One vector per state, whole on every rank. The field's name tells which vector it is: see `latent_name`."""
-    filled = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec))
+    filled = _interior(spec, info)
     if filled is None or not isinstance(spec.tokens_per_state, int) or spec.tokens_per_state < 1:
         return Found(None, reason="interior unknown")
     name = latent_name(info.backend)
@@ -97,11 +102,8 @@ def latent_kind(spec: Any, info: LayerInfo) -> Found:
         if dtype not in DTYPE_BYTES:
             return Found(None, reason=f"dtype {dtype}")
         return Found(Latent(spec.head_size, dtype, quantisation, None, spec.tokens_per_state, name=name))
-    if filled == "packed-rows":
-        row_bytes = PACKED_ROW_BYTES[info.cache_dtype]
-        return Found(Latent(spec.head_size, "uint8", info.cache_dtype, row_bytes, spec.tokens_per_state))
-    if filled == "scaled-rows":
-        return _scaled_rows(spec, info)
+    if filled == "quantised-rows":
+        return _quantised_rows(spec, info)
     return Found(None, reason=f"interior {filled} is not for latent vectors")
 
 
@@ -110,21 +112,23 @@ def latent_name(backend: str) -> str:
     return "partial" if backend == "CompressorBackend" else "latent"
 
 
-def _scaled_rows(spec: Any, info: LayerInfo) -> Found:
-    """Kernel blocks are as the view has them; without any, the whole page is one."""
-    is_latent = info.cache_dtype in PACKED_ROW_BYTES
-    known = V4_ROWS if is_latent else INDEXER_ROWS
-    rows = known.get(spec.state_content_size_bytes) if dtype_name(spec.dtype) == "uint8" else None
-    if rows is None:
-        return Found(None, reason=f"rows of {spec.state_content_size_bytes} bytes of {dtype_name(spec.dtype)}")
-    row, scale, quantisation = rows
-    names = ("latent", "latent_scale") if is_latent else ("index_k", "index_scale")
-    return Found(ScaledRows(row, scale, quantisation, *names, tokens_per_state=spec.tokens_per_state))
+def _quantised_rows(spec: Any, info: LayerInfo) -> Found:
+    """Vectors with their scales. Kernel blocks are as the view has them; without any, the whole page is one."""
+    num_bytes, dtype = int(spec.state_content_size_bytes), dtype_name(spec.dtype)
+    row = quantised_row(info.cache_dtype, num_bytes, info.has_mx_scales, release().minor) if dtype == "uint8" else None
+    if row is None:
+        return Found(None, reason=f"rows of {num_bytes} bytes of {dtype}")
+    if row.is_inline:
+        return Found(Latent(spec.head_size, "uint8", row.encoding, num_bytes, spec.tokens_per_state))
+    names = ("latent", "latent_scale") if info.cache_dtype in DS_MLA else ("index_k", "index_scale")
+    return Found(
+        ScaledRows(row.value_bytes, row.scale_bytes, row.encoding, *names, tokens_per_state=spec.tokens_per_state)
+    )
 
 
 def ring_kind(spec: Any, info: LayerInfo) -> Found:
     """The last tokens, overwritten in turn; an engine with speculation has a longer ring."""
-    known = interior(info.backend, info.cache_dtype, info.platform, packing=is_packed(spec), ring=True)
+    known = _interior(spec, info, ring=True)
     parts = RING_PARTS.get(info.backend, ("partial",))
     if (
         known is None
@@ -140,7 +144,7 @@ def window_tokens(spec: Any) -> int | None:
     """Tokens that a request's pages still hold before its position; None for all.
 
     vLLM keeps one token less than the window, since the next token is in it too, and what multi-module speculation needs
-    (`single_type_kv_cache_manager.py:1169`). A chunk keeps at most its tokens (`:1410`).
+    (`single_type_kv_cache_manager.py`, `SlidingWindowManager`). A chunk keeps at most its tokens (`ChunkedLocalAttentionManager`).
     """
     window = getattr(spec, "sliding_window", None)
     if window is not None and hasattr(spec, "extra_retained_tokens"):

@@ -1,10 +1,10 @@
 """Place of a rank in vLLM's grid of ranks, and the part of a cache that it holds.
 
-vLLM 0.32 orders ranks DP x PP x PCP x TP (`parallel_state.py:2126`). Each data-parallel rank is an engine of its own.
+vLLM orders ranks DP x PP x PCP x TP (`parallel_state.py`, `initialize_model_parallel`). Each data-parallel rank is an engine of its own.
 
 | parallelism | effect on caches |
 |---|---|
-| decode context (DCP) | `dcp_size` neighbours share the sequence of caches that are `dcp_sharded`; they are counted over PCP first, then over TP (`parallel_state.py:2222`) |
+| decode context (DCP) | `dcp_size` neighbours share the sequence of caches that are `dcp_sharded`; they are counted over PCP first, then over TP (the same) |
 | prefill context (PCP) with DCP | `dcp_size` is the size of PCP, or of PCP x TP; every rank describes what it holds |
 | prefill context (PCP) without DCP | every rank gathers what the others have computed and holds the same (`gpu/pcp_manager.py`): those of `pcp_rank` 0 describe themselves, the others are replicas that nobody reads |
 

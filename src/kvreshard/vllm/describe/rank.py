@@ -211,7 +211,7 @@ def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: s
         (
             f"vllm-{vllm.__version__.split('+')[0]}",
             info.backend,
-            info.platform,
+            f"{info.platform}-{info.device}" if info.device else info.platform,
             info.cache_dtype or "auto",
             _content(spec),
             type(spec).__name__,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvreshard.model.logs import get_logger
 
 if TYPE_CHECKING:
-    from kvreshard.vllm.versions.base import Release
+    from kvreshard.vllm.versions.newest import Release
 
 logger = get_logger(__name__)
 

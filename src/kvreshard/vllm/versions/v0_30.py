@@ -5,13 +5,15 @@ Which experts were chosen is an option of the model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from kvreshard.vllm.versions.v0_31 import Release31
 
 
 class Release30(Release31):
     """0.30."""
+
+    minor: ClassVar[tuple[int, int]] = (0, 30)
 
     def is_dcp_sharded(self, spec: Any) -> bool:
         """Full attention is (0.30.0, `v1/core/kv_cache_utils.py`, `dcp_world_size_for_kv_cache_spec`)."""

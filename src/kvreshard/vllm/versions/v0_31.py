@@ -11,6 +11,7 @@ from kvreshard.vllm.versions.v0_32 import Release32
 class Release31(Release32):
     """0.31."""
 
+    minor: ClassVar[tuple[int, int]] = (0, 31)
     refused_specs: ClassVar[Mapping[str, str]] = {
         "KpoolTailSpec": "it is a ring that vLLM describes as a sliding window; vLLM 0.32 describes it as a ring"
     }

@@ -1,5 +1,5 @@
 """vLLM 0.33: the release that the connector is written for."""
 
-from kvreshard.vllm.versions.base import Release
+from kvreshard.vllm.versions.newest import Release
 
 RELEASE = Release()

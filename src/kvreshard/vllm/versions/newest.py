@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 class Release:
     """vLLM 0.33. A class of another release overrides what differs there.
 
-    `can_sleep`: vLLM tells a connector when the engine goes to sleep and wakes up. `refused_specs`: cache specifications that cannot be moved
-    with this release, and why.
+    `minor`: its number. `can_sleep`: vLLM tells a connector when the engine goes to sleep and wakes up. `refused_specs`: cache
+    specifications that cannot be moved with this release, and why.
     """
 
+    minor: ClassVar[tuple[int, int]] = (0, 33)
     can_sleep: ClassVar[bool] = True
     refused_specs: ClassVar[Mapping[str, str]] = {}
 
@@ -37,6 +38,19 @@ class Release:
     def returns_routed_experts(self, vllm_config: Any) -> bool:
         """Whether the engine returns which experts were chosen for each token."""
         return bool(vllm_config.aux_output_config.enabled)
+
+    def has_mx_scales(self) -> bool:
+        """Whether this device's kernels take keys of a sparse indexer with four MX scales each instead of a float32."""
+        from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+
+        return bool(mqa_logits_use_mx_scales())
+
+    def find_dtype_handler(self, cache_dtype: str) -> str | None:
+        """The class that a platform has registered for a cache dtype, which may fill pages in its own way under any name; None if none."""
+        from vllm.config.cache import get_kv_cache_dtype_handler
+
+        handler = get_kv_cache_dtype_handler(cache_dtype)
+        return None if handler is None else f"{type(handler).__module__}.{type(handler).__qualname__}"
 
     def find_obstacle(self, vllm_config: Any) -> str | None:
         """What makes an engine's caches unfit to be moved with this release, and the remedy; None if nothing."""
