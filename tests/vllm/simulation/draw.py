@@ -199,7 +199,7 @@ def _compressed(number: int, page: int, num_drafts: int, laps: int) -> Layers:
 
 def _replayed(page: int, window: int) -> ModelLayer:
     """A window of latents that is in no prefix hit: its last tokens are computed again (DeepSeek-V4.1)."""
-    return models.mla(24, bs=page, window=window, bounded_replay=True)
+    return models.mla(24, bs=page, window=window, **models.since_0_31(bounded_replay=True))
 
 
 def _staged(layers: Layers, pp: int, max_stages: int) -> Layers:
