@@ -60,25 +60,28 @@ def plain(reason: str) -> str:
 
 
 def markdown(found: Found, newest: Found) -> str:
-    """The table. `newest`: the run with the newest release, of which NixlConnector's outcomes are a column."""
-    lines = [
-        f"| model | prefill -> decode | NixlConnector (vLLM {INSTALLED}) | NixlConnector ({NEWEST}) | ReshardConnector | log-probabilities, noise |",
-        "|---|---|---|---|---|---|",
-    ]
+    """The table. `newest`: the run with the newest release, of which NixlConnector's outcomes are a column, if there was one."""
+    in_tree = {INSTALLED: found} | ({NEWEST: newest} if newest else {})
+    names = [f"NixlConnector (vLLM {release})" for release in in_tree]
+    lines = [row("model", "prefill -> decode", *names, "ReshardConnector", "log-probabilities, noise")]
+    lines.append("|---" * (4 + len(names)) + "|")
     family = ""
     for case in CASES:
         ours = found.get((case.name, OURS))
         noise = f"{ours['logprob_gap']:.0e}, {ours['floor']:.0e}" if ours else ""
         label, family = ("" if case.family == family else case.family), case.family
-        lines.append(
-            f"| {label} | {shape(case)} | {cell(found, case, IN_TREE)} | {cell(newest, case, IN_TREE)} | {cell(found, case, OURS)} | {noise} |"
-        )
-    ours, in_tree, in_newest = count_exact(found, OURS), count_exact(found, IN_TREE), count_exact(newest, IN_TREE)
+        cells = [cell(outcomes, case, IN_TREE) for outcomes in in_tree.values()]
+        lines.append(row(label, shape(case), *cells, cell(found, case, OURS), noise))
+    counts = [
+        f"{count_exact(outcomes, IN_TREE)} with NixlConnector of {release}" for release, outcomes in in_tree.items()
+    ]
     lines.append("")
-    lines.append(
-        f"Exact of {len(CASES)} rows: {ours} here, {in_tree} with NixlConnector of {INSTALLED}, {in_newest} with that of {NEWEST}."
-    )
+    lines.append(f"Exact of {len(CASES)} rows: {count_exact(found, OURS)} here, {', '.join(counts)}.")
     return "\n".join(lines) + "\n"
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def count_exact(found: Found, connector: str) -> int:
