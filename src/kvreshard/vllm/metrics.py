@@ -54,6 +54,11 @@ COUNTERS: Mapping[str, CounterSeries] = {
         "Requests of which fewer tokens were loaded than had been prefilled.", "cause", _PARTIAL_LOADS
     ),
     "tokens_not_loaded": CounterSeries("Tokens that had been prefilled and were not loaded.", "cause", _PARTIAL_LOADS),
+    "answers": CounterSeries(
+        "Answers held for the prefill of the next turn, and those given up for want of blocks.",
+        "event",
+        ("published", "withdrawn"),
+    ),
     "refusals": CounterSeries("Requests that could be neither loaded nor computed here."),
     "leases": CounterSeries("Leases that ended, per rank.", "end", get_args(Cause)),
     "digest_checks": CounterSeries("Loads compared with their source, per rank.", "result", get_args(CheckResult)),

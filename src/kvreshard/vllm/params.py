@@ -143,8 +143,13 @@ class RemotePrefill:
         return json.dumps(msgspec.to_builtins((self.num_tokens, self.groups, self.prompt))).encode()
 
 
-def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -> dict[str, Any]:
-    """The parameters for the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them."""
+def write_params(
+    prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes, *, is_answer: bool = False
+) -> dict[str, Any]:
+    """The parameters for the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them.
+
+    `is_answer`: they go to a prefill engine, with the next turn of the conversation.
+    """
     ours = ReshardParams(
         VERSION,
         prefill.remote.instance_id,
@@ -155,8 +160,8 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -
         prefill.lease.slot,
     )
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": not is_answer,
+        "do_remote_decode": is_answer,
         "remote_block_ids": [list(pages) for pages in prefill.pages],
         "remote_engine_id": prefill.remote.engine,
         "remote_request_id": prefill.lease.request,
@@ -168,6 +173,11 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -
         **sizes,
         KEY: msgspec.to_builtins(ours),
     }
+
+
+def names_source(params: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a request say that another engine has a part of it: a prefill, or an answer for the next prefill."""
+    return bool(params.get("do_remote_prefill") or (params.get("do_remote_decode") and params.get("remote_block_ids")))
 
 
 def read_params(params: Mapping[str, Any]) -> RemotePrefill:
