@@ -6,13 +6,12 @@ per result; the parent hands them on as they come.
 | release | where it is |
 |---|---|
 | 0.32.0 | `.venv-vllm`, made by `scripts/venv vllm` |
-| 0.33.0 | the folder of `bench.fetch_vllm`, before 0.32.0 on `PYTHONPATH` |
+| 0.33.0 | the folder of `tests.releases`, before 0.32.0 on `PYTHONPATH` |
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -23,11 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench import fetch_vllm
+from tests import releases
+
 from bench.bars import Bar
 from bench.results import Result, skipped
 
-RELEASES = ("0.32.0", fetch_vllm.VERSION)
+RELEASES = (releases.INSTALLED, releases.NEWEST)
 NEWEST = RELEASES[-1]
 # Letter of the row, and the module that measures it: its `run(release, full)`.
 ROWS = {"a": "rows_handshake", "b": "rows_preparation", "c": "rows_transfer", "f": "rows_first_token"}
@@ -38,11 +38,7 @@ ENVIRONMENT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS", "VLLM_LOGGING_LEVEL": "ERROR"
 
 def missing(release: str) -> str | None:
     """Why the rows beside this release cannot run here; None if they can."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed here; `scripts/venv vllm` does it, `make bench` then uses it"
-    if release == fetch_vllm.VERSION and not fetch_vllm.FOLDER.exists():
-        return f"vLLM {release} is not here; `.venv-vllm/bin/python -m bench.fetch_vllm` fetches its Python files"
-    return None
+    return releases.missing(release)
 
 
 def beside(letters: Sequence[str], full: bool) -> Iterator[Result]:
@@ -61,7 +57,7 @@ def named(release: str) -> str:
 
 
 def _from_a_process(release: str, letters: Sequence[str], full: bool) -> Iterator[Result]:
-    places = [*([str(fetch_vllm.FOLDER)] if release == fetch_vllm.VERSION else []), os.environ.get("PYTHONPATH", "")]
+    places = [str(releases.folder(release) or ""), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     command = [sys.executable, "-m", "bench.beside", release, "full" if full else "short", *letters]
     with subprocess.Popen(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from tests.e2e.engine import EngineSpec
+from tests.e2e.engine import RELEASE, EngineSpec
 from tests.e2e.zoo import MODELS
 
 from kvreshard.model.changed import replace
@@ -21,17 +21,20 @@ EXACT, WRONG, REFUSED = "exact", "wrong", "refused"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of an engine differs between the two sides. `page`: tokens per page asked for, None for vLLM's choice."""
+    """What of an engine differs between the two sides. `page`: tokens per page asked for, None for vLLM's choice; `vllm`: its release."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     page: int | None = None
     arguments: tuple[tuple[str, object], ...] = ()
+    vllm: str = RELEASE
 
     def __str__(self) -> str:
         words = [f"tp{self.tp}"] + [f"{name}{n}" for name, n in (("pp", self.pp), ("dp", self.dp)) if n > 1]
-        return "-".join(words + ([f"page{self.page}"] if self.page else []) + [name for name, _ in self.arguments])
+        words += [f"page{self.page}"] if self.page else []
+        words += [f"vllm{self.vllm}"] if self.vllm != RELEASE else []
+        return "-".join(words + [name for name, _ in self.arguments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,13 @@ class Case:
             prefix_caching=MODELS[self.model].prefix_caching,
             record=True,
             arguments=shape.arguments,
+            vllm=shape.vllm,
         )
 
     def ordinary(self, tp: int, page: int | None = None) -> EngineSpec:
         """An engine that is nobody's side, and records its pages too."""
-        return replace(self.engine(Shape(tp, page=page), "RecordConnector"), prefix_caching=False)
+        shape = Shape(tp, page=page, vllm=self.decode.vllm)
+        return replace(self.engine(shape, "RecordConnector"), prefix_caching=False)
 
 
 def rows(family: str, model: str, in_tree: dict[str, str], ci: tuple[str, ...] = ()) -> list[Case]:

@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import engine_log, processes
+from tests.releases import INSTALLED, full_name
 
 START_SECONDS = 480.0  # 3 to 10 on an idle machine of two cores
 ANSWER_SECONDS = 120.0
+# The release of vLLM that engines run unless their spec names another.
+RELEASE = full_name(os.environ.get("KVRESHARD_VLLM") or INSTALLED)
 Pairs = tuple[tuple[str, Any], ...]
 
 
@@ -31,7 +34,7 @@ class EngineSpec:
     """All that tells one engine from another. `connector=None`: an ordinary engine. Hashable: it is the pool's key.
 
     `extra`: options of the connector. `arguments`: further fields of `AsyncEngineArgs`. `environment`: further
-    variables. `record`: snapshots of the pages are written, into the engine's `snapshots` folder. `recompute`: what could not
+    variables. `vllm`: the release that it runs, of `tests.releases`. `record`: snapshots of the pages are written, into the engine's `snapshots` folder. `recompute`: what could not
     be loaded is computed here; otherwise the request fails, which is vLLM's default.
     """
 
@@ -48,6 +51,7 @@ class EngineSpec:
     extra: Pairs = ()
     arguments: Pairs = ()
     environment: Pairs = ()
+    vllm: str = RELEASE
 
     @property
     def num_processes(self) -> int:
@@ -61,7 +65,8 @@ class EngineSpec:
     def __str__(self) -> str:
         shape = "".join(f" {name}={n}" for name, n in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)) if n > 1)
         page = f" page={self.block_size}" if self.block_size else ""
-        return f"{self.model}{shape or ' tp=1'}{page} {self.connector or 'ordinary'}"
+        release = f" vllm={self.vllm}" if self.vllm != RELEASE else ""
+        return f"{self.model}{shape or ' tp=1'}{page}{release} {self.connector or 'ordinary'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests import releases
 from tests.e2e import models, processes
 from tests.e2e.arguments import arguments_of, environment_of
 from tests.e2e.engine import Engine, EngineFailed, EngineSpec, Leftovers, Output
@@ -40,7 +41,7 @@ PORTS_EACH = 20
 
 
 class Nursery:
-    """The process that imported vLLM, and the engines forked from it. One for eager engines, one for compiled ones."""
+    """The processes that imported vLLM, and the engines forked from them: of each release one for eager engines, one for compiled ones."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kve-"))
@@ -48,7 +49,7 @@ class Nursery:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.engines: dict[EngineSpec, Engine] = {}
         self.complaints: list[tuple[EngineSpec, str]] = []
-        self._hosts: dict[bool, tuple[subprocess.Popen[bytes], Connection]] = {}
+        self._hosts: dict[tuple[str, bool], tuple[subprocess.Popen[bytes], Connection]] = {}
         self._count = itertools.count()
 
     def __enter__(self) -> Nursery:
@@ -107,7 +108,8 @@ class Nursery:
         return sum(spec.num_processes for spec in self.engines)
 
     def _start(self, spec: EngineSpec) -> Engine:
-        self.ask(spec.compiles, "make_model", spec.model)
+        host = spec.vllm, spec.compiles
+        self.ask(host, "make_model", spec.model)
         number = next(self._count)
         folder = self.folder / f"e{number}"
         folder.mkdir()
@@ -116,9 +118,7 @@ class Nursery:
         started = time.monotonic()
         with Listener(socket, "AF_UNIX") as listener:
             environment = environment_of(spec, folder, free_ports(PORTS_EACH))
-            engine.pid = self.ask(
-                spec.compiles, "start", socket, str(engine.log), environment, arguments_of(spec, folder)
-            )
+            engine.pid = self.ask(host, "start", socket, str(engine.log), environment, arguments_of(spec, folder))
             try:
                 engine.await_start(listener, started)
             except EngineFailed:
@@ -128,27 +128,27 @@ class Nursery:
                 raise
         return engine
 
-    def ask(self, compiles: bool, method: str, *arguments: Any) -> Any:
-        """A request to the nursery's process, which is started by the first one."""
-        if compiles not in self._hosts:
-            self._hosts[compiles] = self._open(compiles)
-        connection = self._hosts[compiles][1]
+    def ask(self, host: tuple[str, bool], method: str, *arguments: Any) -> Any:
+        """A request to the process of (release, compiles), which is started by the first one."""
+        if host not in self._hosts:
+            self._hosts[host] = self._open(*host)
+        connection = self._hosts[host][1]
         connection.send((method, arguments))
         worked, result = connection.recv()
         if not worked:
             raise EngineFailed(str(result))
         return result
 
-    def _open(self, compiles: bool) -> tuple[subprocess.Popen[bytes], Connection]:
-        socket = str(self.folder / f"nursery{int(compiles)}")
+    def _open(self, release: str, compiles: bool) -> tuple[subprocess.Popen[bytes], Connection]:
+        socket = str(self.folder / f"n{release}-{int(compiles)}")
         variables: Mapping[str, str] = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "PYTHONPATH": releases.python_path(release, ROOT / "src", ROOT),
             **({} if compiles else {"TORCHDYNAMO_DISABLE": "1"}),
         }
         with (
             Listener(socket, "AF_UNIX") as listener,
-            (self.logs / f"nursery{int(compiles)}.log").open("ab") as log,
+            (self.logs / f"nursery-{release}-{int(compiles)}.log").open("ab") as log,
         ):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.nursery", socket], env=variables, cwd=ROOT, stdout=log, stderr=log

@@ -117,9 +117,9 @@ def _offered(parameters: dict[str, Any], block_ids: Any, transferred: Sequence[i
     except ParamsError:  # another connector's
         return block_ids
     told = [list(ids) for ids in block_ids]
-    for index, group, pages in zip(transferred, prefill.groups, prefill.pages, strict=True):
+    for index, group, table in zip(transferred, prefill.groups, prefill.tables().values(), strict=True):
         if group.page_tokens is not None:
-            told[index] = [0] * group.first_page + list(pages)
+            told[index] = [0] * group.first_page + table.pages.tolist()
     return told
 
 

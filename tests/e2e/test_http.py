@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.e2e.cases import IN_TREE, OURS
 from tests.e2e.compare import compare
+from tests.e2e.engine import RELEASE
 from tests.e2e.engines import EngineSpec, Nursery
 from tests.e2e.http_engine import HttpEngine
 from tests.e2e.metrics import await_total, total
@@ -17,7 +18,7 @@ from tests.e2e.verdicts import LEAST_FLOOR
 
 @pytest.fixture(params=[pytest.param(OURS, marks=pytest.mark.e2e_ci), IN_TREE])
 def pair(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[tuple[HttpEngine, HttpEngine]]:
-    nursery.ask(False, "make_model", "llama")
+    nursery.ask((RELEASE, False), "make_model", "llama")
     nursery.stop_all()  # four more processes that import vLLM are enough
     specs = [
         EngineSpec("llama", tp=tp, connector=request.param, role=role, prefix_caching=True)

@@ -25,6 +25,7 @@ from tests.e2e.router import PREFILL_PARAMS, route
 from tests.ports import free_ports
 
 from kvreshard.model.changed import replace
+from kvreshard.vllm.page_list import write_pages
 
 LEASE_S = 4
 OPTIONS = (("kv_lease_duration", LEASE_S), ("handshake_timeout_s", 3), ("load_timeout_s", 20), ("retry_s", 0))
@@ -93,6 +94,7 @@ def put(value: Any, *path: str) -> Change:
 
 
 COMPUTED, FAILS = "computed", "fails"
+PAGES = "kvreshard", "pages", "g0"
 NOT_SEALED = "were not sealed by that engine"
 
 
@@ -100,15 +102,15 @@ NOT_SEALED = "were not sealed by that engine"
     ("change", "expected", "told"),
     [
         pytest.param(dropped("kvreshard"), COMPUTED, "no field 'kvreshard'", id="no field of ours"),
-        pytest.param(dropped("remote_block_ids"), COMPUTED, "remote_block_ids", id="no block ids"),
+        pytest.param(lambda p: p["kvreshard"].pop("pages"), COMPUTED, "`pages`", id="no block lists"),
         pytest.param(put("x", "remote_port"), COMPUTED, "remote_port", id="a port that is a word"),
         pytest.param(put("x", "kvreshard", "seal"), COMPUTED, "kvreshard.seal", id="a seal that is none"),
         pytest.param(put("00" * 16, "kvreshard", "seal"), FAILS, NOT_SEALED, id="another seal"),
-        pytest.param(put([[]], "remote_block_ids"), FAILS, NOT_SEALED, id="block ids dropped"),
-        pytest.param(put([[1, 2, 3]], "remote_block_ids"), FAILS, NOT_SEALED, id="another request's blocks"),
-        pytest.param(put([[10**6, 1]], "remote_block_ids"), FAILS, NOT_SEALED, id="a block that does not exist"),
-        pytest.param(put([[-1, 1]], "remote_block_ids"), COMPUTED, "remote_block_ids", id="a negative block"),
-        pytest.param(put([[1]], "remote_block_ids"), FAILS, NOT_SEALED, id="too few blocks"),
+        pytest.param(put("", *PAGES), FAILS, NOT_SEALED, id="block ids dropped"),
+        pytest.param(put(write_pages((1, 2, 3)), *PAGES), FAILS, NOT_SEALED, id="another request's blocks"),
+        pytest.param(put(write_pages((10**6, 1)), *PAGES), FAILS, NOT_SEALED, id="a block that does not exist"),
+        pytest.param(put("BQAAAAE=", *PAGES), COMPUTED, "pages of group 'g0'", id="a block list that is none"),
+        pytest.param(put(write_pages((1,)), *PAGES), FAILS, NOT_SEALED, id="too few blocks"),
         pytest.param(put(10**6, "kvreshard", "slot"), FAILS, NOT_SEALED, id="a slot that does not exist"),
         pytest.param(put("0" * 15 + "7", "kvreshard", "word"), FAILS, NOT_SEALED, id="another word"),
         pytest.param(put("ab" * 16, "kvreshard", "instance_id"), FAILS, "restarted", id="a former life"),

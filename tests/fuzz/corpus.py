@@ -23,6 +23,7 @@ from kvreshard.tools.digest_request import DigestRequest, Owned, write_request
 from kvreshard.transport.base import MemoryRegion
 from kvreshard.transport.regions import RegionTable, encode_metadata
 from kvreshard.vllm.items import Item
+from kvreshard.vllm.page_list import write_pages
 from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 
@@ -51,7 +52,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         RemoteLease("cmpl-1", 7, 2**63 + 12345),
         40,
         (GroupParams("g0", 2, 16, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
-        ((4, 9, 3), (3,), (5,)),
+        {"g0": write_pages((4, 9, 3)), "g1": write_pages((3,)), "g2": write_pages((5,))},
         digest_prompt(Prompt(range(40), (Item(3, 20, "a" * 32, "b" * 32),), salt="c" * 32), 40, KEY),
     )
     within: tuple[tuple[Owned, ...], ...] = (((0, None, None),), ((0, 1, None), (0, 2, None)), ((0, 2, None),))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench import bars, beside, fetch_vllm, page, rows_first_token
+from bench import bars, beside, page, rows_first_token
 from bench.bars import Bar
 from bench.compare import Comparison, Spent, balanced, compare, interval
 from bench.engine_pairs import Turn
@@ -18,6 +18,7 @@ from bench.intree import Pair
 from bench.results import Result, compared, machine, save, skipped
 from bench.shapes import Shape, Weights, first_token_s
 from bench.tables import KINDS, page_table
+from tests import releases
 from tests.e2e.engine import Output
 
 
@@ -164,9 +165,9 @@ def test_a_release_that_is_not_here_is_named_with_the_remedy(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert ["vLLM is not installed here" in result.note for result in beside.beside(["a", "f"], False)] == [True] * 4
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(fetch_vllm, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(releases, "ROOT", tmp_path)
     assert beside.missing("0.32.0") is None
-    assert "python -m bench.fetch_vllm" in (beside.missing("0.33.0") or "")
+    assert "python -m tests.releases 0.33.0" in (beside.missing("0.33.0") or "")
 
 
 @pytest.mark.parametrize("module", [*beside.ROWS.values(), "__main__"])
@@ -206,19 +207,22 @@ def test_a_row_that_fails_does_not_take_its_results_with_it(capfd: pytest.Captur
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_of_a_wheel_the_python_files_are_taken_over_the_installed_operators(tmp_path: Path) -> None:
+def test_of_the_newest_wheel_the_python_files_are_taken_over_the_installed_operators(tmp_path: Path) -> None:
     wheel, installed, folder = tmp_path / "vllm.whl", tmp_path / "installed", tmp_path / "folder"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("vllm/__init__.py", "vllm/v1/core.py", "vllm/_C.abi3.so", "vllm/config.json"):
             archive.writestr(name, "of the wheel")
     installed.mkdir()
     (installed / "_C.abi3.so").write_text("installed")
-    fetch_vllm.unpack(wheel, installed, folder)
+    releases.unpack(wheel, "0.33.0", installed, folder)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     metadata = "vllm-0.33.0+cpu.dist-info/METADATA"
     assert files == [metadata, "vllm/_C.abi3.so", "vllm/__init__.py", "vllm/v1/core.py"]
     assert (folder / "vllm/_C.abi3.so").read_text() == "installed"
     assert "Version: 0.33.0+cpu" in (folder / metadata).read_text()
+    releases.unpack(wheel, "0.31.0", installed, tmp_path / "whole")
+    assert (tmp_path / "whole/vllm/_C.abi3.so").read_text() == "of the wheel"
+    assert not list((tmp_path / "whole").glob("*.dist-info"))
 
 
 class FakePair:

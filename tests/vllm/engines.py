@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm")
     import torch
-    from vllm.v1.core import kv_cache_utils
+    from tests.vllm.planning import planning
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -150,11 +150,11 @@ def build(
         place = RankPlace(rank % tp, tp, rank // (tp * pcp), pp, dcp, interleave, rank // tp % pcp, pcp)
         vllm_config = fake_config(order, tp=tp, dcp=dcp, blocks=blocks, **(config or {}))
         specs = {key: layer.spec(place) for key, layer in layers.items()}
-        groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs)
+        groups = planning.get_kv_cache_groups(vllm_config, specs)
         mine = {key: spec for key, spec in specs.items() if layers[key].stage == place.pp_rank}
         if pp > 1:
-            groups = kv_cache_utils._project_kv_cache_groups_to_worker(groups, mine)
-        kv_cache_config = kv_cache_utils.get_kv_cache_config_from_groups(vllm_config, groups, 0)
+            groups = planning._project_kv_cache_groups_to_worker(groups, mine)
+        kv_cache_config = planning.get_kv_cache_config_from_groups(vllm_config, groups, 0)
         kernel_sizes = [kernel(group.kv_cache_spec) or group.kv_cache_spec.block_size for group in groups]
         tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[order], kernel_sizes)
         parts.append(

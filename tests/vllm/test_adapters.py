@@ -109,7 +109,7 @@ def test_what_was_loaded_keeps_its_digest_until_it_is_loaded_again(tmp_path: Pat
 
 
 def test_what_the_engine_makes_of_adapters_counts() -> None:
-    model: Any = SimpleNamespace(dtype="bfloat16")
+    model: Any = SimpleNamespace(dtype="bfloat16", runner_type="generate", is_lora_supported=True)
 
     def settings(**options: Any) -> str:
         config = LoRAConfig(**options)

@@ -47,7 +47,9 @@ def manager(specs: Sequence[Any]) -> KVCacheManager:
     page = specs[0].block_size
     whole = max(spec.block_size for spec in specs)
     config = KVCacheConfig(200, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
-    return KVCacheManager(config, 4 * LONGEST, whole, page)
+    # As vLLM starts such engines: prefixes are cached where states are kept at the ends of blocks.
+    caches = all(spec.mamba_cache_mode == "align" for spec in specs if isinstance(spec, MambaSpec))
+    return KVCacheManager(config, 4 * LONGEST, whole, page, enable_caching=caches)
 
 
 def request(specs: Sequence[Any], name: str, tokens: list[int]) -> Request:

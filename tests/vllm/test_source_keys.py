@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -128,10 +129,13 @@ def test_what_ranks_say_of_keys_is_added_up_and_not_shown() -> None:
 
 def test_what_travels_confirms_no_guess() -> None:
     """Two requests of one text: no mark of one is one of the other, and none is what the text gives without a key."""
-    first, second = (re.findall(r"[0-9a-f]{16}", json.dumps(params()["kvreshard"]["prompt"])) for _ in range(2))
     plain = digest_prompt(Prompt(TOKENS), 300, b"")
-    assert len(first) == len(second) == 19
-    assert not set(first) & {*second, *plain.marks, plain.whole}
+    told = [params()["kvreshard"]["prompt"] for _ in range(2)] + [msgspec.to_builtins(plain)]
+    first, second, without_key = (
+        set(re.findall(r"[0-9a-f]{16}", prompt["marks"] + prompt["whole"])) for prompt in told
+    )
+    assert len(first) == len(second) == len(without_key) == 19
+    assert not first & (second | without_key)
 
 
 def test_a_host_that_is_not_listed_is_not_contacted(caplog: pytest.LogCaptureFixture) -> None:

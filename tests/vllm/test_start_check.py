@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -21,13 +22,12 @@ from tests.vllm.simulation.draw import MODELS
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import World
 from vllm.config import KVTransferConfig, ModelConfig
-from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.worker import gpu_worker
 
 import kvreshard
 from kvreshard.model import LayoutError
-from kvreshard.vllm import connector
+from kvreshard.vllm import connector, start_check
 from kvreshard.vllm.options import Options
 from kvreshard.vllm.start_check import check_outer_role, check_outputs, check_start
 
@@ -39,11 +39,19 @@ def config(**model: Any) -> Any:
     """As much of a VllmConfig as is looked at: by default an engine that may start."""
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            **{"enable_sleep_mode": False, "enable_cumem_allocator": False, "sleep_mode_backend": "cumem", **model}
+            **{
+                "enable_sleep_mode": False,
+                "enable_cumem_allocator": False,
+                "sleep_mode_backend": "cumem",
+                "enable_return_routed_experts": False,
+                **model,
+            }
         ),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
         kv_transfer_config=KVTransferConfig(kv_connector="x", kv_role="kv_both"),
-        aux_output_config=AuxOutputConfig(),
+        aux_output_config=SimpleNamespace(enabled=False),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(fuse_qk_norm_rope_kvcache=False)),
     )
 
 
@@ -84,7 +92,11 @@ def test_replicas_that_could_not_be_read_back_into_are_refused() -> None:
 def test_routed_experts_are_refused_as_vllm_does_for_its_own_connectors() -> None:
     asked = config()
     check_start(asked)
-    asked.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
+    if "enable_return_routed_experts" in ModelConfig.__dataclass_fields__:  # vLLM 0.30
+        asked.model_config.enable_return_routed_experts = True
+    else:
+        aux_output = importlib.import_module("vllm.config.aux_output")
+        asked.aux_output_config = aux_output.AuxOutputConfig(enable_return_routed_experts=True)
     for check in (check_start, check_outputs):
         with pytest.raises(LayoutError, match="--enable-return-routed-experts is on"):
             check(asked)
@@ -101,6 +113,26 @@ def test_routed_experts_are_refused_as_vllm_does_for_its_own_connectors() -> Non
 def test_an_engine_whose_caches_may_be_remapped_is_refused(model: dict[str, Any], told: str) -> None:
     with pytest.raises(LayoutError, match=told):
         check_start(config(**model))
+
+
+@pytest.mark.parametrize(
+    ("version", "part", "option", "value", "told"),
+    [
+        ("0_30", "cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is all.*--mamba-cache-mode align"),
+        ("0_31", "cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is all.*--mamba-cache-mode align"),
+        ("0_33", "pass_config", "fuse_qk_norm_rope_kvcache", True, "interleaves V.*--compilation-config"),
+    ],
+)
+def test_what_a_release_has_and_caches_do_not_show_is_refused(
+    version: str, part: str, option: str, value: object, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = importlib.import_module(f"kvreshard.vllm.versions.v{version}").RELEASE
+    monkeypatch.setattr(start_check, "release", lambda: chosen)
+    asked = config()
+    check_start(asked)
+    setattr(asked.cache_config if part == "cache_config" else asked.compilation_config.pass_config, option, value)
+    with pytest.raises(LayoutError, match=told):
+        check_start(asked)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu"])
@@ -140,7 +172,8 @@ def sources() -> Iterator[tuple[str, str]]:
 def test_no_other_option_of_vllm_makes_an_engine_sleep() -> None:
     """A new one, or a new place that switches one on, is to be looked at."""
     names = {name for name in ModelConfig.__dataclass_fields__ if "sleep" in name or "cumem" in name}
-    assert names == {
+    assert {"enable_sleep_mode", "sleep_mode_backend", "enable_cumem_allocator"} <= names
+    assert names <= {
         "enable_sleep_mode",
         "sleep_mode_backend",
         "sleep_mode_offload_cudagraph",

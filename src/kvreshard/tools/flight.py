@@ -46,11 +46,14 @@ class FlightSide(msgspec.Struct, frozen=True):
     instance_id: str
     compatibility: dict[str, str]
     layout: bytes
+    accepts: dict[str, list[str]] = {}
 
     @classmethod
     def of(cls, metadata: EngineMetadata) -> FlightSide:
         """What a record holds of an engine's metadata."""
-        return cls(metadata.engine, metadata.instance_id, dict(metadata.compatibility), metadata.layout)
+        return cls(
+            metadata.engine, metadata.instance_id, dict(metadata.compatibility), metadata.layout, metadata.accepts
+        )
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True):

@@ -147,7 +147,9 @@ def _move(memory: _Memory, found: Replayed, route: Route) -> Replayed:
 
 def _engine_metadata(side: FlightSide) -> EngineMetadata:
     """As much of an engine's metadata as a record holds."""
-    return EngineMetadata(FORM, VERSION, side.engine, side.instance_id, side.compatibility, side.layout, (), b"", 0.0)
+    return EngineMetadata(
+        *(FORM, VERSION, side.engine, side.instance_id, side.compatibility, side.layout, (), b"", 0.0, side.accepts)
+    )
 
 
 class _Memory:

@@ -2,7 +2,7 @@
 
 | property | why |
 |---|---|
-| `vllm_version` | kernels of two versions may fill equal shapes differently |
+| `vllm_version` | kernels of two versions may fill equal shapes differently; versions that were run against each other (`versions.TESTED`) are accepted |
 | `model`, `revision` | other weights give another cache of the same shape |
 | `model_config` | a digest of the model's configuration: rope, scaling, layer types |
 | `dtype`, `cache_dtype`, `quantization` | how values are computed and stored |
@@ -20,6 +20,8 @@ import hashlib
 import json
 from typing import Any
 
+from kvreshard.vllm.versions import public_version
+
 # Keys of a config.json that record its origin, not the model. MiniMax-M2 keeps `max_model_len` there, to size a table of angles
 # (vLLM 0.32.0, `minimax_m2.py:445`).
 _PROVENANCE = frozenset(
@@ -29,12 +31,10 @@ _PROVENANCE = frozenset(
 
 def read_compatibility(vllm_config: Any) -> dict[str, str]:
     """The properties of this engine, by name."""
-    from vllm import __version__
-
     model, cache = vllm_config.model_config, vllm_config.cache_config.cache_dtype
     config = model.hf_config.to_dict()
     return {
-        "vllm_version": __version__,
+        "vllm_version": public_version(),
         "model": str(model.model),
         "revision": str(model.revision),
         "model_config": digest_config(config),

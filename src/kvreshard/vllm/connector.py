@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvreshard import __version__
 from kvreshard.model.logs import get_logger
@@ -29,6 +28,7 @@ from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
 from kvreshard.vllm.start_check import check_start
+from kvreshard.vllm.versions import release
 from kvreshard.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     What a hook means is in vLLM's base class, what it does here in the method of `SchedulerSide` or `WorkerSide` that it calls.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = release().hit_source()
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvreshard.kinds.assemble import NULL_PAGE
+from kvreshard.vllm.versions import release
 
 NULL_BLOCK = NULL_PAGE
 Reach = tuple[int | None, int | None]
@@ -123,8 +124,8 @@ def _read_group(name: str, index: int, spec: Any, dcp_size: int) -> CacheGroup:
         window, extra = int(inner.sliding_window), int(inner.extra_retained_tokens)
     elif isinstance(inner, ChunkedLocalAttentionSpec):
         chunk = int(inner.attention_chunk_size)
-    page_tokens = block_tokens * (dcp_size if getattr(inner, "dcp_sharded", True) else 1)
-    is_replayed = inner.prefix_replay_tokens > 0
+    page_tokens = block_tokens * (dcp_size if release().is_dcp_sharded(inner) else 1)
+    is_replayed = release().is_replayed(inner)
     return CacheGroup(
         name, index, page_tokens, False, False, block_tokens, window, chunk, extra, is_replayed=is_replayed
     )

@@ -25,6 +25,7 @@ from kvreshard.session.handshake_messages import Address, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
 from kvreshard.session.seal import instance_id_of, new_key
 from kvreshard.vllm.options import Options
+from kvreshard.vllm.versions import exchanged_with
 
 logger = get_logger(__name__)
 
@@ -55,7 +56,9 @@ class EngineHandshake:
         layout: EngineLayout = merge_ranks([wire.decode(part.layout) for part in parts.values()])
         ranks = [part.rank_metadata for part in parts.values()]
         compatibility = parts[min(parts)].compatibility
-        return make_engine_metadata(layout, self.key, compatibility, ranks, self._options.kv_lease_duration)
+        return make_engine_metadata(
+            layout, self.key, compatibility, ranks, self._options.kv_lease_duration, {"vllm_version": exchanged_with()}
+        )
 
     def listen(self, engine_metadata: EngineMetadata, default_port: int | None = None) -> Address:
         """Hand the metadata out. Returns the address for peers. `default_port`: instead of NixlConnector's; 0 is any free one.

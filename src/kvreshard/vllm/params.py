@@ -1,16 +1,19 @@
 """`kv_transfer_params`: what travels from the prefill engine through a router to the decode engine.
 
 It has the fields of vLLM's NixlConnector, so that routers work unchanged, and one more, `kvreshard`: the instance id of the prefill
-engine, the lease, what each block list means (first logical page, tokens per page, window), and digests of the prompt. It travels as
-JSON: 64-bit words are hexadecimal.
+engine, the lease, the block lists (`page_list`), what each of them means (first logical page, tokens per page, window), and digests of the
+prompt. It travels as JSON: 64-bit words are hexadecimal. `remote_block_ids` has the first block of each list, for routers that look
+whether there is one; nothing is read from it.
+
+`write_params` writes at most `MAX_BYTES` bytes of JSON and `MAX_PAGES` pages.
 
 The prefill engine seals everything that decides what is read (`session.seal`): engine, instance id, request, lease, block lists, groups,
 tokens and prompt digests. The ranks check the seal with the source's key before they read, so a client that changes or mixes parameters
 reads nothing. Host and port are not sealed, since a router may rewrite them.
 
 Routers decode and encode the parameters. `read_params` accepts what stays unambiguous: a whole number as a double, an empty list as an
-empty object, a zero, an empty list or a null left out, a null for an empty list. The seal then decides. It trusts nothing else: a missing,
-wrong or oversized field raises ParamsError with its name, and the decode engine computes the prompt.
+empty object, a zero, an empty text, an empty list or a null left out, a null for an empty list. The seal then decides. It trusts nothing
+else: a missing, wrong or oversized field raises ParamsError with its name, and the decode engine computes the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import hmac
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -30,24 +33,26 @@ from kvreshard.model.text import Name, plain
 from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import SEAL_BYTES, Seal, make_seal, prompt_key
-from kvreshard.vllm.prompt import MAX_MARKS, PromptDigest
+from kvreshard.vllm.page_list import read_pages
+from kvreshard.vllm.prompt import PromptDigest
 
 VERSION = 1
 KEY = "kvreshard"
-# 2^20 pages of 16 tokens are 16 million tokens.
 MAX_GROUPS = 256
+# Of all groups together: 16 groups of a million tokens in pages of 16. With ids at random, six such groups have 1.4 MB.
 MAX_PAGES = 1 << 20
+MAX_BYTES = 1 << 21
 MAX_SIZE = 1 << 40
 # Names and addresses only: ZeroMQ would read more into a text with ';' or '/'.
 _HOST = re.compile(r"(\[[A-Za-z0-9_.:%-]{1,255}\]|[A-Za-z0-9_.:%-]{1,255})\Z")
 # Above it, a number that was a double on its way may have been another.
 MAX_EXACT = 1 << 53
 
-_Pages = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)], ...], msgspec.Meta(max_length=MAX_PAGES)]
+_PageList = Annotated[str, msgspec.Meta(max_length=MAX_BYTES)]
 
 
 class ParamsError(KvReshardError):
-    """The parameters of a request cannot be used; the message names the field."""
+    """The parameters of a request cannot be used, or not be written; the message names the field."""
 
 
 class GroupParams(msgspec.Struct, frozen=True):
@@ -73,12 +78,13 @@ class GroupParams(msgspec.Struct, frozen=True):
 
 
 class ReshardParams(msgspec.Struct, frozen=True):
-    """The field `kvreshard`."""
+    """The field `kvreshard`. `pages`: as in `RemotePrefill`."""
 
     version: int
     instance_id: Name
     word: Annotated[str, msgspec.Meta(max_length=32)]
     groups: Annotated[tuple[GroupParams, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    pages: Annotated[dict[Name, _PageList], msgspec.Meta(max_length=MAX_GROUPS)]
     prompt: PromptDigest
     seal: Annotated[str, msgspec.Meta(min_length=2 * SEAL_BYTES, max_length=2 * SEAL_BYTES)]
     slot: int = 0
@@ -91,22 +97,26 @@ class _Params(msgspec.Struct, frozen=True):
     remote_request_id: Name
     remote_host: str
     remote_port: int
-    remote_block_ids: Annotated[tuple[_Pages, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     remote_num_tokens: int
     kvreshard: ReshardParams
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """A finished prefill: engine, lease, pages, and the prompt it was made of. `code`: the source's seal over it, once it has travelled."""
+    """A finished prefill: engine, lease, pages, and the prompt it was made of.
+
+    `pages`: the block list of each group, by the group's name, as `page_list.write_pages` gives it: a list stays as short as what has
+    travelled. `code`: the source's seal over it, once it has travelled. `made_of`: the block tables of `pages`, where they are at hand.
+    """
 
     remote: RemoteEngine
     lease: RemoteLease
     num_tokens: int
     groups: tuple[GroupParams, ...]
-    pages: tuple[tuple[int, ...], ...]
+    pages: Mapping[str, str]
     prompt: PromptDigest
     code: bytes = b""
+    made_of: Mapping[str, PageTable] | None = field(default=None, compare=False, repr=False)
 
     @property
     def has_state(self) -> bool:
@@ -114,9 +124,11 @@ class RemotePrefill:
 
     def tables(self) -> dict[str, PageTable]:
         """The source's block tables. Raises BindError."""
+        if self.made_of is not None:
+            return dict(self.made_of)
         return {
-            group.name: PageTable(list(pages), self.num_tokens, group.first_page)
-            for group, pages in zip(self.groups, self.pages, strict=True)
+            group.name: PageTable(read_pages(self.pages[group.name]), self.num_tokens, group.first_page)
+            for group in self.groups
         }
 
     @property
@@ -126,9 +138,13 @@ class RemotePrefill:
 
     def make_seal(self, key: bytes) -> Seal:
         """The seal under a source's key. Raises BindError."""
+        return self.make_seal_of(self.tables(), key)
+
+    def make_seal_of(self, tables: Mapping[str, PageTable], key: bytes) -> Seal:
+        """The same, where `tables` are there already."""
         source = self.remote.engine, self.remote.instance_id
         lease = self.lease.request, self.lease.slot, self.lease.word
-        return make_seal(key, source, lease, self.tables(), self._details())
+        return make_seal(key, source, lease, tables, self._details())
 
     def is_sealed(self, key: bytes) -> bool:
         """Whether it was sealed with this key. Raises BindError."""
@@ -148,21 +164,27 @@ def write_params(
 ) -> dict[str, Any]:
     """The parameters for the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them.
 
-    `is_answer`: they go to a prefill engine, with the next turn of the conversation.
+    `is_answer`: they go to a prefill engine, with the next turn of the conversation. Raises ParamsError where they are larger than what is
+    written and read.
     """
+    tables = prefill.tables()
+    num_pages = sum(table.pages.size for table in tables.values())
+    if num_pages > MAX_PAGES:
+        raise ParamsError(f"kv_transfer_params would list {num_pages} pages; at most {MAX_PAGES}")
     ours = ReshardParams(
         VERSION,
         prefill.remote.instance_id,
         f"{prefill.lease.word:016x}",
         prefill.groups,
+        dict(prefill.pages),
         prefill.prompt,
-        prefill.make_seal(key).code.hex(),
+        prefill.make_seal_of(tables, key).code.hex(),
         prefill.lease.slot,
     )
-    return {
+    params = {
         "do_remote_prefill": not is_answer,
         "do_remote_decode": is_answer,
-        "remote_block_ids": [list(pages) for pages in prefill.pages],
+        "remote_block_ids": [table.pages[:1].tolist() for table in tables.values()],
         "remote_engine_id": prefill.remote.engine,
         "remote_request_id": prefill.lease.request,
         "remote_host": prefill.remote.address.host,
@@ -173,6 +195,10 @@ def write_params(
         **sizes,
         KEY: msgspec.to_builtins(ours),
     }
+    num_bytes = len(json.dumps(params))
+    if num_bytes > MAX_BYTES:
+        raise ParamsError(f"kv_transfer_params of {num_pages} pages would have {num_bytes} bytes; at most {MAX_BYTES}")
+    return params
 
 
 def names_source(params: Mapping[str, Any]) -> bool:
@@ -198,23 +224,35 @@ def read_params(params: Mapping[str, Any]) -> RemotePrefill:
         word, code = int(read.kvreshard.word, 16), bytes.fromhex(read.kvreshard.seal)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         raise ParamsError(f"kv_transfer_params cannot be used: {plain(error)}") from error
-    groups, pages = read.kvreshard.groups, read.remote_block_ids
-    if len(groups) != len(pages):
-        raise ParamsError(f"kv_transfer_params describe {len(groups)} groups and list blocks of {len(pages)}")
     if not _HOST.match(read.remote_host):
         raise ParamsError(
             f"kv_transfer_params: remote_host is {plain(read.remote_host, 80)!r}; it must be a name or an address"
         )
-    if len(read.kvreshard.prompt.marks) > MAX_MARKS:
-        raise ParamsError(
-            f"kv_transfer_params: {len(read.kvreshard.prompt.marks)} digests of the prompt; at most {MAX_MARKS}"
-        )
-    _check_numbers(read, groups, word)
+    _check_numbers(read, read.kvreshard.groups, word)
+    pages = _read_lists(read.kvreshard)
     remote = RemoteEngine(
         read.remote_engine_id, read.kvreshard.instance_id, Address(read.remote_host, read.remote_port)
     )
     lease = RemoteLease(read.remote_request_id, read.kvreshard.slot, word)
-    return RemotePrefill(remote, lease, read.remote_num_tokens, groups, pages, read.kvreshard.prompt, code)
+    return RemotePrefill(
+        remote, lease, read.remote_num_tokens, read.kvreshard.groups, pages, read.kvreshard.prompt, code
+    )
+
+
+def _read_lists(read: ReshardParams) -> dict[str, str]:
+    """The block list of each group. Raises ParamsError for what is none, for lists of no group, and for too many pages."""
+    names = [group.name for group in read.groups]
+    if len(set(names)) != len(names) or not read.pages.keys() <= set(names):
+        raise ParamsError(
+            f"kv_transfer_params describe groups {plain(names)} and list pages of {plain(sorted(read.pages))}; they must be the same, each once"
+        )
+    left = MAX_PAGES
+    for name, text in read.pages.items():
+        try:
+            left -= read_pages(text, left).size
+        except ValueError as error:
+            raise ParamsError(f"kv_transfer_params: pages of group '{name}': {plain(error)}") from error
+    return {name: read.pages.get(name, "") for name in names}
 
 
 def _restored(value: Any) -> Any:
@@ -223,9 +261,7 @@ def _restored(value: Any) -> Any:
         fields = {key: _restored(part) for key, part in value.items() if part is not None}
         return fields or []  # none of our fields is an empty object
     if isinstance(value, list | tuple):
-        if all(type(part) is int for part in value):
-            return value
-        return [[] if part is None else _restored(part) for part in value]
+        return [_restored(part) for part in value]
     if isinstance(value, float) and value.is_integer():
         if abs(value) > MAX_EXACT:
             raise ParamsError(

@@ -10,7 +10,8 @@ Prefills are published for decode engines:
 5. vLLM's caches are reset, connector included: all leases are revoked, since they hold the cache of the old weights.
 
 A request that is aborted or finds no free slot is freed at once, and the decode side computes the prompt. The same goes for one whose state
-or ring has gone beyond its tokens in a step that is still under way, or whose state lies among those of its drafts.
+or ring has gone beyond its tokens in a step that is still under way, or whose state lies among those of its drafts, or whose parameters
+would be larger than `params.MAX_BYTES`.
 
 With `bidirectional_kv_xfer` a decode engine publishes answers too, prompt and generated tokens, for the prefill of the next turn (docs/design/0064).
 They take a lease in step 2 like prefills and are kept for a time of their own. When the engine is short of blocks, the oldest ones are
@@ -19,19 +20,23 @@ withdrawn (`withdraw_oldest_answer`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
 from kvreshard.model.logs import get_logger
+from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.leases import Leases, is_choice
-from kvreshard.vllm.params import GroupParams, RemotePrefill, write_params
+from kvreshard.vllm.page_list import write_pages
+from kvreshard.vllm.params import GroupParams, ParamsError, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, EngineConfig, count_settled, read_prompt
 
@@ -63,10 +68,11 @@ class Producer:
         self._leases = Leases(num_slots)
         # Answers that prefill engines may read, in the order in which they were published.
         self._answers: dict[str, None] = {}
-        self._has_logged = False
+        self._has_logged_beyond = False
         self._computing: dict[str, Request] = {}
         self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
+        self._has_logged_size = False
 
     @property
     def is_publishing(self) -> bool:
@@ -152,7 +158,10 @@ class Producer:
         block_ids = self.last_pages.restore(request.request_id, block_ids)
         remote_lease = RemoteLease(lease.request, lease.slot, lease.word)
         prefill = self.describe(request, block_ids, num_tokens, remote_lease, self.address)
-        params = write_params(prefill, self._config.sizes, self._key, is_answer=is_answer)
+        params = self.write(prefill, is_answer=is_answer)
+        if params is None:
+            self.freed(request.request_id)
+            return None, Revoke(lease.request)
         self._leases.publish(request.request_id, prompt, num_tokens, params)
         lease_s = self._lease_s
         if is_answer and self._answer_lease_s is not None:
@@ -181,8 +190,8 @@ class Producer:
 
     def _log_beyond(self, request_id: str) -> None:
         """Log once why answers like this one are not published."""
-        if not self._has_logged:
-            self._has_logged = True
+        if not self._has_logged_beyond:
+            self._has_logged_beyond = True
             logger.warning(
                 "request %s: its answer is not published for the next turn, since the next step or a draft has taken its state or ring "
                 "further; decode engines of such models publish every answer with --no-async-scheduling and without speculation",
@@ -199,6 +208,10 @@ class Producer:
     ) -> RemotePrefill:
         """The first `num_tokens` tokens of a finished request, as a reader needs them."""
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
+        tables = {
+            group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
+            for group, (first, ids) in zip(self._config.groups, pages, strict=True)
+        }
         key = prompt_key(self._key, lease.request, lease.word)
         return RemotePrefill(
             RemoteEngine(self._engine, instance_id_of(self._key), address),
@@ -217,9 +230,27 @@ class Producer:
                 )
                 for group, (first, _) in zip(self._config.groups, pages, strict=True)
             ),
-            tuple(ids for _, ids in pages),
+            {group.name: write_pages(ids) for group, (_, ids) in zip(self._config.groups, pages, strict=True) if ids},
             digest_prompt(read_prompt(request, self._config), num_tokens, key),
+            made_of=tables,
         )
+
+    def write(self, prefill: RemotePrefill, *, is_answer: bool = False) -> dict[str, Any] | None:
+        """The parameters for the router; None where they would be too large, which the log says of the first such prefill."""
+        try:
+            return write_params(prefill, self._config.sizes, self._key, is_answer=is_answer)
+        except ParamsError as error:
+            level = logging.DEBUG if self._has_logged_size else logging.WARNING
+            self._has_logged_size = True
+            logger.log(
+                level,
+                "request %s of %d tokens is not published, and so are others of this size: %s; the decode engine computes such prompts. "
+                "Larger pages help (--block-size)",
+                prefill.lease.request,
+                prefill.num_tokens,
+                error,
+            )
+            return None
 
     def reset(self) -> Iterator[Command]:
         """Revoke all leases that may be read: the engine may have got other weights."""

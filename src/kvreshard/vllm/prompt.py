@@ -2,7 +2,8 @@
 
 A router may send another text to the decode engine: a placeholder, or one token more or less. The prefill side sends a digest every
 `step` tokens and at the end; the decode side computes its own and takes the longest prefix on which both agree. Only those tokens are
-loaded.
+loaded. Where the prompts differ, fewer than `step` equal tokens are computed again: 15 or fewer of prompts up to 4,096 tokens, below
+1/256 of longer ones and 15 more.
 
 All digests have a key that the two engines share (`session.seal`), another one for each request. So whoever reads them on their way cannot
 guess a text piece by piece, recognise a picture or a `cache_salt`, or compare those of two requests.
@@ -21,11 +22,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvreshard.vllm.items import Item, digest_with_key, with_key
+from kvreshard.vllm.items import MAX_POSITION, Item, digest_with_key, with_key
 
 DIGEST_BYTES = 8
+MARK_DIGITS = 2 * DIGEST_BYTES
 MIN_STEP_TOKENS = 16
-MAX_MARKS = 1024
+MAX_MARKS = 256
 MAX_ITEMS = 4096
 
 
@@ -43,14 +45,16 @@ class Prompt:
 
 
 class PromptDigest(msgspec.Struct, frozen=True):
-    """Digests of prefixes: `marks[i]` of the first `(i + 1) * step` tokens, `whole` of all `num_tokens`; hexadecimal. `items`: those
-    that begin among these tokens, with keyed digests. `salt`: a keyed digest of the `cache_salt`.
+    """Digests of prefixes: `whole` of all `num_tokens` tokens, `marks` one after another of the first `step`, `2 * step` and so on;
+    hexadecimal. `items`: those that begin among these tokens, with keyed digests. `salt`: a keyed digest of the `cache_salt`.
     """
 
-    num_tokens: int
-    step: int
-    whole: str
-    marks: tuple[str, ...] = ()
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]
+    step: Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITION)]
+    whole: Annotated[str, msgspec.Meta(max_length=MARK_DIGITS)]
+    marks: Annotated[
+        str, msgspec.Meta(max_length=MAX_MARKS * MARK_DIGITS, pattern=rf"\A([0-9a-f]{{{MARK_DIGITS}}})*\Z")
+    ] = ""
     items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     salt: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -61,7 +65,7 @@ def digest_prompt(prompt: Prompt, num_tokens: int, key: bytes) -> PromptDigest:
     ends = [*range(step, num_tokens + 1, step), num_tokens]
     *marks, whole = _digests(prompt, ends, key)
     items = with_key((item for item in prompt.items if item.first < num_tokens), key)
-    return PromptDigest(num_tokens, step, whole, tuple(marks), items, digest_with_key(prompt.salt, key))
+    return PromptDigest(num_tokens, step, whole, "".join(marks), items, digest_with_key(prompt.salt, key))
 
 
 def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:
@@ -69,13 +73,14 @@ def count_matching(theirs: PromptDigest, prompt: Prompt, key: bytes) -> int:
     if theirs.step < 1 or theirs.num_tokens < 0:
         return 0
     num_tokens = len(prompt.token_ids)
-    num_marks = min(len(theirs.marks), num_tokens // theirs.step)
+    marks = [theirs.marks[i : i + MARK_DIGITS] for i in range(0, len(theirs.marks), MARK_DIGITS)]
+    num_marks = min(len(marks), num_tokens // theirs.step)
     ends = [(i + 1) * theirs.step for i in range(num_marks)]
     reaches_end = theirs.num_tokens <= num_tokens and theirs.num_tokens >= (ends[-1] if ends else 0)
     found = _digests(prompt, [*ends, theirs.num_tokens] if reaches_end else ends, key)
     if reaches_end and found[-1] == theirs.whole:
         return theirs.num_tokens
-    return max((end for end, mine, mark in zip(ends, found, theirs.marks, strict=False) if mine == mark), default=0)
+    return max((end for end, mine, mark in zip(ends, found, marks, strict=False) if mine == mark), default=0)
 
 
 def _digests(prompt: Prompt, ends: Sequence[int], key: bytes) -> list[str]:

@@ -18,6 +18,7 @@ from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions, read_items
 from kvreshard.vllm.prompt import Prompt
+from kvreshard.vllm.versions import release
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -102,7 +103,7 @@ def _count_backoff(vllm_config: Any, has_state: bool) -> int:
     """One token for states, which are stepped and not recomputed; with multi-module MTP all but one of the drafter's lookahead, whose
     cache would hold unverified drafts (vLLM 0.32.0, `nixl/base_scheduler.py`, `_prefill_backoff`).
     """
-    return max(int(has_state), int(vllm_config.num_prefill_lookahead_tokens) - 1)
+    return max(int(has_state), release().num_lookahead_tokens(vllm_config) - 1)
 
 
 def read_prompt(request: Request, config: EngineConfig) -> Prompt:

@@ -139,7 +139,8 @@ class SchedulerSide:
             own_key=key,
             min_answer_tokens=options.kv_recompute_threshold if reads_back else None,
         )
-        self._delayed = DelayedLoads(0 if config.may_load else vllm_config.max_concurrent_batches - 1)
+        waits = reads_back and not config.may_load
+        self._delayed = DelayedLoads(vllm_config.max_concurrent_batches - 1 if waits else 0)
         if config.may_load or reads_back:
             log_open_sources(options)
         if reads_back and transfer_config.kv_load_failure_policy == "fail":

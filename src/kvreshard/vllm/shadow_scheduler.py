@@ -13,7 +13,6 @@ from kvreshard.tools.shadow import ShadowLoad
 from kvreshard.vllm.consumer import Consumer
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.options import Options
-from kvreshard.vllm.params import write_params
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.requests import count_settled, read_config
 from kvreshard.vllm.sources import SourceHosts
@@ -100,7 +99,7 @@ class ShadowScheduler:
             return None
         lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
         prefill = self._producer.describe(request, block_ids, count_settled(request), lease, self._address)
-        return write_params(prefill, self._config.sizes, self._handshake.key)
+        return self._producer.write(prefill)
 
     def ended(self, request: Request) -> None:
         """The request is over."""

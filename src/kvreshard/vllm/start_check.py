@@ -6,8 +6,9 @@
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
 | prefill context parallelism without decode context parallelism, and a role that loads, or `bidirectional_kv_xfer` | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py:827`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`scheduler.py:190`): a loaded cache may be overwritten |
+| what a release of vLLM has and its caches do not show: `versions` | named there |
 
-The last is checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its own
+The last but one is checked when the caches are registered: vLLM keeps the outer connector where a worker can find it, and a child sees only its own
 role. Every refusal is a LayoutError with the remedy.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvreshard.model import LayoutError
+from kvreshard.vllm.versions import find_version, release
 
 
 def check_start(vllm_config: Any) -> None:
@@ -23,11 +25,12 @@ def check_start(vllm_config: Any) -> None:
     _check_sleep(vllm_config.model_config)
     check_outputs(vllm_config)
     _check_replicas(vllm_config)
+    _check_release(vllm_config)
 
 
 def check_outputs(vllm_config: Any) -> None:
     """Check what an engine returns beside tokens. Raises LayoutError."""
-    if vllm_config.aux_output_config.enabled:
+    if release().returns_routed_experts(vllm_config):
         raise LayoutError(
             "--enable-return-routed-experts is on: the experts that a prefill chose are not in its cache, so the decode engine could "
             "not return them for the prompt; start it without, or without a prefill engine"
@@ -80,3 +83,9 @@ def _check_replicas(vllm_config: Any) -> None:
         raise LayoutError(
             f"prefill context parallel size {pcp_size} with bidirectional_kv_xfer: {replicas}; set it to false, {remedy}"
         )
+
+
+def _check_release(vllm_config: Any) -> None:
+    obstacle = release().find_obstacle(vllm_config)
+    if obstacle is not None:
+        raise LayoutError(f"vLLM {find_version()}: {obstacle}")

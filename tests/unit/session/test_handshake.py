@@ -233,6 +233,23 @@ def test_facts_that_differ_are_named_with_both_values_and_may_be_allowed() -> No
     check_compatibility(mine, replace_info(theirs, mine))
 
 
+@pytest.mark.parametrize("who", ["reader", "source", "neither"])
+def test_a_value_that_either_side_accepts_may_differ(who: str) -> None:
+    """The newer engine of the two knows the older one's version; the older one knows nothing of the newer."""
+    mine, theirs = engine_metadata("decode", runtime="2"), engine_metadata("prefill", runtime="3")
+    if who == "reader":
+        mine = msgspec.structs.replace(mine, accepts={"runtime": ["1", "3"]})
+    if who == "source":
+        theirs = msgspec.structs.replace(theirs, accepts={"runtime": ["2"]})
+    mine = msgspec.structs.replace(mine, accepts={**mine.accepts, "model": ["b"]})
+    if who == "neither":
+        with pytest.raises(LayoutMismatch, match="runtime is '3' there and '2' here"):
+            check_compatibility(mine, theirs)
+    else:
+        check_compatibility(mine, theirs)
+        check_compatibility(theirs, mine)
+
+
 def replace_info(engine_metadata: EngineMetadata, other: EngineMetadata) -> EngineMetadata:
     return msgspec.structs.replace(engine_metadata, compatibility=dict(other.compatibility))
 

@@ -15,7 +15,6 @@ from kvreshard.session.keys import write_keys
 from kvreshard.transport.nixl_agent import NixlOptions
 from kvreshard.transport.posting import Pace
 from kvreshard.vllm.options import BACKENDS, OF_NIXL_CONNECTOR, Options, read_load_timeout, read_options
-from kvreshard.vllm.versions import OVERRIDE, TESTED, check_version
 
 
 def test_nothing_given_is_the_defaults() -> None:
@@ -146,25 +145,6 @@ def test_the_threads_of_the_other_connector_are_used_as_they_are_told(
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert read_options({}).nixl == NixlOptions(num_threads=0)
     assert read_options({"num_threads": 2}).nixl == NixlOptions()
-
-
-@pytest.mark.parametrize("version", [*TESTED, f"{TESTED[0]}+cpu"])
-def test_tested_versions_pass(version: str) -> None:
-    check_version(version)
-
-
-def test_another_minor_version_is_refused_with_both_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(OVERRIDE, raising=False)
-    with pytest.raises(ImportError, match=rf"tested with vLLM {TESTED[0]}, and this is 0\.99\.1.*{OVERRIDE}=1"):
-        check_version("0.99.1")
-    monkeypatch.setenv(OVERRIDE, "1")
-    check_version("0.99.1")
-
-
-def test_another_patch_version_is_let_through_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        check_version("0.32.7")
-    assert "and this is 0.32.7" in caplog.text
 
 
 def test_what_copies_cost_depends_on_where_the_caches_are(tmp_path: Path) -> None:

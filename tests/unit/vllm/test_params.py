@@ -7,13 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.changed import leaves, other
 
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import RemoteEngine, RemoteLease
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import SealError, check_seal, instance_id_of
-from kvreshard.vllm.params import KEY, GroupParams, ParamsError, RemotePrefill, read_params, write_params
+from kvreshard.vllm.page_list import write_pages
+from kvreshard.vllm.params import (
+    KEY,
+    MAX_BYTES,
+    MAX_PAGES,
+    GroupParams,
+    ParamsError,
+    RemotePrefill,
+    read_params,
+    write_params,
+)
 from kvreshard.vllm.prompt import Prompt, digest_prompt
 
 SECRET = bytes(range(32))
@@ -22,7 +34,7 @@ PREFILL = RemotePrefill(
     RemoteLease("cmpl-1", 7, 2**63 + 12345),
     300,
     (GroupParams("g0", 2, 128, False, 512), GroupParams("g1", 0, None, True), GroupParams("g2", 0, ring_tokens=8)),
-    ((4, 9), (3,), (5,)),
+    {"g0": write_pages((4, 9)), "g1": write_pages((3,)), "g2": write_pages((5,))},
     digest_prompt(Prompt(range(300)), 300, SECRET),
 )
 SIZES = {"tp_size": 2, "dcp_size": 1, "pp_size": 1}
@@ -61,7 +73,7 @@ SPARSE = replace(
     lease=RemoteLease("cmpl-1", 0, 5),
     num_tokens=9,
     groups=(GroupParams("g0", 0, 128, False, 512), GroupParams("g1", 0, None, True)),
-    pages=((), (0,)),
+    pages={"g0": "", "g1": write_pages((0,))},
     prompt=digest_prompt(Prompt(range(9)), 9, SECRET),
 )
 
@@ -103,7 +115,7 @@ def test_what_a_router_encodes_anew_is_read(prefill: RemotePrefill, change: Call
 
 
 def test_zeros_and_empty_lists_may_be_left_out() -> None:
-    """As Go does with `omitempty`: of objects, not of lists."""
+    """And empty texts, as Go does with `omitempty`: of objects, not of lists."""
     written = json.loads(json.dumps(write_params(SPARSE, SIZES, SECRET)))
 
     def pruned(value: Any) -> Any:
@@ -117,7 +129,7 @@ def test_zeros_and_empty_lists_may_be_left_out() -> None:
 
 
 def test_a_number_that_lost_bits_is_told() -> None:
-    wrong = params() | {"remote_block_ids": [[float(2**60)], [3], [5]]}
+    wrong = params() | {"remote_num_tokens": float(2**60)}
     with pytest.raises(ParamsError, match="was made a double on its way"):
         read_params(wrong)
     with pytest.raises(ParamsError, match="Expected `int`, got `float`"):
@@ -136,9 +148,55 @@ def test_what_is_added_to_a_group_is_left_out_where_it_says_nothing() -> None:
     assert [group.first_held for group in PREFILL.groups] == [256, 0, 0]
 
 
+def test_a_router_sees_the_first_block_of_each_group() -> None:
+    """Some look whether there is any (docs/reference/parameters.md)."""
+    assert params()["remote_block_ids"] == [[4], [3], [5]]
+    assert write_params(SPARSE, SIZES, SECRET)["remote_block_ids"] == [[], [0]]
+
+
+PAGE_IDS = st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(-9, 9)), max_size=9)
+
+
+@given(lists=st.lists(PAGE_IDS, min_size=1, max_size=5), double=st.booleans())
+def test_any_block_lists_are_read_as_they_were_written(lists: list[list[tuple[int, int]]], double: bool) -> None:
+    """Runs that rise, fall and stand alone, through JSON, also through a router with one kind of number."""
+    ids = [
+        [9 + first + i * (1 if count > 0 else -1) for first, count in runs for i in range(abs(count))] for runs in lists
+    ]
+    prefill = replace(
+        PREFILL,
+        groups=tuple(GroupParams(f"g{i}", 0, 16) for i in range(len(ids))),
+        pages={f"g{i}": write_pages(pages) for i, pages in enumerate(ids)},
+    )
+    written = json.loads(json.dumps(write_params(prefill, SIZES, SECRET)))
+    read = read_params(re_encoded(written, as_double) if double else written)
+    assert replace(read, code=b"") == prefill
+    assert read.is_sealed(SECRET)
+    assert [table.pages.tolist() for table in read.tables().values()] == ids
+
+
+def test_as_many_pages_as_are_read_are_written_and_no_more() -> None:
+    whole = replace(PREFILL, pages=PREFILL.pages | {"g0": ALMOST_ALL, "g1": write_pages((3,)), "g2": ""})
+    assert read_params(write_params(whole, SIZES, SECRET)).is_sealed(SECRET)
+    with pytest.raises(ParamsError, match=f"would list {MAX_PAGES + 1} pages; at most {MAX_PAGES}"):
+        write_params(replace(whole, pages=whole.pages | {"g2": write_pages((3,))}), SIZES, SECRET)
+
+
+def test_larger_parameters_than_the_largest_are_not_written() -> None:
+    scattered = write_pages(range(0, 1 << 20, 2))
+    large = replace(PREFILL, pages=PREFILL.pages | {"g0": scattered})
+    assert 1_500_000 < len(json.dumps(write_params(large, SIZES, SECRET))) <= MAX_BYTES
+    with pytest.raises(ParamsError, match=rf"of 1048576 pages would have 3\d{{6}} bytes; at most {MAX_BYTES}"):
+        write_params(replace(large, pages=large.pages | {"g1": scattered, "g2": ""}), SIZES, SECRET)
+
+
 def test_tables_start_where_the_source_says() -> None:
     tables = PREFILL.tables()
     assert (tables["g0"].pages.tolist(), tables["g0"].first_page, tables["g0"].num_tokens) == ([4, 9], 2, 300)
+
+
+# With the two pages of g0 it is one page too many.
+ALMOST_ALL = write_pages(range(MAX_PAGES - 1))
 
 
 def without(name: str) -> Callable[[dict[str, Any]], None]:
@@ -163,13 +221,17 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
     [
         (without(KEY), f"no field '{KEY}'; the prefill engine does not use ReshardConnector"),
         (without("remote_engine_id"), "remote_engine_id"),
-        (without("remote_block_ids"), "remote_block_ids"),
+        (lambda p: p[KEY].pop("pages"), "missing required field `pages`"),
         (put(None, "remote_host"), "remote_host"),
         (put("5600", "remote_port"), "remote_port"),
         (put(0, "remote_port"), "remote_port is 0; it must be from 1 to 65535"),
         (put(0, "remote_num_tokens"), "remote_num_tokens is 0"),
-        (put([[1]], "remote_block_ids"), "describe 3 groups and list blocks of 1"),
-        (put([["x"], [1]], "remote_block_ids"), "remote_block_ids"),
+        (put("", KEY, "pages", "g3"), "describe groups ['g0', 'g1', 'g2'] and list pages of ['g0', 'g1', 'g2', 'g3']"),
+        (put("g0", KEY, "groups", 2, "name"), "describe groups ['g0', 'g1', 'g0'] and list pages of"),
+        (put([4, 9], KEY, "pages", "g0"), "Expected `str`, got `array` - at `$.kvreshard.pages[...]`"),
+        (put([], KEY, "pages"), "Expected `object`, got `array` - at `$.kvreshard.pages`"),
+        (put("4, 9", KEY, "pages", "g0"), "pages of group 'g0'"),
+        (put("é", KEY, "pages", "g0"), "pages of group 'g0'"),
         (put(2, KEY, "version"), "is of version 2; this side reads 1"),
         (put(7, KEY), "is of version None"),
         (put("xyz", KEY, "word"), "invalid literal"),
@@ -198,12 +260,16 @@ def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
         (put("a\nb", "remote_engine_id"), "remote_engine_id"),
         (put("cmpl-\ud800", "remote_request_id"), "matching regex"),
         (put("x" * 300, "remote_request_id"), "length <= 256 - at `$.remote_request_id`"),
-        (put([[1 << 62], [1]], "remote_block_ids"), "remote_block_ids"),
-        (put([[-1], [1]], "remote_block_ids"), "remote_block_ids"),
-        (put([[1]] * 300, "remote_block_ids"), "length <= 256 - at `$.remote_block_ids`"),
+        (put({f"g{i}": "" for i in range(300)}, KEY, "pages"), "length <= 256 - at `$.kvreshard.pages`"),
+        (put("A" * (MAX_BYTES + 4), KEY, "pages", "g0"), f"length <= {MAX_BYTES} - at `$.kvreshard.pages[...]`"),
+        (put(ALMOST_ALL, KEY, "pages", "g1"), f"pages of group 'g1': {MAX_PAGES - 1} pages"),
         (put(1 << 62, KEY, "groups", 0, "first_page"), "or above"),
         (put(10**400, KEY, "slot"), "slot"),
-        (put(["0" * 16] * 2000, KEY, "prompt", "marks"), "2000 digests of the prompt; at most 1024"),
+        (put("0" * 16 * 257, KEY, "prompt", "marks"), "length <= 4096 - at `$.kvreshard.prompt.marks`"),
+        (put("0" * 17, KEY, "prompt", "marks"), "matching regex"),
+        (put(0, KEY, "prompt", "step"), ">= 1 - at `$.kvreshard.prompt.step`"),
+        (put(10**50, KEY, "prompt", "step"), "prompt.step"),
+        (put("0" * 17, KEY, "prompt", "whole"), "length <= 16 - at `$.kvreshard.prompt.whole`"),
     ],
 )
 def test_each_wrong_field_is_named(change: Callable[[dict[str, Any]], None], told: str) -> None:
@@ -217,8 +283,9 @@ def test_each_wrong_field_is_named(change: Callable[[dict[str, Any]], None], tol
 # Where the engine is found may be rewritten; what is for routers only is not read here.
 NOT_SEALED = {
     *("remote_host", "remote_port", "do_remote_prefill", "do_remote_decode"),
-    *("tp_size", "dcp_size", "pp_size", "transfer_mode", "remote_blocks_expiry_time"),
+    *("tp_size", "dcp_size", "pp_size", "transfer_mode", "remote_blocks_expiry_time", "remote_block_ids"),
 }
+ADDRESS = {"remote_host", "remote_port"}
 
 
 @pytest.mark.parametrize("path", [path for path, _ in leaves(params()) if path[0] not in NOT_SEALED], ids=str)
@@ -238,5 +305,5 @@ def test_a_change_of_any_field_breaks_the_seal(path: tuple[Any, ...]) -> None:
 
 def test_what_is_not_sealed_decides_nothing_that_is_read() -> None:
     """Without all of it but the address the same prefill is read."""
-    bare = {name: value for name, value in params().items() if name not in NOT_SEALED or name.startswith("remote_")}
+    bare = {name: value for name, value in params().items() if name not in NOT_SEALED - ADDRESS}
     assert read_params(bare) == read_params(params())

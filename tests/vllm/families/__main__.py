@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from tests.vllm.families.caches import ORDERS, PAGE_TOKENS, Table, fields_of, of_spec
 from tests.vllm.families.refusals import join_nobody, learn, take_out
+from tests.vllm.planning import planning
 from vllm.config import VllmConfig, replace, set_current_vllm_config
 from vllm.distributed import (
     init_distributed_environment,
@@ -38,7 +39,6 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -122,12 +122,12 @@ def _make_draft(engine: VllmConfig) -> None:
 
 def _groups(engine: VllmConfig, specs: dict[str, Any], order: str) -> list[KVCacheGroupSpec]:
     engine.cache_config.kv_cache_layout = order
-    return get_kv_cache_groups(engine, dict(specs))
+    return planning.get_kv_cache_groups(engine, dict(specs))
 
 
 def _describe(engine: VllmConfig, specs: dict[str, Any], order: str) -> EngineLayout:
     groups = _groups(engine, specs, order)
-    config = get_kv_cache_config_from_groups(engine, groups, ENOUGH_BYTES)
+    config = planning.get_kv_cache_config_from_groups(engine, groups, ENOUGH_BYTES)
     kernel_tokens = [group.kv_cache_spec.block_size for group in groups]
     # Nobody writes there, so it takes no memory.
     tensors = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[order], kernel_tokens)

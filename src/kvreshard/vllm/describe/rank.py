@@ -32,6 +32,7 @@ from kvreshard.vllm.describe.model_config import (
 from kvreshard.vllm.describe.paged import Found, attention_kind, latent_kind, ring_kind, window_tokens
 from kvreshard.vllm.describe.place import RankPlace
 from kvreshard.vllm.describe.states import state_kind
+from kvreshard.vllm.versions import release
 
 REFUSED: Mapping[str, str] = {
     "CrossAttentionSpec": "cross attention caches an encoder's tokens",
@@ -86,10 +87,9 @@ class _Rank:
                 continue
             if own is None:
                 raise LayoutError(f"layer '{layer}' is in group '{name}', which has no specification for it")
-            if type(own).__name__ in REFUSED:
-                raise LayoutError(
-                    f"layer '{layer}' ({type(own).__name__}): {REFUSED[type(own).__name__]}; it cannot be moved"
-                )
+            reason = {**REFUSED, **release().refused_specs}.get(type(own).__name__)
+            if reason is not None:
+                raise LayoutError(f"layer '{layer}' ({type(own).__name__}): {reason}; it cannot be moved")
             if layer not in kv_caches:
                 raise LayoutError(f"layer '{layer}' of group '{name}' has no registered cache among {len(kv_caches)}")
             added.append((self._add_layer(layer, name, own, info, kv_caches[layer]), own))
@@ -129,9 +129,9 @@ class _Rank:
         return kind
 
     def _layer_place(self, spec: Any, is_draft_layer: bool) -> Place:
-        if is_draft_layer and not (spec.dcp_sharded and self._place.dcp_size > 1):
+        if is_draft_layer and not (release().is_dcp_sharded(spec) and self._place.dcp_size > 1):
             return draft_place(self._vllm_config, self._place)
-        return self._place.sharing_sequence() if spec.dcp_sharded else self._place.whole_sequence()
+        return self._place.sharing_sequence() if release().is_dcp_sharded(spec) else self._place.whole_sequence()
 
     def _find(self, name: str, spec: Any, info: LayerInfo, place: Place, is_draft_layer: bool) -> Found:
         """The kind of the layer, by the type of its specification."""
@@ -165,7 +165,7 @@ class _Rank:
     def _group(self, name: str, spec: Any, added: list[tuple[Kind, Any]]) -> Group:
         """The group with the tokens that its pages span; from its specification on a stage without layers of it."""
         specs = [own for _, own in added] or list(getattr(spec, "kv_cache_specs", {}).values())[:1] or [spec]
-        spans = {_tokens_per_page(own, self._place.dcp_size if own.dcp_sharded else 1) for own in specs}
+        spans = {_tokens_per_page(own, self._place.dcp_size if release().is_dcp_sharded(own) else 1) for own in specs}
         if any(kind.is_state and not isinstance(kind, Ring) for kind, _ in added):
             spans = {None}
         if len(spans) != 1:

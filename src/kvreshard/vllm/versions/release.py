@@ -1,0 +1,48 @@
+"""`Release`: what differs between releases of vLLM, as the newest one has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+class Release:
+    """vLLM 0.33. A class of another release overrides what differs there.
+
+    `can_sleep`: vLLM tells a connector when the engine goes to sleep and wakes up. `refused_specs`: cache specifications that cannot be moved
+    with this release, and why.
+    """
+
+    can_sleep: ClassVar[bool] = True
+    refused_specs: ClassVar[Mapping[str, str]] = {}
+
+    def hit_source(self) -> Any:
+        """What vLLM's statistics of prefix hits call tokens that were loaded; None where they do not tell sources apart."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return CacheHitSource.P2P
+
+    def is_dcp_sharded(self, spec: Any) -> bool:
+        """Whether ranks of a decode context parallel group share the sequence of this cache."""
+        return bool(spec.dcp_sharded)
+
+    def is_replayed(self, spec: Any) -> bool:
+        """Whether some layers of this cache are computed for the last window of a prompt only."""
+        return bool(spec.prefix_replay_tokens > 0)
+
+    def num_lookahead_tokens(self, vllm_config: Any) -> int:
+        """Prompt tokens behind the computed ones that a draft model reads."""
+        return int(vllm_config.num_prefill_lookahead_tokens)
+
+    def returns_routed_experts(self, vllm_config: Any) -> bool:
+        """Whether the engine returns which experts were chosen for each token."""
+        return bool(vllm_config.aux_output_config.enabled)
+
+    def find_obstacle(self, vllm_config: Any) -> str | None:
+        """What makes an engine's caches unfit to be moved with this release, and the remedy; None if nothing."""
+        if vllm_config.compilation_config.pass_config.fuse_qk_norm_rope_kvcache:
+            return (
+                "the pass fuse_qk_norm_rope_kvcache is on, with which ROCm's attention interleaves V, and a layer does not show whether "
+                'it does; start it with --compilation-config \'{"pass_config": {"fuse_qk_norm_rope_kvcache": false}}\''
+            )
+        return None
