@@ -13,12 +13,11 @@ import importlib
 import importlib.metadata
 import itertools
 import os
-from typing import TYPE_CHECKING
 
 from kvreshard.model.logs import get_logger
 
-if TYPE_CHECKING:
-    from kvreshard.vllm.versions.release import Release
+# Before the function `release` is defined: loading the module later would put it in the function's place.
+from kvreshard.vllm.versions.release import Release
 
 logger = get_logger(__name__)
 
