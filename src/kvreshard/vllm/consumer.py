@@ -78,6 +78,13 @@ class _Waiting:
         return self.refusal is not None or (self.key is None and self.unmet is not None)
 
 
+def _why_unread(unmet: Failure) -> str:
+    """The cause for which an answer is not read, by why its lease could not be checked."""
+    if unmet.kind == "stale lease":
+        return "ended"
+    return "unmet"
+
+
 class Consumer:
     """The loading side of one engine.
 
@@ -194,7 +201,7 @@ class Consumer:
         waiting.num_computed = num_computed
         if waiting.num_loadable is None:
             if waiting.is_answer and waiting.unmet is not None:
-                self._fall_back(waiting, "ended" if waiting.unmet.kind == "stale lease" else "unmet")
+                self._fall_back(waiting, _why_unread(waiting.unmet))
                 waiting.num_loadable = 0
                 return 0
             if waiting.key is None and not self._is_shadow:
