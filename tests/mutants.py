@@ -105,7 +105,7 @@ def _word_first(pull_steps: Any) -> Any:
     def steps(
         mover: Any, route: Any, request: Any, dst: Any, lease: Any, note: Any, tell: Any
     ) -> Generator[Any, Any, Any]:
-        error = yield from pull._check_words(mover, lease, route.src_ranks, note)
+        error = yield from pull.check_words(mover, lease, route.src_ranks, note)
         if error is not None:
             raise error
         return (yield from pull_steps(mover, route, request, dst, None, note, tell))
@@ -167,7 +167,7 @@ BREAKS = (
     Break("request: page ids are not looked at", "plan.request_check:_check_ids", returns(None), REQUEST),
     Break("request: a page is written twice", "plan.request_check:_check_used_once", returns(None), REQUEST),
     Break("request: a state of another moment", "plan.request_check:_check_state", returns(None), REQUEST),
-    Break("lease: its word is not read", "session.pull:_check_words", _no_word_read, SESSION),
+    Break("lease: its word is not read", "session.pull:check_words", _no_word_read, SESSION),
     Break("lease: its word is read first", "session.job:pull_steps", _word_first, SESSION),
     Break("lease: its word stays at the end", "session.lease:LeaseBook._end", _word_stays, LEASE),
     Break("lease: never runs out", "session.lease:LeaseBook.expire", returns(None), LEASE),

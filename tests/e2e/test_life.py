@@ -19,7 +19,7 @@ from tests.e2e import engine_log
 from tests.e2e.cases import OURS
 from tests.e2e.engine import Engine, EngineSpec, Output
 from tests.e2e.engines import Nursery
-from tests.e2e.metrics import total
+from tests.e2e.metrics import await_total, total
 from tests.e2e.prompts import prompt
 from tests.e2e.router import PREFILL_PARAMS, route
 from tests.ports import free_ports
@@ -339,3 +339,28 @@ def test_several_answers_to_one_prompt(pair: tuple[Engine, Engine], nursery: Nur
         assert [answer.tokens for answer in answers] == [expected] * 6, [answer.error for answer in answers]
     check_all_free(prefill)
     check_all_free(decode)
+
+
+READS_BACK = (("bidirectional_kv_xfer", True), ("kv_recompute_threshold", 1))
+
+
+def test_the_next_turn_reads_back_what_the_decode_engine_has(nursery: Nursery) -> None:
+    """TP 1 and 2, other pages. The prefill engine has nothing of the conversation itself, or all whole pages of its prompt."""
+    nursery.stop_all()
+    decode = nursery.engine(replace(DECODE, block_size=64, extra=(*OPTIONS, *READS_BACK)))
+    words = prompt(200, 50)
+    for caches in (False, True):
+        prefill = nursery.engine(replace(PREFILL, prefix_caching=caches, extra=(*OPTIONS, *READS_BACK)))
+        (first,) = route(prefill, decode, [words], 24)
+        back = first.decode.kv_transfer_params
+        assert back is not None
+        assert (back["do_remote_decode"], back["remote_num_tokens"]) == (True, 200 + 24 - 1)
+        following = [*words, *first.decode.tokens, *prompt(30, 51)]
+        loaded = total(prefill, "kvreshard_load_bytes_sum")
+        (again,) = prefill.generate([following], 1, [{**back, "do_remote_decode": True, "do_remote_prefill": False}])
+        assert await_total(prefill, "kvreshard_load_bytes_sum", loaded + 1) > loaded
+        assert again.kv_transfer_params is not None
+        (answer,) = decode.generate([following], 8, [again.kv_transfer_params])
+        assert [first.decode.tokens] == texts(nursery, [words], 24)
+        assert [answer.tokens] == texts(nursery, [following])
+        nursery.stop(prefill.spec)

@@ -78,6 +78,19 @@ def test_replicas_that_could_not_be_loaded_are_refused(pcp: int, dcp: int, role:
         check_start(asked)
 
 
+def test_replicas_that_could_not_be_read_back_into_are_refused() -> None:
+    asked = config()
+    asked.parallel_config = SimpleNamespace(prefill_context_parallel_size=2, decode_context_parallel_size=1)
+    for reads_back in (False, True):
+        asked.kv_transfer_config = KVTransferConfig(
+            kv_connector="x", kv_role="kv_producer", kv_connector_extra_config={"bidirectional_kv_xfer": reads_back}
+        )
+        if not reads_back:
+            check_start(asked)
+    with pytest.raises(LayoutError, match=r"size 2 with bidirectional_kv_xfer.*set it to false, or --decode-context"):
+        check_start(asked)
+
+
 def test_routed_experts_are_refused_as_vllm_does_for_its_own_connectors() -> None:
     asked = config()
     check_start(asked)

@@ -70,13 +70,15 @@ class Cancel:
 class Renew:
     """Meet the source, and renew its lease until the request is loaded or released, or `StopRenewing`.
 
-    `asks_key`: return the source's key when it is met (`Results.keys`), or why it could not be met (`Results.unmet`).
+    `asks_key`: return the source's key when it is met (`Results.keys`), or why it could not be met (`Results.unmet`). `checks_lease`: the
+    same, once the lease word has been read: an ended lease is a `stale lease` there.
     """
 
     request: str
     remote: RemoteEngine
     lease: RemoteLease
     asks_key: bool = False
+    checks_lease: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
 from kvreshard.model.logs import get_logger
+from kvreshard.model.tables import Request
 from kvreshard.session.commands import (
     Acquire,
     Cancel,
@@ -39,7 +40,7 @@ from kvreshard.session.commands import (
     StopRenewing,
 )
 from kvreshard.session.engine_metadata import EngineMetadata
-from kvreshard.session.job import Job, Jobs, to_failure
+from kvreshard.session.job import Job, Jobs, LeaseCheck, to_failure
 from kvreshard.session.lease import LeaseTable
 from kvreshard.session.local_leases import LocalLeases
 from kvreshard.session.mover import Staging
@@ -49,6 +50,7 @@ from kvreshard.session.peers import Peers
 from kvreshard.session.remote_leases import RemoteLeases
 from kvreshard.session.results import ResultQueue
 from kvreshard.session.scratch import Scratch
+from kvreshard.session.seal import Seal
 from kvreshard.transport.base import MemoryRegion, StuckCall, Transport
 from kvreshard.transport.local import LocalMemory
 from kvreshard.transport.watchdog import Watchdog, session_is_stuck
@@ -225,6 +227,8 @@ class Endpoint:
                 self._jobs.stop(command.request, Failure("cancelled", "the request was aborted"), now_s)
             case Renew():
                 self._remote_leases.start_renewing(command, self._me)
+                if command.checks_lease:
+                    self._check_lease(command, now_s)
             case StopRenewing():
                 self._remote_leases.stop_renewing(command.request)
 
@@ -242,6 +246,17 @@ class Endpoint:
         note, take_scratch = self._jobs.note, self._scratch.take
         self._jobs.add(Job(load, handshake, now_s, self._me.layout, self._options, note, take_scratch, observer))
         self._remote_leases.begin(load)
+
+    def _check_lease(self, command: Renew, now_s: float) -> None:
+        """Read the word of a lease that is renewed. It is no load, and has no result as one."""
+        if self._me is None:
+            raise KvReshardError("a lease was to be checked before the endpoint knew its engine")
+        load = Load(
+            command.request, command.remote, command.lease, Request({}, {}, {}, {}), Seal(b"", b""), gives_back=False
+        )
+        handshake, note, take_scratch = self._peers.get(self._me, load.remote), self._jobs.note, self._scratch.take
+        layout, observer = self._me.layout, LoadObserver()
+        self._jobs.add(LeaseCheck(load, handshake, now_s, layout, self._options, note, take_scratch, observer))
 
     def _check_transport(self, now_s: float) -> None:
         """A call into the transport's library that does not return keeps everything pending: stop all loads."""
@@ -262,12 +277,19 @@ class Endpoint:
         for job in settled:
             job.close()
             self._free_scratch(job)
-            self._results.settle(job.load.request)
+            if not isinstance(job, LeaseCheck):
+                self._results.settle(job.load.request)
 
     def _finish(self, job: Job) -> None:
         load, outcome = job.load, job.outcome
         if not job.is_given_up:
             self._free_scratch(job)
+        if isinstance(job, LeaseCheck):
+            if isinstance(outcome, Failure):
+                self._results.meet({}, {load.request: outcome})
+            elif job.peer is not None:
+                self._results.meet({load.request: job.peer.engine_metadata.key}, {})
+            return
         self._end_lease(job)
         if isinstance(outcome, Failure):
             self._fail(load, outcome, job.observer.check)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
@@ -24,7 +24,7 @@ from kvreshard.session.commands import EndpointOptions, Failure, FailureKind, Lo
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.observer import Landing, LoadObserver, RejectedLoad
 from kvreshard.session.peer import Peer
-from kvreshard.session.pull import Moved, StaleLease, Steps, pull_steps
+from kvreshard.session.pull import LeaseProof, Moved, StaleLease, Steps, check_words, pull_steps
 from kvreshard.session.seal import SealError, check_seal
 from kvreshard.transport.base import Transfer, TransferState, TransportError
 
@@ -142,10 +142,7 @@ class Job:
         note = self.observer.noted
         note("met", f"reads from ranks {', '.join(map(str, peer.route.src_ranks)) or 'none'}")
         self._check_seal(peer)
-        while (address := self.take_scratch(len(peer.route.src_ranks))) is None:
-            yield None
-        self.scratch_address = address
-        proof = peer.lease_proof(self.load.lease, address)
+        proof = yield from self._find_proof(peer)
         moved = yield from pull_steps(
             peer.mover, peer.route, self.load.transfer, self.dst, proof, self._note_posted, note
         )
@@ -153,6 +150,13 @@ class Job:
         self.state = "checking"
         yield from self.observer.landed(Landing(peer, self.dst, self._track, self.wake))
         return moved
+
+    def _find_proof(self, peer: Peer) -> Generator[Transfer | None, None, LeaseProof]:
+        """Where the lease words are, and room to read them."""
+        while (address := self.take_scratch(len(peer.route.src_ranks))) is None:
+            yield None
+        self.scratch_address = address
+        return peer.lease_proof(self.load.lease, address)
 
     def _check_seal(self, peer: Peer) -> None:
         """Before anything is posted: the lease and the tables are those that the source sealed. Raises SealError."""
@@ -188,6 +192,21 @@ class Job:
             text = f"{failure.text}; reads did not settle within {self.options.settle_timeout_s:g} s: pages are quarantined"
             self.outcome, self.state = Failure(failure.kind, text, is_quarantined=True), "failed"
             self.observer.noted("quarantined", text)
+
+
+class LeaseCheck(Job):
+    """Reads the lease words of a request and nothing else. Fails if one could not be read, or is another."""
+
+    __slots__ = ()
+
+    def _load_steps(self) -> Steps:
+        self.peer = peer = self.handshake.result()
+        self.state = "transferring"
+        proof = yield from self._find_proof(peer)
+        error = yield from check_words(peer.mover, proof, peer.route.src_ranks, self._note_posted)
+        if error is not None:
+            raise error
+        return Moved(0, 0, 0, 0, 0.0, 0.0)
 
 
 class Jobs:

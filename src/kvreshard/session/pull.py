@@ -123,7 +123,7 @@ def pull_steps(
         error = (yield from settled(transfer)) or error
     if error is None and lease is not None and (posted or batches):
         record("settled", f"{len(posted)} direct transfers and {len(batches)} batches; reading lease words")
-        error = yield from _check_words(mover, lease, route.src_ranks, note)
+        error = yield from check_words(mover, lease, route.src_ranks, note)
     if error is not None:
         raise error
     num_direct, num_staged = sum(c.num_bytes for c in lists), sum(batch.num_bytes for batch in batches)
@@ -202,10 +202,10 @@ def _permute_when_read(
         mover.memory.move(address, move)
 
 
-def _check_words(
+def check_words(
     mover: Mover, lease: LeaseProof, src_ranks: tuple[int, ...], note: Callable[[Transfer], None]
 ) -> Generator[Transfer | None, None, Exception | None]:
-    """Read the words, all at once; an error if one could not be read or is not the expected one."""
+    """Read the lease words, all at once; an error if one could not be read or is not the expected one."""
     reads: list[tuple[int, int, Transfer]] = []
     error: Exception | None = None
     for index, rank in enumerate(src_ranks):

@@ -1,6 +1,6 @@
-"""The decode side in vLLM's scheduler: how many tokens can be loaded, and the commands for the ranks.
+"""The loading side in vLLM's scheduler: how many tokens can be loaded, and the commands for the ranks.
 
-1. A request with `do_remote_prefill` arrives: its parameters are read. The ranks make a handshake with its source and renew its lease.
+1. A request that names a source arrives: its parameters are read. The ranks make a handshake with its source and renew its lease.
 2. vLLM asks how many tokens beyond its own prefix hit can be loaded (`count_loadable`, see `loadable`). Prompts are compared under the
    source's key, which the ranks report after the handshake (`meet`). Until then the request waits without blocks. If the handshake fails, a
    load is commanded that must fail, so that the engine's policy decides. Multimodal items and salts are compared under the same key, before
@@ -11,9 +11,15 @@
 What cannot be loaded is computed here, with the reason in the log. Multimodal items that are not here cannot be computed: all that the
 prefill has of them is loaded, or the request is refused (`missing_items`).
 
-Nothing is loaded from this very engine: its lease is released, and what its prefix cache has of the prompt is a hit. An engine that only
-prefills loads nothing either: vLLM frees the blocks of an aborted request there while a step under way may still write them (0.32.0,
-`Scheduler.defer_block_free`).
+Nothing is loaded from this very engine: its lease is released, and what its prefix cache has of the prompt is a hit.
+
+Most sources are prefills, and this the decode engine. With `bidirectional_kv_xfer` a prefill engine loads answers too: of a request with
+`do_remote_decode` that names one, what the decode engine has of the conversation (docs/design/0064). Such an engine has all that it
+needs to compute the prompt. An answer whose source cannot be met or has given it up (the ranks read the lease word first), or of which
+fewer than `min_answer_tokens` are missing here, is not loaded.
+
+An engine that only prefills loads nothing without that option: vLLM frees the blocks of an aborted request there while a step under way may
+still write them (0.32.0 and 0.33.0, `Scheduler.defer_block_free`). With it, loads wait for such steps (`scheduler.DelayedLoads`).
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, Renew, StopRenewing
+from kvreshard.vllm.fallbacks import EXPECTED, REASONS
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.loadable import LoadableTokens, first_token, make_transfer, read_block_ids
 from kvreshard.vllm.missing_items import MissingItems
@@ -41,39 +48,18 @@ logger = get_logger(__name__)
 Count = Callable[[str, str, int], None]
 """Adds an amount to a counter of `metrics`, under a label."""
 
-# Cause of a fallback -> why the request is computed here.
-REASONS: Mapping[str, str] = {
-    "itself": "this engine has prefilled it; what its prefix cache has of it is used",
-    "host": "it names {remote.address} as its source, which is not among source_hosts; no rank contacts it",
-    "role": (
-        "a router sent the prefill of engine {remote.engine} to an engine whose kv_role is kv_producer, which does not load; send it to a "
-        "kv_consumer, or make this engine kv_both"
-    ),
-    "spent": "this engine has released its prefill before, after it was loaded, failed to load or was not needed",
-    "reset": "the cache was reset after the request had arrived",
-    "deadlock": (
-        "nothing is computed or loaded while blocks are held for other engines, which may wait for one another in a circle; its source "
-        "{remote.engine} gets its blocks back. Give these engines more blocks or less to prefill"
-    ),
-    "pool": (
-        "the whole pool is free, and vLLM does not find the blocks to load it, which are more than to compute it where an engine has "
-        "drafts; give this engine more blocks"
-    ),
-}
-# These are usual where choices share a prefill or a router picks one engine twice.
-_EXPECTED = ("itself", "spent")
-
 
 @dataclass(slots=True)
 class _Waiting:
     """A request between its arrival and the end of its load.
 
-    `key`: of its source, after the handshake; `unmet`: why that failed. `num_loadable`: leading tokens, once known; `refusal`: why they
-    must not be read all the same.
+    `is_answer`: its source is an answer, and it is prefilled here. `key`: of its source, after the handshake; `unmet`: why that failed.
+    `num_loadable`: leading tokens, once known; `refusal`: why they must not be read all the same.
     """
 
     request: Request
     prefill: RemotePrefill
+    is_answer: bool
     key: bytes | None = None
     unmet: Failure | None = None
     num_loadable: int | None = None
@@ -92,11 +78,19 @@ class _Waiting:
         return self.refusal is not None or (self.key is None and self.unmet is not None)
 
 
-class Consumer:
-    """The decode side of one engine.
+def _why_unread(unmet: Failure) -> str:
+    """The cause for which an answer is not read, by why its lease could not be checked."""
+    if unmet.kind == "stale lease":
+        return "ended"
+    return "unmet"
 
-    `me`: this engine and its instance id; `own_key`: the key of its own prefills. `hosts`: which sources are allowed. `is_shadow`: prompts
-    are not compared, those of equal length count as equal; partial loads are not logged.
+
+class Consumer:
+    """The loading side of one engine.
+
+    `me`: this engine and its instance id; `own_key`: the key of its own prefills. `hosts`: which sources are allowed. `min_answer_tokens`: how
+    many tokens are worth loading of an answer; None: answers are not loaded. `is_shadow`: prompts are not compared, those of equal length
+    count as equal; partial loads are not logged.
     """
 
     def __init__(
@@ -107,9 +101,11 @@ class Consumer:
         *,
         hosts: SourceHosts | None = None,
         own_key: bytes | None = None,
+        min_answer_tokens: int | None = None,
         is_shadow: bool = False,
     ) -> None:
         self._me, self._config, self._count = me, config, count
+        self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
         self._known = KnownSources(own_key)
         self.missing_items = MissingItems(config.positions, config.placeholders)
@@ -123,27 +119,33 @@ class Consumer:
 
     def arrive(self, request: Request, params: Mapping[str, Any]) -> Iterator[Command]:
         """Read the parameters; a request that cannot use them is computed here."""
+        is_answer = bool(params.get("do_remote_decode"))
         try:
             prefill = read_params(params)
         except ParamsError as error:
             self._count("fallbacks", "params", 1)
-            self.missing_items.arrive_unknown(request, str(error))
+            if not is_answer:
+                self.missing_items.arrive_unknown(request, str(error))
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
-        waiting = _Waiting(request, prefill, self._known.find_key(prefill.remote))
+        # The ranks report the key of an answer's source once they have seen that its lease is still there.
+        key = None if is_answer else self._known.find_key(prefill.remote)
+        waiting = _Waiting(request, prefill, is_answer, key)
         if waiting.key is not None:
             self._compare_items(waiting)
         cause = self._find_obstacle(waiting)
         if cause is not None:
             self._fall_back(waiting, cause)
-        if cause in ("itself", "role") or (cause is None and self.missing_items.is_hopeless(request.request_id)):
+        if cause in ("itself", "role", "answer") or (
+            cause is None and self.missing_items.is_hopeless(request.request_id)
+        ):
             yield Release(*waiting.source)
         elif cause is None:
             self._forget(request.request_id)
             self._waiting[request.request_id] = waiting
             self._of_source.setdefault(waiting.source, set()).add(request.request_id)
-            asks_key = waiting.key is None and not self._is_shadow
-            yield Renew(request.request_id, prefill.remote, prefill.lease, asks_key=asks_key)
+            asks_key = waiting.key is None and not (self._is_shadow or is_answer)
+            yield Renew(request.request_id, prefill.remote, prefill.lease, asks_key=asks_key, checks_lease=is_answer)
 
     def _find_obstacle(self, waiting: _Waiting) -> str | None:
         """The cause for which a request that arrives cannot be loaded."""
@@ -152,7 +154,9 @@ class Consumer:
             return "itself"
         if not self._hosts.allows(remote.address.host):
             return "host"
-        if not self._config.may_load:
+        if waiting.is_answer and self._min_answer_tokens is None:
+            return "answer"
+        if not (waiting.is_answer or self._config.may_load):
             return "role"
         return "spent" if self._known.is_released(waiting.source) else None
 
@@ -196,6 +200,10 @@ class Consumer:
             return 0
         waiting.num_computed = num_computed
         if waiting.num_loadable is None:
+            if waiting.is_answer and waiting.unmet is not None:
+                self._fall_back(waiting, _why_unread(waiting.unmet))
+                waiting.num_loadable = 0
+                return 0
             if waiting.key is None and not self._is_shadow:
                 prompt, limit = waiting.prefill.prompt, self._loadable.limit(request)
                 if num_computed >= min(waiting.prefill.num_tokens, limit) and not (prompt.items or prompt.salt):
@@ -204,7 +212,9 @@ class Consumer:
                     return None
                 waiting.refusal = waiting.unmet
             waiting.num_loadable = self._count_tokens(waiting)
-        return max(0, waiting.num_loadable - num_computed)
+        num_missing = max(0, waiting.num_loadable - num_computed)
+        is_worthless = waiting.is_answer and num_missing < (self._min_answer_tokens or 0)
+        return 0 if is_worthless else num_missing
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> Iterator[Command]:
         """Blocks are there: load `num_external` tokens, or release the source."""
@@ -308,16 +318,17 @@ class Consumer:
         self._note_partial(waiting, cause, 0)
         if waiting.key is None:
             self._compare_items(waiting)
+        unmet = "" if waiting.unmet is None else waiting.unmet.text
         logger.log(
-            logging.INFO if cause in _EXPECTED else logging.WARNING,
+            logging.INFO if cause in EXPECTED else logging.WARNING,
             "request %s will be computed here: %s",
-            *(waiting.request.request_id, REASONS[cause].format(remote=waiting.prefill.remote)),
+            *(waiting.request.request_id, REASONS[cause].format(remote=waiting.prefill.remote, unmet=unmet)),
         )
 
     def _compare_items(self, waiting: _Waiting) -> None:
         """Compare multimodal items and salt: under the source's key, or, where there will be none, as unknown."""
         prompt, key = waiting.prefill.prompt, waiting.key
-        if self._is_shadow or not (prompt.items or prompt.salt):
+        if self._is_shadow or waiting.is_answer or not (prompt.items or prompt.salt):
             return
         prompt_key = None if key is None else waiting.prefill.prompt_key(key)
         if prompt_key is None:
@@ -351,14 +362,15 @@ class Consumer:
     def _note_unused(self, waiting: _Waiting, num_external: int) -> None:
         """vLLM loads nothing where logprobs of the prompt are requested, and whole blocks only of a window that it replays.
 
-        Where it loads nothing because a prefix hit ends inside a block, it has reported only where that block begins.
+        Where it loads nothing because a prefix hit ends inside a block, it has reported only where that block begins. What is missing of an
+        answer may not be worth a load.
         """
         num_loaded, num_loadable = waiting.num_computed + num_external, waiting.num_loadable or 0
         if num_loaded >= num_loadable:
             return
         if waiting.request.get_skip_reading_prefix_cache():
             self._note_partial(waiting, "logprobs", num_loaded)
-        elif num_external > 0 or num_loadable - num_loaded > self._largest_page:
+        elif num_external > 0 or (num_loadable - num_loaded > self._largest_page and not waiting.is_answer):
             self._note_partial(waiting, "vllm", num_loaded)
 
     def _release(self, request_id: str, waiting: _Waiting) -> Iterator[Command]:
@@ -377,7 +389,7 @@ class Consumer:
 
     def _count_tokens(self, waiting: _Waiting) -> int:
         """How many leading tokens of the prompt can be loaded; the reason is logged if it is not all of them."""
-        found = self._loadable.count(waiting.request, waiting.prefill, waiting.key)
+        found = self._loadable.count(waiting.request, waiting.prefill, waiting.key, is_answer=waiting.is_answer)
         if found.fallback:
             self._count("fallbacks", found.fallback, 1)
         if found.reason:

@@ -133,6 +133,16 @@ def compare(
     return Comparison(min(limits, default=None), max((item.end for item in missing), default=0), refusal)
 
 
+def first_difference(theirs: Iterable[Item], mine: Iterable[Item], positions: Positions) -> int | None:
+    """The first token of an item that the other side lacks, both sides' digests under one key; None if they have the same.
+
+    Where a pruned video moves positions, the first token of any item.
+    """
+    there, here = {item.key for item in theirs}, {item.key for item in mine}
+    different = there | here if positions is Positions.PRUNED else there ^ here
+    return min((first for first, _, _ in different), default=None)
+
+
 def find_unseen(token_ids: Sequence[int], items: Iterable[Item], placeholders: frozenset[int]) -> int | None:
     """The first token that stands for an item which is not among `items`; None if there is none."""
     if not placeholders:

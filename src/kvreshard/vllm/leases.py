@@ -111,6 +111,15 @@ def lease_name(request: str) -> str:
     return f"{plain(request[: MAX_NAME - 2 * DIGEST_BYTES - 1])}~{digest}"
 
 
+def is_choice(request: str) -> bool:
+    """Whether a request looks like one of several choices.
+
+    >>> is_choice("0_cmpl-7"), is_choice("cmpl-7")
+    (True, False)
+    """
+    return _parent(request) is not None
+
+
 def _parent(request: str) -> str | None:
     found = _CHOICE.match(request)
     return None if found is None else found[1]

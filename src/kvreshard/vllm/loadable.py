@@ -1,4 +1,4 @@
-"""The tokens that a decode engine may load from a prefill, and the `Request` of a load.
+"""The tokens that an engine may load from a prefill or an answer, and the `Request` of a load.
 
 `LoadableTokens` counts leading tokens:
 
@@ -6,6 +6,8 @@
 2. They end where this engine can go on: it computes the last tokens of each prompt itself.
 3. A state is loaded at exactly the token where its source stands, or nothing is loaded. Nothing is loaded of a model whose tokens attend to
    later ones, unless both prompts are the same; nor where the source no longer has what a window needs.
+
+An answer's reader has all of its prompt: of other multimodal items, or of another `cache_salt`, nothing is loaded.
 
 `make_transfer` takes both block tables, the tokens that each group lacks here, and the blocks that are new. A group has the tokens of its
 prefix hits, and needs none behind its window.
@@ -23,9 +25,10 @@ import numpy as np
 from kvreshard.model.tables import PageTable, Tokens
 from kvreshard.model.tables import Request as Transfer
 from kvreshard.vllm.groups import NULL_BLOCK, CacheGroup
+from kvreshard.vllm.items import Positions, digest_with_key, first_difference, with_key
 from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import RemotePrefill
-from kvreshard.vllm.prompt import count_matching
+from kvreshard.vllm.prompt import Prompt, PromptDigest, count_matching
 from kvreshard.vllm.requests import MIN_COMPUTED_TOKENS, EngineConfig, read_prompt
 
 if TYPE_CHECKING:
@@ -58,7 +61,9 @@ class LoadableTokens:
         """The last token from which this engine can go on."""
         return int(request.num_prompt_tokens) - max(self._config.num_backoff_tokens, MIN_COMPUTED_TOKENS)
 
-    def count(self, request: Request, prefill: RemotePrefill, key: bytes | None) -> Loadable:
+    def count(
+        self, request: Request, prefill: RemotePrefill, key: bytes | None, *, is_answer: bool = False
+    ) -> Loadable:
         """What can be loaded. `key`: the source's.
 
         Prompts that cannot be compared count as equal. Then the source cannot be reached, or its seal does not hold, and the load fails
@@ -70,7 +75,10 @@ class LoadableTokens:
         prompt_key = None if key is None else prefill.prompt_key(key)
         if prompt_key is not None:
             same = count_matching(prefill.prompt, mine, prompt_key)
-            same = self._missing_items.narrow(request, prefill.prompt, mine, same, prompt_key)
+            if is_answer:
+                same = min(same, count_alike(prefill.prompt, mine, prompt_key, self._config.positions))
+            else:
+                same = self._missing_items.narrow(request, prefill.prompt, mine, same, prompt_key)
         count = max(0, int(min(same, prefill.num_tokens, limit)))
         none = self._find_obstacle(prefill, num_prompt, same, limit, count)
         if none is not None:
@@ -79,7 +87,8 @@ class LoadableTokens:
             return Loadable(prefill.num_tokens)
         fallback = "" if same else "prompt"
         if num_prompt < prefill.num_tokens and num_prompt - same < prefill.prompt.step:  # as far as digests tell
-            why = f"the prompt here has {num_prompt} tokens; ask a prefill engine for one token only"
+            remedy = "" if is_answer else "; ask a prefill engine for one token only"
+            why = f"the prompt here has {num_prompt} tokens{remedy}"
             return Loadable(count, fallback, "length", why=why)
         if count < min(prefill.num_tokens, limit):
             adapter = f" with adapter {mine.adapter}" if mine.adapter else ""
@@ -133,6 +142,15 @@ class LoadableTokens:
                     f"tokens (group {theirs.name} begins at token {first}); enable the hybrid KV cache manager on both sides"
                 )
         return ""
+
+
+def count_alike(theirs: PromptDigest, mine: Prompt, key: bytes, positions: Positions) -> int:
+    """How many leading tokens have the same multimodal items and `cache_salt` on both sides, whatever the texts are."""
+    if theirs.salt != digest_with_key(mine.salt, key):
+        return 0
+    held = [item for item in mine.items if item.first < theirs.num_tokens]
+    first = first_difference(theirs.items, with_key(held, key), positions)
+    return theirs.num_tokens if first is None else first
 
 
 def first_token(prefill: RemotePrefill, group: CacheGroup) -> int:

@@ -16,7 +16,7 @@ from kvreshard.session.commands import CheckResult, FailureKind, Results
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
 from kvreshard.transport.watchdog import CALLS
-from kvreshard.vllm.consumer import REASONS
+from kvreshard.vllm.fallbacks import REASONS
 from kvreshard.vllm.options import read_load_timeout
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -54,6 +54,11 @@ COUNTERS: Mapping[str, CounterSeries] = {
         "Requests of which fewer tokens were loaded than had been prefilled.", "cause", _PARTIAL_LOADS
     ),
     "tokens_not_loaded": CounterSeries("Tokens that had been prefilled and were not loaded.", "cause", _PARTIAL_LOADS),
+    "answers": CounterSeries(
+        "Answers held for the prefill of the next turn, and those given up for want of blocks.",
+        "event",
+        ("published", "withdrawn"),
+    ),
     "refusals": CounterSeries("Requests that could be neither loaded nor computed here."),
     "leases": CounterSeries("Leases that ended, per rank.", "end", get_args(Cause)),
     "digest_checks": CounterSeries("Loads compared with their source, per rank.", "result", get_args(CheckResult)),

@@ -1,6 +1,6 @@
 """The options of `kv_connector_extra_config`. `docs/reference/options.md` describes each; all have defaults that work.
 
-An unknown name is refused, since it is likely a typo. NixlConnector has six more options (vLLM 0.32, `v1/nixl/*.py`), which a
+An unknown name is refused, since it is likely a typo. NixlConnector has three more options (vLLM 0.32, `v1/nixl/*.py`), which a
 configuration may still carry. Each is translated, accepted where it asks for what this connector does anyway, or refused.
 """
 
@@ -30,9 +30,6 @@ BACKENDS = "backends"
 # Option of NixlConnector -> the value that is accepted, if any, and the remedy for another.
 OF_NIXL_CONNECTOR: Mapping[str, tuple[object, str]] = {
     "enforce_handshake_compat": (True, "name what may differ in allow_mismatch"),
-    "bidirectional_kv_xfer": (False, "nothing is read back from decode engines; leave it out"),
-    "decoder_kv_blocks_ttl": (None, "nothing is read back from decode engines; leave it out"),
-    "kv_recompute_threshold": (None, "nothing is read back from decode engines; leave it out"),
     "push_registration_timeout": (None, "decode engines read, and nothing is pushed; leave it out"),
 }
 
@@ -61,6 +58,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     curve_public_keys_dir: str | None = None
     kv_lease_duration: float = USUAL_LEASE_S
     paused_renewal_s: float = 300.0
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: float = 480.0
+    kv_recompute_threshold: int = 64
     load_timeout_s: float = 120.0
     settle_timeout_s: float = 30.0
     call_timeout_s: float = Pace().call_s
@@ -87,14 +87,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be a finite number")
-        for name in ("kv_lease_duration", "paused_renewal_s"):
+        for name in ("kv_lease_duration", "paused_renewal_s", "decoder_kv_blocks_ttl"):
             value = getattr(self, name)
             if not MIN_LEASE_S <= value <= MAX_LEASE_S:
                 raise ValueError(f"{name} is {value:g}; it must be from {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        for name in ("staging_bytes", "retry_s", "num_threads"):
+        for name in ("staging_bytes", "retry_s", "num_threads", "kv_recompute_threshold"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.curve_public_keys_dir is not None and self.curve_secret_key_file is None:

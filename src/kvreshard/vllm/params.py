@@ -159,10 +159,13 @@ class RemotePrefill:
         return json.dumps(msgspec.to_builtins((self.num_tokens, self.groups, self.prompt))).encode()
 
 
-def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -> dict[str, Any]:
+def write_params(
+    prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes, *, is_answer: bool = False
+) -> dict[str, Any]:
     """The parameters for the router, sealed with the engine's key. `sizes`: tp_size, dcp_size, pp_size, as routers know them.
 
-    Raises ParamsError where they are larger than what is written and read.
+    `is_answer`: they go to a prefill engine, with the next turn of the conversation. Raises ParamsError where they are larger than what is
+    written and read.
     """
     tables = prefill.tables()
     num_pages = sum(table.pages.size for table in tables.values())
@@ -179,8 +182,8 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -
         prefill.lease.slot,
     )
     params = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
+        "do_remote_prefill": not is_answer,
+        "do_remote_decode": is_answer,
         "remote_block_ids": [table.pages[:1].tolist() for table in tables.values()],
         "remote_engine_id": prefill.remote.engine,
         "remote_request_id": prefill.lease.request,
@@ -196,6 +199,11 @@ def write_params(prefill: RemotePrefill, sizes: Mapping[str, int], key: bytes) -
     if num_bytes > MAX_BYTES:
         raise ParamsError(f"kv_transfer_params of {num_pages} pages would have {num_bytes} bytes; at most {MAX_BYTES}")
     return params
+
+
+def names_source(params: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a request say that another engine has a part of it: a prefill, or an answer for the next prefill."""
+    return bool(params.get("do_remote_prefill") or (params.get("do_remote_decode") and params.get("remote_block_ids")))
 
 
 def read_params(params: Mapping[str, Any]) -> RemotePrefill:

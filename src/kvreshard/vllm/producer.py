@@ -1,4 +1,6 @@
-"""The prefill side in vLLM's scheduler: which requests take a lease, and what the router gets for them.
+"""The publishing side in vLLM's scheduler: which requests take a lease, and what the router gets for them.
+
+Prefills are published for decode engines:
 
 1. A request with `do_remote_decode` arrives: the last tokens, which the decode side must compute itself, are dropped.
 2. It gets blocks for the first time: it takes a lease, and every rank writes the lease word.
@@ -10,6 +12,10 @@
 A request that is aborted or finds no free slot is freed at once, and the decode side computes the prompt. The same goes for one whose state
 or ring has gone beyond its tokens in a step that is still under way, or whose state lies among those of its drafts, or whose parameters
 would be larger than `params.MAX_BYTES`.
+
+With `bidirectional_kv_xfer` a decode engine publishes answers too, prompt and generated tokens, for the prefill of the next turn (docs/design/0064).
+They take a lease in step 2 like prefills and are kept for a time of their own. When the engine is short of blocks, the oldest ones are
+withdrawn (`withdraw_oldest_answer`).
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLea
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
 from kvreshard.vllm.last_pages import LastPages
-from kvreshard.vllm.leases import Leases
+from kvreshard.vllm.leases import Leases, is_choice
 from kvreshard.vllm.page_list import write_pages
 from kvreshard.vllm.params import GroupParams, ParamsError, RemotePrefill, write_params
 from kvreshard.vllm.prompt import digest_prompt
@@ -43,11 +49,26 @@ TRUNCATED = "_p_side_truncated"
 
 
 class Producer:
-    """The prefill side of one engine, which seals with `key`. `address`: where it listens, once it does."""
+    """The publishing side of one engine, which seals with `key`. `address`: where it listens, once it does.
 
-    def __init__(self, engine: str, key: bytes, config: EngineConfig, lease_s: float, num_slots: int) -> None:
+    `lease_s`, `answer_lease_s`: how long prefills and answers are kept; None: answers are not published.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        key: bytes,
+        config: EngineConfig,
+        lease_s: float,
+        num_slots: int,
+        answer_lease_s: float | None = None,
+    ) -> None:
         self._engine, self._key, self._config, self._lease_s = engine, key, config, lease_s
+        self._answer_lease_s = answer_lease_s
         self._leases = Leases(num_slots)
+        # Answers that prefill engines may read, in the order in which they were published.
+        self._answers: dict[str, None] = {}
+        self._has_logged_beyond = False
         self._computing: dict[str, Request] = {}
         self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
@@ -57,6 +78,11 @@ class Producer:
     def is_publishing(self) -> bool:
         """Whether blocks are held for other engines, or will be."""
         return bool(len(self._leases))
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are held for prefill engines."""
+        return len(self._answers)
 
     def may_finish(self, num_scheduled: Mapping[str, int]) -> bool:
         """Whether a request that may be published can end with this step, which computes `num_scheduled` tokens of each."""
@@ -87,8 +113,13 @@ class Producer:
         params[TRUNCATED] = True
 
     def schedule(self, request: Request) -> Iterator[Command]:
-        """The request has got blocks: take a lease, unless it has one."""
-        if self._leases.find(request.request_id) is not None:
+        """The request has got blocks: take a lease, unless it has one or nothing of it is to be published."""
+        is_prefill = _is_prefill(request)
+        # With which of several choices the conversation goes on is not known.
+        is_answer = (
+            self._answer_lease_s is not None and request.kv_transfer_params and not is_choice(request.request_id)
+        )
+        if not (is_prefill or is_answer) or self._leases.find(request.request_id) is not None:
             return
         lease = self._leases.acquire(request.request_id)
         if lease is None:
@@ -96,9 +127,10 @@ class Producer:
                 "no lease slot is free: request %s will not be published; raise lease_slots", request.request_id
             )
             return
-        if self._config.num_backoff_tokens < MIN_COMPUTED_TOKENS:
-            self.last_pages.expect(request.request_id, request.num_prompt_tokens)
-        self._computing[request.request_id] = request
+        if is_prefill:
+            if self._config.num_backoff_tokens < MIN_COMPUTED_TOKENS:
+                self.last_pages.expect(request.request_id, request.num_prompt_tokens)
+            self._computing[request.request_id] = request
         yield lease
 
     def finish(
@@ -109,9 +141,13 @@ class Producer:
         lease = self._leases.find(request.request_id)
         if lease is None:
             return None, None
+        is_answer = not _is_prefill(request)
         good = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        num_tokens = count_settled(request)
-        if not good or self.address is None or num_tokens < 1 or self._is_beyond(request, num_tokens):
+        num_tokens = count_settled(request) - (self._config.num_draft_tokens if is_answer else 0)
+        is_beyond = good and self._is_beyond(request, num_tokens)
+        if is_beyond and is_answer:
+            self._log_beyond(request.request_id)
+        if not good or self.address is None or num_tokens < 1 or is_beyond:
             self.freed(request.request_id)
             return None, Revoke(lease.request)
         prompt = read_prompt(request, self._config)
@@ -120,13 +156,27 @@ class Producer:
             self.freed(request.request_id)
             return params, Revoke(lease.request)
         block_ids = self.last_pages.restore(request.request_id, block_ids)
-        prefill = self.describe(request, block_ids, RemoteLease(lease.request, lease.slot, lease.word), self.address)
-        params = self.write(prefill)
+        remote_lease = RemoteLease(lease.request, lease.slot, lease.word)
+        prefill = self.describe(request, block_ids, num_tokens, remote_lease, self.address)
+        params = self.write(prefill, is_answer=is_answer)
         if params is None:
             self.freed(request.request_id)
             return None, Revoke(lease.request)
         self._leases.publish(request.request_id, prompt, num_tokens, params)
-        return params, Publish(lease.request, self._lease_s, prefill.tables())
+        lease_s = self._lease_s
+        if is_answer and self._answer_lease_s is not None:
+            self._answers[request.request_id] = None
+            lease_s = self._answer_lease_s
+        return params, Publish(lease.request, lease_s, prefill.tables())
+
+    def withdraw_oldest_answer(self) -> Iterator[Command]:
+        """Give the blocks of the answer back that has been held longest. Who is reading it fails, and computes the prompt."""
+        if self._answers:
+            request_id = next(iter(self._answers))
+            logger.info(
+                "request %s: its answer is no longer held for the next turn, since blocks are short", request_id
+            )
+            yield from self._withdraw(request_id)
 
     def _is_beyond(self, request: Request, num_tokens: int) -> bool:
         """Whether a state is not the one after `num_tokens` tokens, or not in its block, or a ring lacks the first of them.
@@ -138,11 +188,25 @@ class Producer:
         has_gone_on = bool(in_place) and num_tokens < request.num_computed_tokens
         return has_gone_on or (request.num_output_tokens > 1 and any(group.num_draft_states for group in states))
 
+    def _log_beyond(self, request_id: str) -> None:
+        """Log once why answers like this one are not published."""
+        if not self._has_logged_beyond:
+            self._has_logged_beyond = True
+            logger.warning(
+                "request %s: its answer is not published for the next turn, since the next step or a draft has taken its state or ring "
+                "further; decode engines of such models publish every answer with --no-async-scheduling and without speculation",
+                request_id,
+            )
+
     def describe(
-        self, request: Request, block_ids: Sequence[Sequence[int]], lease: RemoteLease, address: Address
+        self,
+        request: Request,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        lease: RemoteLease,
+        address: Address,
     ) -> RemotePrefill:
-        """A finished request, as the decode side needs it."""
-        num_tokens = count_settled(request)
+        """The first `num_tokens` tokens of a finished request, as a reader needs them."""
         pages = [group.pages(block_ids[group.index], num_tokens) for group in self._config.groups]
         tables = {
             group.name: PageTable(np.fromiter(ids, np.int64, len(ids)), num_tokens, first)
@@ -171,10 +235,10 @@ class Producer:
             made_of=tables,
         )
 
-    def write(self, prefill: RemotePrefill) -> dict[str, Any] | None:
+    def write(self, prefill: RemotePrefill, *, is_answer: bool = False) -> dict[str, Any] | None:
         """The parameters for the router; None where they would be too large, which the log says of the first such prefill."""
         try:
-            return write_params(prefill, self._config.sizes, self._key)
+            return write_params(prefill, self._config.sizes, self._key, is_answer=is_answer)
         except ParamsError as error:
             level = logging.DEBUG if self._has_logged_size else logging.WARNING
             self._has_logged_size = True
@@ -192,12 +256,9 @@ class Producer:
         """Revoke all leases that may be read: the engine may have got other weights."""
         published = self._leases.published
         if published:
-            logger.warning("kvreshard: the cache was reset; %d prefills are no longer published", len(published))
+            logger.warning("kvreshard: the cache was reset; %d requests are no longer published", len(published))
         for request_id in published:
-            self._leases.withdraw(request_id)
-            lease = self._leases.find(request_id)
-            if lease is not None:
-                yield Revoke(lease.request)
+            yield from self._withdraw(request_id)
 
     def find_request(self, lease: str) -> str:
         """The request of the lease with this name."""
@@ -206,4 +267,17 @@ class Producer:
     def freed(self, request_id: str) -> None:
         """Every rank has ended the lease, or none has one."""
         self.last_pages.release(request_id)
+        self._answers.pop(request_id, None)
         self._leases.release(request_id)
+
+    def _withdraw(self, request_id: str) -> Iterator[Command]:
+        self._leases.withdraw(request_id)
+        self._answers.pop(request_id, None)
+        lease = self._leases.find(request_id)
+        if lease is not None:
+            yield Revoke(lease.request)
+
+
+def _is_prefill(request: Request) -> bool:
+    """Whether a router asked for a prefill, and not for an answer."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))

@@ -14,6 +14,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from kvreshard.model import KvReshardError
 from kvreshard.model.logs import get_logger
 from kvreshard.vllm.adapters import Adapters
+from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.groups import CacheGroup, read_groups
 from kvreshard.vllm.items import Positions, read_items
 from kvreshard.vllm.prompt import Prompt
@@ -39,7 +40,8 @@ class EngineConfig:
 
     `num_backoff_tokens`: trailing prompt tokens that the decode side computes. `placeholders`: token ids that stand for multimodal items.
     `whole_prompts`: all tokens of a prompt attend to all of it, so that the cache of a prefix depends on what follows (HRM-Text,
-    `prefix_lm`). `may_load`: the engine's role loads. `sizes`: tp_size, dcp_size and pp_size, as routers know them.
+    `prefix_lm`). `may_load`: the engine's role loads. `num_draft_tokens`: the latest tokens of a request whose draft cache may not be
+    final, since the draft writes it after the token was sampled. `sizes`: tp_size, dcp_size and pp_size, as routers know them.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -49,6 +51,7 @@ class EngineConfig:
     placeholders: frozenset[int] = frozenset()
     whole_prompts: bool = False
     may_load: bool = True
+    num_draft_tokens: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -64,6 +67,7 @@ def read_config(vllm_config: Any, kv_cache_config: Any) -> EngineConfig:
         placeholders=read_placeholders(vllm_config),
         whole_prompts=needs_whole_prompts(vllm_config),
         may_load=bool(vllm_config.kv_transfer_config.is_kv_consumer),
+        num_draft_tokens=1 + vllm_config.speculative_config.num_speculative_tokens if has_draft(vllm_config) else 0,
         sizes={
             "tp_size": max(parallel.tensor_parallel_size, parallel.decode_context_parallel_size),
             "dcp_size": parallel.decode_context_parallel_size,

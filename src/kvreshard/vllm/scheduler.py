@@ -6,6 +6,7 @@ rank reports about itself, goes out with the first step. `producer` and `consume
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session.commands import Command, Failure, Publish
+from kvreshard.session.commands import Cancel, Command, Failure, Load, Publish
 from kvreshard.session.engine_metadata import encode_engine_metadata
 from kvreshard.vllm.admission import Admission, DeadlockDetector
 from kvreshard.vllm.consumer import Consumer
@@ -21,6 +22,7 @@ from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
+from kvreshard.vllm.params import names_source
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.requests import read_config, refuse
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
+
+# Answers are withdrawn where a smaller share of the pool is free: running requests need blocks too, and vLLM preempts one that gets none.
+MIN_FREE_SHARE = 0.1
 
 
 @dataclass
@@ -79,6 +84,28 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
         )
 
 
+class DelayedLoads:
+    """Loads that wait for as many steps as may be under way beside the one in which they got their blocks.
+
+    Where an engine only prefills, vLLM frees blocks that such a step may still write, and copies blocks on write from some that are free
+    (0.32.0 and 0.33.0, `Scheduler.defer_block_free`). When vLLM schedules a step, at most `num_steps` before it have not ended
+    (`EngineCore.step_with_batch_queue`).
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._steps: deque[list[Command]] = deque([] for _ in range(num_steps))
+
+    def __bool__(self) -> bool:
+        return any(self._steps)
+
+    def step(self, commands: Sequence[Command]) -> list[Command]:
+        """The commands that go out with this step. Of a step's own `commands`, loads and their cancellation wait."""
+        if not self._steps:
+            return list(commands)
+        self._steps.append([command for command in commands if isinstance(command, Load | Cancel)])
+        return [command for command in commands if not isinstance(command, Load | Cancel)] + self._steps.popleft()
+
+
 def log_open_sources(options: Options) -> None:
     """Log that requests may name any host as their source, where no list of hosts is given."""
     if not options.source_hosts:
@@ -99,7 +126,10 @@ class SchedulerSide:
         self._handshake = EngineHandshake(vllm_config, engine, options)
         self._is_producer = bool(transfer_config.is_kv_producer)
         key = self._handshake.key
-        self._producer = Producer(engine, key, config, options.kv_lease_duration, options.lease_slots)
+        reads_back = options.bidirectional_kv_xfer
+        self._listens = self._is_producer or reads_back
+        answer_lease_s = options.decoder_kv_blocks_ttl if reads_back else None
+        self._producer = Producer(engine, key, config, options.kv_lease_duration, options.lease_slots, answer_lease_s)
         self.stats = ReshardStats()
         self._consumer = Consumer(
             (engine, self._handshake.instance_id),
@@ -107,9 +137,17 @@ class SchedulerSide:
             self.stats.count,
             hosts=SourceHosts(options.source_hosts),
             own_key=key,
+            min_answer_tokens=options.kv_recompute_threshold if reads_back else None,
         )
-        if config.may_load:
+        waits = reads_back and not config.may_load
+        self._delayed = DelayedLoads(vllm_config.max_concurrent_batches - 1 if waits else 0)
+        if config.may_load or reads_back:
             log_open_sources(options)
+        if reads_back and transfer_config.kv_load_failure_policy == "fail":
+            logger.warning(
+                "kvreshard: with kv_load_failure_policy fail a request ends with an error when the answer that it goes on from is given up "
+                "while it is read; set the policy to recompute on engines that prefill"
+            )
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._admission = Admission()
@@ -118,6 +156,8 @@ class SchedulerSide:
         self._has_draft = has_draft(vllm_config)
         # Engines of one data-parallel group step together: one that waited would delay the others.
         self._may_be_idle = vllm_config.parallel_config.data_parallel_size == 1
+        # A request that vLLM has asked about in this step, and not given blocks to.
+        self._unserved: str | None = None
         # Requests that were ever scheduled and have not finished: a step without tokens may have others under way beside it.
         self._computing: set[str] = set()
 
@@ -125,7 +165,7 @@ class SchedulerSide:
         """Make the engine's metadata of all ranks' parts, and listen if other engines read from here."""
         engine_metadata = self._handshake.make_engine_metadata(parts)
         self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
-        if self._is_producer:
+        if self._listens:
             self._producer.address = self._handshake.listen(engine_metadata)
 
     def arrive(self, request: Request) -> None:
@@ -133,15 +173,15 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
-        elif params.get("do_remote_prefill") and request.abort_immediately:
-            self._add(self._consumer.clean_up(params))
-        elif params.get("do_remote_prefill"):
-            self._add(self._consumer.arrive(request, params))
+        if names_source(params):
+            found = (
+                self._consumer.clean_up(params) if request.abort_immediately else self._consumer.arrive(request, params)
+            )
+            self._add(found)
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
         """Tokens that the ranks can load beyond what is computed; None if that is not known yet: vLLM goes on with the next request."""
-        params = request.kv_transfer_params or {}
-        count = self._consumer.count_loadable(request, num_computed) if params.get("do_remote_prefill") else 0
+        count = self._consumer.count_loadable(request, num_computed)
         is_behind = self._admission.puts_behind(request.request_id, count or 0)
         if is_behind or count is None:
             return None
@@ -150,18 +190,20 @@ class SchedulerSide:
             self.stats.count("refusals")
             refuse(request, reason)
             return None
+        self._unserved = request.request_id
         return count
 
     def allocate(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """vLLM has allocated blocks."""
         self._admission.got_blocks(request.request_id)
+        self._unserved = None
+        self._add(self._producer.schedule(request))
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
-            self._add(self._producer.schedule(request))
-        elif params.get("do_remote_prefill"):
+        if names_source(params):
             self._add(self._consumer.allocate(request, blocks, num_external))
             self._exclude_from_cache(request, blocks)
-            params["do_remote_prefill"] = False  # one load per request, also if it is preempted later
+            # One load per request, also if it is preempted later.
+            params |= {"do_remote_prefill": False, "remote_block_ids": None}
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Returns (whether its blocks stay, parameters for the router)."""
@@ -170,7 +212,10 @@ class SchedulerSide:
         params, command = self._producer.finish(request, block_ids)
         if command is not None:
             self._metadata.commands.append(command)
-        return isinstance(command, Publish), params
+        is_published = isinstance(command, Publish)
+        if is_published and params is not None and params["do_remote_decode"]:
+            self.stats.count("answers", "published")
+        return is_published, params
 
     @property
     def has_commands(self) -> bool:
@@ -178,7 +223,7 @@ class SchedulerSide:
 
         A paused engine would make none for requests that arrive, and their leases would run out, since no rank would renew them.
         """
-        return bool(self._metadata.commands)
+        return bool(self._metadata.commands or self._delayed)
 
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """This step's metadata. `num_scheduled`: tokens of each request in it; `finished`: requests that ended before it."""
@@ -187,9 +232,11 @@ class SchedulerSide:
         if self._deadlock.step(is_still):
             self._add(self._consumer.give_up_longest())
         self._give_up_what_never_fits()
+        self._withdraw_answers()
         self._computing.difference_update(finished)
         self._computing.update(num_scheduled)
         metadata, self._metadata = self._metadata, ReshardMetadata()
+        metadata.commands = self._delayed.step(metadata.commands)
         metadata.is_idle = self._may_be_idle and not self._computing
         metadata.waits_for_draft = self._has_draft and self._producer.may_finish(num_scheduled)
         self._producer.last_pages.hold()
@@ -250,6 +297,16 @@ class SchedulerSide:
         never = self._admission.step(is_pool_free=num_held <= self._quarantine.num_blocks)
         if never is not None:
             self._add(self._consumer.give_up(never, "pool"))
+
+    def _withdraw_answers(self) -> None:
+        """Withdraw the oldest answer, one a step, while few blocks are free or a request got none."""
+        is_unserved, self._unserved = self._unserved is not None, None
+        if self._manager is None or not self._producer.num_answers:
+            return
+        pool = self._manager.block_pool
+        if is_unserved or pool.get_num_free_blocks() < pool.num_gpu_blocks * MIN_FREE_SHARE:
+            self.stats.count("answers", "withdrawn")
+            self._add(self._producer.withdraw_oldest_answer())
 
     def _exclude_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Exclude blocks that a window leaves incomplete from prefix hits: vLLM would take them for complete.

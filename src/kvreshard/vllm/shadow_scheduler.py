@@ -98,7 +98,7 @@ class ShadowScheduler:
         if self._address is None or count_settled(request) < 1:
             return None
         lease = RemoteLease(request.request_id, NO_SLOT, NO_WORD)
-        prefill = self._producer.describe(request, block_ids, lease, self._address)
+        prefill = self._producer.describe(request, block_ids, count_settled(request), lease, self._address)
         return self._producer.write(prefill)
 
     def ended(self, request: Request) -> None:

@@ -4,7 +4,7 @@
 |---|---|
 | sleep mode, or the allocator that it uses | it frees the memory of caches and maps other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`). NIXL's registrations do not follow: a peer may read the old memory |
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
-| prefill context parallelism without decode context parallelism, and a role that loads | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py`, `get_kv_connector_handshake_metadata`): the others would never be loaded |
+| prefill context parallelism without decode context parallelism, and a role that loads, or `bidirectional_kv_xfer` | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py`, `get_kv_connector_handshake_metadata`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`Scheduler.__init__`): a loaded cache may be overwritten |
 | a Step5 model | it keeps sparse summaries and a ring of rows beside its cache, which nobody has compared with what is described here. vLLM 0.33 refuses connectors of other names than NixlConnector and MooncakeStoreConnector (`models/step5/nvidia/model.py`), and takes this one for NixlConnector where it is named so |
 | what a release of vLLM has and its caches do not show: `versions` | named there |
@@ -108,10 +108,17 @@ def _check_model(model_config: Any) -> None:
 def _check_replicas(vllm_config: Any) -> None:
     parallel, config = vllm_config.parallel_config, vllm_config.kv_transfer_config
     pcp_size, dcp_size = int(parallel.prefill_context_parallel_size), int(parallel.decode_context_parallel_size)
-    if pcp_size > 1 and dcp_size == 1 and config.is_kv_consumer:
+    if pcp_size == 1 or dcp_size > 1:
+        return
+    replicas = f"the {pcp_size} ranks are replicas, and only one of them could be loaded"
+    remedy = f"or --decode-context-parallel-size to {pcp_size}"
+    if config.is_kv_consumer:
         raise LayoutError(
-            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: the {pcp_size} ranks are replicas, and only one of "
-            f"them could be loaded; set kv_role to kv_producer, or --decode-context-parallel-size to {pcp_size}"
+            f"prefill context parallel size {pcp_size} with kv_role {config.kv_role}: {replicas}; set kv_role to kv_producer, {remedy}"
+        )
+    if config.kv_connector_extra_config.get("bidirectional_kv_xfer"):
+        raise LayoutError(
+            f"prefill context parallel size {pcp_size} with bidirectional_kv_xfer: {replicas}; set it to false, {remedy}"
         )
 
 

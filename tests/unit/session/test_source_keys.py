@@ -10,7 +10,7 @@ from tests.pairs.small import request
 from tests.unit.session.world import KEY, LEASE, REMOTE, ScriptedPeers, World, at_once, collect, make_world, meet, seal
 
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import Failure, Load, RemoteEngine, Renew, StopRenewing
+from kvreshard.session.commands import Failure, Load, RemoteEngine, RemoteLease, Renew, Revoke, StopRenewing
 from kvreshard.session.handshake_messages import HandshakeError
 from kvreshard.session.peer import Peer
 from kvreshard.session.remote_leases import RemoteLeases
@@ -157,4 +157,54 @@ def test_a_load_that_was_refused_reads_nothing_and_asks_nobody(tmp_path: Path) -
         assert not endpoint._remote_leases._sources
     (record,) = tmp_path.iterdir()
     assert decode_flight(record.read_bytes()).failure.kind == "mismatch"
+    world.close()
+
+
+def check(world: World, name: str, lease: RemoteLease = LEASE) -> None:
+    for endpoint in world.dst.endpoints.values():
+        endpoint.submit(Renew(name, REMOTE, lease, checks_lease=True))
+
+
+def test_a_lease_is_checked_before_the_key_of_its_source_is_returned() -> None:
+    world = make_world(2, 3)
+    world.acquire_and_publish()
+    check(world, "a")
+    check(world, "another word", RemoteLease("r", LEASE.slot, LEASE.word + 1))
+    world.turn()
+    assert collected(world) == ([{}] * 3, [{}] * 3)
+    meet(world)
+    for _ in range(3):
+        world.turn()
+        world.fabric.step()
+    keys, unmet = collected(world)
+    assert keys == [{"a": KEY}] * 3
+    assert [{name: failure.kind for name, failure in of_rank.items()} for of_rank in unmet] == [
+        {"another word": "stale lease"}
+    ] * 3
+    for endpoint in world.src.endpoints.values():
+        endpoint.submit(Revoke("r"))
+    world.turn()
+    check(world, "late")
+    for _ in range(3):
+        world.turn()
+        world.fabric.step()
+    keys, unmet = collected(world)
+    assert keys == [{}] * 3
+    assert all(of_rank["late"].kind == "stale lease" for of_rank in unmet)
+    results = [endpoint.collect() for endpoint in world.dst.endpoints.values()]
+    assert not any(result.received or result.failed or result.settled for result in results)
+    assert all(len(endpoint._scratch) == 0 and len(endpoint._jobs) == 0 for endpoint in world.dst.endpoints.values())
+    world.close()
+
+
+def test_a_lease_whose_source_cannot_be_met_is_not_checked() -> None:
+    world = make_world(1, 2)
+    world.meeting_error.append(HandshakeError("nobody is there"))
+    check(world, "a")
+    world.turn()
+    meet(world)
+    world.turn()
+    keys, unmet = collected(world)
+    assert keys == [{}, {}]
+    assert any(of_rank["a"].text == "nobody is there" for of_rank in unmet if of_rank)
     world.close()

@@ -50,6 +50,9 @@ def test_a_typo_is_told_with_what_was_meant() -> None:
         ({"kv_lease_duration": 0.5}, "kv_lease_duration is 0.5; it must be from 1 to 86400 seconds"),
         ({"kv_lease_duration": 1e6}, r"kv_lease_duration is 1e\+06; it must be from 1 to 86400 seconds"),
         ({"kv_lease_duration": float("nan")}, "kv_lease_duration is nan; it must be a finite number"),
+        ({"decoder_kv_blocks_ttl": 0}, "decoder_kv_blocks_ttl is 0; it must be from 1 to 86400 seconds"),
+        ({"kv_recompute_threshold": -1}, "kv_recompute_threshold is -1; it must not be negative"),
+        ({"bidirectional_kv_xfer": "yes"}, "Expected `bool`, got `str`.*bidirectional_kv_xfer"),
         ({"paused_renewal_s": 0}, "paused_renewal_s is 0; it must be from 1 to 86400 seconds"),
         ({"load_timeout_s": float("inf")}, "load_timeout_s is inf; it must be a finite number"),
         ({"digest_share": 1.5}, "digest_share is 1.5; it is a share of all requests, 0 to 1"),
@@ -85,6 +88,8 @@ def test_options_of_the_other_connector_are_taken_for_ours_or_say_what_is_done_a
     read = read_options({"backends": ["LIBFABRIC"], "kv_lease_duration": 60, "enforce_handshake_compat": True})
     assert (read.backend, read.kv_lease_duration) == ("LIBFABRIC", 60)
     assert read_options({"backends": ["UCX"], "backend": "UCX", "bidirectional_kv_xfer": False}) == Options()
+    same = read_options({"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 480, "kv_recompute_threshold": 64})
+    assert str(same) == "bidirectional_kv_xfer=True"  # the others are NixlConnector's defaults
 
 
 @pytest.mark.parametrize(
@@ -94,9 +99,6 @@ def test_options_of_the_other_connector_are_taken_for_ours_or_say_what_is_done_a
         ({"backends": "UCX"}, "backends is 'UCX'; ReshardConnector uses one"),
         ({"backends": ["UCX"], "backend": "GDS"}, r"backends is \['UCX'\] and backend is 'GDS'; give one of them"),
         ({"enforce_handshake_compat": False}, "enforce_handshake_compat is False, an option of NixlConnector .*; name what may differ in allow_mismatch"),
-        ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer is True, .*nothing is read back"),
-        ({"decoder_kv_blocks_ttl": 480}, "decoder_kv_blocks_ttl is 480, .*leave it out"),
-        ({"kv_recompute_threshold": 64}, "kv_recompute_threshold is 64, .*leave it out"),
         ({"push_registration_timeout": 30}, "push_registration_timeout is 30, .*nothing is pushed; leave it out"),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvreshard.model import wire
 from kvreshard.model.changed import replace
-from kvreshard.session.commands import EndpointOptions
+from kvreshard.session.commands import EndpointOptions, Load
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.session.handshake_messages import Address
@@ -54,6 +54,8 @@ from kvreshard.transport.memory import Fabric, FaultPlan, MemoryTransport
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import read_options
 from kvreshard.vllm.worker import WorkerSide
+
+LEASE_SLOTS = 512
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ class Shape:
     failure_policy: str = "recompute"
     order_policy: str = "fcfs"
     lease_s: float = 30.0
+    reads_back: bool = False
+    answer_lease_s: float = 30.0
+    recompute_threshold: int = 0
 
 
 def feature(picture: Picture) -> MultiModalFeatureSpec:
@@ -107,6 +112,7 @@ def _speculation(num_drafts: int, is_multi_module: bool) -> Any:
 
 @dataclass
 class _Step:
+    number: int
     scheduled: Any
     fresh: list[int]
     unheard: list[_Step]
@@ -143,6 +149,8 @@ class Engine:
     texts: dict[str, Text] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
     loadable: dict[str, int] = field(default_factory=dict)
+    read_back: dict[str, int] = field(default_factory=dict)
+    """Tokens that a load was commanded for, of requests that are prefilled here."""
     given_up: set[str] = field(default_factory=set)
     fallbacks: Counter[str] = field(default_factory=Counter)
     partial: dict[str, str] = field(default_factory=dict)
@@ -181,6 +189,9 @@ class Engine:
         self.connector._scheduler._admission._clock = self.clock
         self.runner = Runner(self.side, self.texts, self.count_accepted)
         self.pending: deque[_Step] = deque()
+        self._num_steps = 0
+        # The step in which a request that is prefilled here got blocks for a load.
+        self._allocated_in: dict[str, int] = {}
         self._said: dict[str, list[int]] = {}
         self.num_blocks_at_rest = self.num_free_blocks
         self._watch_blocks()
@@ -190,13 +201,21 @@ class Engine:
     def _configure(self) -> Any:
         shape = self.shape
         config = copy.deepcopy(self.base_config)
+        reading_back = {
+            "bidirectional_kv_xfer": True,
+            "decoder_kv_blocks_ttl": shape.answer_lease_s,
+            "kv_recompute_threshold": shape.recompute_threshold,
+        }
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="ReshardConnector",
             kv_connector_module_path="kvreshard.vllm",
             kv_role=shape.role,
             engine_id=self.name,
             kv_load_failure_policy=shape.failure_policy,
-            kv_connector_extra_config={"kv_lease_duration": shape.lease_s},
+            kv_connector_extra_config={
+                "kv_lease_duration": shape.lease_s,
+                **(reading_back if shape.reads_back else {}),
+            },
         )
         config.cache_config.num_gpu_blocks = shape.blocks
         config.cache_config.enable_prefix_caching = shape.has_prefix_caching
@@ -218,7 +237,7 @@ class Engine:
 
     def _watch_blocks(self) -> None:
         """Remember which blocks a step takes from the pool: their former content must not be found any more."""
-        pool = self.scheduler.kv_cache_manager.block_pool
+        shape, pool = self.shape, self.scheduler.kv_cache_manager.block_pool
         self._fresh: list[int] = []
         take = pool.get_new_blocks
 
@@ -237,6 +256,18 @@ class Engine:
             return count, is_async
 
         self.connector.get_num_new_matched_tokens = asked
+        allocated = self.connector.update_state_after_alloc
+
+        def allocate(request: Any, blocks: Any, num_external: int) -> None:
+            if (request.kv_transfer_params or {}).get("do_remote_decode") and num_external:
+                self.read_back[request.request_id] = num_external
+                self._allocated_in[request.request_id] = self._num_steps
+                if shape.role == "kv_producer":  # see `_launch`
+                    loaded = {number for ids in blocks.get_block_ids() for number in ids}
+                    self._fresh = [block for block in self._fresh if block not in loaded]
+            allocated(request, blocks, num_external)
+
+        self.connector.update_state_after_alloc = allocate
         consumer = self.connector._scheduler._consumer
         give_up = consumer.give_up
 
@@ -276,7 +307,7 @@ class Engine:
         parts = {}
         for place, rank in enumerate(self.side.layout.ranks):
             transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
-            table, buffer = LeaseTable(64), np.zeros(1 << 14, np.uint8)
+            table, buffer = LeaseTable(LEASE_SLOTS), np.zeros(1 << 14, np.uint8)
             observer = RankObserver(rank.rank, HostMemory(), ObserverOptions(), clock=self.clock)
             endpoint = Endpoint(
                 rank.rank, transport, HostMemory(), self.options, table=table, clock=self.clock, observer=observer,
@@ -290,7 +321,7 @@ class Engine:
             )  # fmt: skip
             layout = wire.encode(replace(self.side.layout, ranks=(rank,)))
             parts[divmod(place, self.shape.tp)] = RankPart(layout, engine_metadata, {})
-            worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": 64}))
+            worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": LEASE_SLOTS}))
             worker._endpoint, worker._rank = endpoint, rank.rank
             self.workers.append(worker)
             self.endpoints.append(endpoint)
@@ -348,7 +379,8 @@ class Engine:
         if len(self.pending) < depth and self.scheduler.has_requests():
             self._fresh.clear()
             scheduled = self.scheduler.schedule()
-            self.pending.append(_Step(scheduled, list(self._fresh), list(self.pending)))
+            self.pending.append(_Step(self._num_steps, scheduled, list(self._fresh), list(self.pending)))
+            self._num_steps += 1
             if depth == 1 or not self.is_overlapping():
                 self._catch_up(len(self.pending))
             self._launch(self.pending[-1])
@@ -374,6 +406,12 @@ class Engine:
         if self.shape.role != "kv_producer":
             # Whoever may load into these pages writes as soon as it is told to: nobody may still be at work in them.
             self.runner.poison(step.fresh)
+        for command in step.scheduled.kv_connector_metadata.commands:
+            # A step that is under way may be at work in fresh blocks of an engine that only prefills, but not any more in those of a load.
+            if self.shape.role == "kv_producer" and isinstance(command, Load):
+                before = [one for one in self.pending if one.number < self._allocated_in[command.request]]
+                assert all(one.computed is not None for one in before), (self.name, command.request)
+                self.runner.poison([int(page) for pages in command.transfer.dst_new_pages.values() for page in pages])
         step.connector = []
         for worker in self.workers:
             worker.submit(step.scheduled.kv_connector_metadata)
@@ -420,7 +458,7 @@ class Engine:
                 said.extend(output.new_token_ids)
                 if output.finish_reason is not None:
                     del self._said[output.request_id]
-                    if output.kv_transfer_params is not None and self.shape.num_drafts:
+                    if (output.kv_transfer_params or {}).get("do_remote_prefill") and self.shape.num_drafts:
                         # A reader may come at once: the draft's cache must be there when the token is.
                         assert step.scheduled.kv_connector_metadata.waits_for_draft
                     self.finished[output.request_id] = Finished(

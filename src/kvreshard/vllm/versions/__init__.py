@@ -13,12 +13,9 @@ import importlib
 import importlib.metadata
 import itertools
 import os
-from typing import TYPE_CHECKING
 
 from kvreshard.model.logs import get_logger
-
-if TYPE_CHECKING:
-    from kvreshard.vllm.versions.newest import Release
+from kvreshard.vllm.versions.newest import Release
 
 logger = get_logger(__name__)
 
