@@ -13,7 +13,7 @@ from tests.e2e.cases import EXACT, Case, Shape
 from tests.releases import INSTALLED, RELEASES
 
 # Model -> TP sizes of the prefill and the decode engine.
-MODELS = {"llama": (1, 2), "gemma3": (2, 1), "granite-hybrid": (1, 2)}
+MODELS = {"llama": (1, 2), "gemma3": (2, 1), "granite-hybrid-bf16": (1, 2)}
 DENSE, WINDOWED, HYBRID = MODELS
 
 

@@ -24,7 +24,7 @@ from tests.releases import INSTALLED, RELEASES, ROOT
 
 HOME = ROOT / "tests" / "results"
 OUTCOMES = HOME / "releases.json"
-NAMES = {"llama": "full attention", "gemma3": "sliding windows", "granite-hybrid": "Mamba-2 states"}
+NAMES = {"llama": "full attention", "gemma3": "sliding windows", "granite-hybrid-bf16": "Mamba-2 states"}
 Outcomes = Mapping[str, str]
 """Row -> its outcome, as in `verdicts`."""
 

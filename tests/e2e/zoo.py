@@ -48,6 +48,23 @@ _DEEPSEEK_V3 = {
     "num_mtp_layers": 0,
     "num_nextn_predict_layers": 0,
 }
+_GRANITE_HYBRID: dict[str, Any] = {
+    "hidden_size": 256,  # heads of 32, the narrowest that the CPU kernels know
+    "num_hidden_layers": 4,
+    "layer_types": _layers("mmam", {"m": "mamba", "a": "attention"}),
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 128,
+    "rope_parameters": ROPE,
+    "attention_multiplier": 0.125,
+}
 _QWEN3_NEXT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": _layers("lllf", {"l": "linear_attention", "f": "full_attention"}),
@@ -216,26 +233,13 @@ MODELS: dict[str, TinyModel] = {
             },
             prefix_caching=False,
         ),
+        TinyModel("granite-hybrid", "GraniteMoeHybridForCausalLM", _GRANITE_HYBRID, prefix_caching=False),
+        # For 0.30 and 0.31, whose CPU operators have no float32 convolution.
         TinyModel(
-            "granite-hybrid",
+            "granite-hybrid-bf16",
             "GraniteMoeHybridForCausalLM",
-            {
-                "hidden_size": 256,  # heads of 32, the narrowest that the CPU kernels know
-                "num_hidden_layers": 4,
-                "layer_types": _layers("mmam", {"m": "mamba", "a": "attention"}),
-                "mamba_n_heads": 8,
-                "mamba_d_head": 64,
-                "mamba_expand": 2,
-                "mamba_n_groups": 1,
-                "mamba_d_state": 32,
-                "mamba_chunk_size": 32,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "intermediate_size": 64,
-                "shared_intermediate_size": 128,
-                "rope_parameters": ROPE,
-                "attention_multiplier": 0.125,
-            },
+            _GRANITE_HYBRID,
+            dtype="bfloat16",
             prefix_caching=False,
         ),
         TinyModel("qwen3-next", "Qwen3NextForCausalLM", _QWEN3_NEXT, dtype="bfloat16", prefix_caching=False),
