@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvreshard.vllm.admission import Admission, DeadlockDetector
-from kvreshard.vllm.scheduler import ReshardMetadata, SchedulerSide
+from kvreshard.vllm.scheduler import DelayedLoads, ReshardMetadata, SchedulerSide
 
 pytestmark = pytest.mark.vllm
 
@@ -18,7 +18,7 @@ def scheduler(*, may_be_idle: bool = True) -> Any:
     side: Any = SchedulerSide.__new__(SchedulerSide)
     side._metadata, side._computing, side._may_be_idle, side._has_draft = ReshardMetadata(), set(), may_be_idle, False
     side._admission, side._deadlock, side._manager = Admission(), DeadlockDetector(30.0), None
-    side._quarantine = SimpleNamespace(num_blocks=0)
+    side._quarantine, side._unserved, side._delayed = SimpleNamespace(num_blocks=0), None, DelayedLoads(0)
     side._producer = SimpleNamespace(is_publishing=False, last_pages=SimpleNamespace(hold=lambda: None))
     side._consumer = SimpleNamespace(is_waiting=False)
     return side

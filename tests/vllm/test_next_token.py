@@ -195,6 +195,7 @@ def test_what_a_load_of_all_tokens_loses_is_found(spec: Any) -> None:
 def test_pages_of_a_preempted_prefill_are_given_back_and_those_of_its_second_start_kept() -> None:
     specs = [FULL, SlidingWindowSpec(sliding_window=20, **SHAPE)]
     engine, asked, side = manager(specs), request(specs, "p", list(range(27))), producer(groups(*specs))
+    asked.kv_transfer_params = {"do_remote_decode": True}
     free_before = engine.block_pool.get_num_free_blocks()
     side.last_pages.manager = engine
     list(side.schedule(asked))
@@ -221,6 +222,7 @@ def test_pages_of_a_preempted_prefill_are_given_back_and_those_of_its_second_sta
 def test_a_prefill_that_did_not_end_well_keeps_nothing(status: RequestStatus) -> None:
     specs = [FULL, SlidingWindowSpec(sliding_window=20, **SHAPE)]
     engine, asked, side = manager(specs), request(specs, "p", list(range(27))), producer(groups(*specs))
+    asked.kv_transfer_params = {"do_remote_decode": True}
     free_before = engine.block_pool.get_num_free_blocks()
     side.last_pages.manager = engine
     list(side.schedule(asked))
