@@ -7,6 +7,7 @@ Tests that make whole models, and most of the simulated worlds, run with the ins
 import importlib.util
 import logging
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -34,6 +35,13 @@ if importlib.util.find_spec("vllm") is not None:
 
 
 @pytest.fixture(autouse=True)
-def log_lines_can_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading the connector may hand its lines to vLLM's handlers alone; a test that looks at them would then depend on those before it."""
-    monkeypatch.setattr(logging.getLogger("kvreshard"), "propagate", True)
+def log_lines_can_be_caught(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loading the connector may hand its lines to vLLM's handlers alone, and take vLLM's level: a test that looks at them would depend on
+    those before it.
+    """
+    logger = logging.getLogger("kvreshard")
+    monkeypatch.setattr(logger, "propagate", True)
+    level = logger.level
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.setLevel(level)

@@ -129,6 +129,20 @@ def test_an_engine_whose_caches_may_be_remapped_is_refused(model: dict[str, Any]
             "--scheduling-policy priority with a kv_role that loads.*fcfs",
         ),
         ("0_31", "cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is all.*--mamba-cache-mode align"),
+        (
+            "0_30",
+            "kv_transfer_config",
+            "kv_connector_extra_config",
+            {"bidirectional_kv_xfer": True},
+            "what is read back may be wrong",
+        ),
+        (
+            "0_31",
+            "kv_transfer_config",
+            "kv_connector_extra_config",
+            {"bidirectional_kv_xfer": True},
+            "what is read back may be wrong",
+        ),
         ("0_33", "pass_config", "fuse_qk_norm_rope_kvcache", True, "interleaves V.*--compilation-config"),
     ],
 )

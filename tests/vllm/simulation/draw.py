@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.vllm import models
 from tests.vllm.engines import ModelLayer, fake_config
-from tests.vllm.planning import planning, pool_bytes_per_block
+from tests.vllm.planning import blocks_per_request, planning
 from tests.vllm.simulation.base import MAX_MODEL_LEN
 from tests.vllm.simulation.engine import Shape
 from tests.vllm.simulation.world import Weather
@@ -184,8 +184,7 @@ def _largest_request(model: Model, layers: Layers, order: str, tp: int, dcp: int
         config.cache_config.mamba_cache_mode = "align"
     place = RankPlace(0, tp, dcp_size=dcp)
     groups = planning.get_kv_cache_groups(config, {name: layer.spec(place) for name, layer in layers.items()})
-    num_bytes = planning._max_memory_usage_bytes_from_groups(config, groups)
-    return int(num_bytes // pool_bytes_per_block(config, groups)) + 2 * model.is_aligned
+    return blocks_per_request(config, groups) + 2 * model.is_aligned
 
 
 def _compressed(number: int, page: int, num_drafts: int, laps: int) -> Layers:

@@ -107,6 +107,7 @@ def _speculation(num_drafts: int, is_multi_module: bool) -> Any:
         num_speculative_tokens=num_drafts, num_speculative_tokens_per_batch_size=None, max_num_new_slots_for_drafting=0,
         method="mtp" if is_multi_module else "eagle3", use_eagle=says(True), use_eagle_block_drop=says(True),
         use_dspark=says(False), use_dflash=says(False), uses_draft_model=says(False), use_multi_module_mtp=says(is_multi_module),
+        needs_eagle_block_drop=says(True), disable_eagle_block_drop=False, disable_lookahead_block_hashes=False,
     )  # fmt: skip
 
 

@@ -205,8 +205,7 @@ def _opaque(spec: Any, info: LayerInfo, place: Place, view: LayerView, reason: s
     """
     import vllm
 
-    is_replica = getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
-    place = Place() if is_replica and place.dcp_size == 1 else place
+    place = Place() if release().is_tp_replica(spec) and place.dcp_size == 1 else place
     tag = "/".join(
         (
             f"vllm-{vllm.__version__.split('+')[0]}",

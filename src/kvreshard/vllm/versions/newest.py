@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 class Release:
     """vLLM 0.33. A class of another release overrides what differs there.
 
-    `minor`: its number. `can_sleep`: vLLM tells a connector when the engine goes to sleep and wakes up. `refused_specs`: cache
+    `minor`: its number. `reads_answers`: `bidirectional_kv_xfer` works. `can_sleep`: vLLM tells a connector when the engine goes to sleep and wakes up. `refused_specs`: cache
     specifications that cannot be moved with this release, and why.
     """
 
     minor: ClassVar[tuple[int, int]] = (0, 33)
+    reads_answers: ClassVar[bool] = True
     can_sleep: ClassVar[bool] = True
     refused_specs: ClassVar[Mapping[str, str]] = {}
 
@@ -26,6 +27,10 @@ class Release:
     def is_dcp_sharded(self, spec: Any) -> bool:
         """Whether ranks of a decode context parallel group share the sequence of this cache."""
         return bool(spec.dcp_sharded)
+
+    def is_tp_replica(self, spec: Any) -> bool:
+        """Whether every rank of a tensor parallel group holds all of this cache."""
+        return getattr(spec, "max_tp_shards", None) == 1 or bool(getattr(spec, "tp_replicated", False))
 
     def is_replayed(self, spec: Any) -> bool:
         """Whether some layers of this cache are computed for the last window of a prompt only."""

@@ -21,6 +21,12 @@ class Release30(Release31):
 
         return isinstance(spec, FullAttentionSpec)
 
+    def is_tp_replica(self, spec: Any) -> bool:
+        """Latents are, and states that say so."""
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+        return isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) or super().is_tp_replica(spec)
+
     def is_replayed(self, spec: Any) -> bool:
         """No layer is."""
         return False
