@@ -126,8 +126,8 @@ def _check_release(vllm_config: Any) -> None:
     reads_back = vllm_config.kv_transfer_config.kv_connector_extra_config.get("bidirectional_kv_xfer")
     if reads_back and not release().reads_answers:
         raise LayoutError(
-            f"bidirectional_kv_xfer is on: with vLLM {find_version()} what is read back may be wrong, with 0.32 and later it is not; leave it "
-            "out, or take a later vLLM on this engine"
+            "bidirectional_kv_xfer is on: what is read back of a conversation was wrong in some simulated ones, with models that have "
+            "windows; leave it out, and prompts are computed as without it"
         )
     obstacle = release().find_obstacle(vllm_config)
     if obstacle is not None:

@@ -12,8 +12,6 @@ class Release31(Release32):
     """0.31."""
 
     minor: ClassVar[tuple[int, int]] = (0, 31)
-    # In simulated worlds some conversations read blocks that a window had dropped.
-    reads_answers: ClassVar[bool] = False
     refused_specs: ClassVar[Mapping[str, str]] = {
         "KpoolTailSpec": "it is a ring that vLLM describes as a sliding window; vLLM 0.32 describes it as a ring"
     }
