@@ -1,4 +1,4 @@
-"""vLLM 0.32: a connector is not told of sleep, ROCm's attention has one order of V for each backend, and keys of an indexer one scale.
+"""vLLM 0.32: ROCm's attention has one order of V for each backend, and keys of an indexer have one scale.
 
 Cache dtypes are vLLM's own.
 """
@@ -14,7 +14,6 @@ class Release32(Release):
     """0.32."""
 
     minor: ClassVar[tuple[int, int]] = (0, 32)
-    can_sleep: ClassVar[bool] = False
 
     def has_mx_scales(self) -> bool:
         """No device's do."""
