@@ -16,22 +16,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.e2e.router import PREFILL_PARAMS
 from tests.vllm.test_forged_params import NUM_TOKENS, Fleet
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.vllm
 Params = dict[str, Any]
-
-# All of them ask a prefill engine so, and three add to it.
-PREFILL: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 def by_go(params: Params) -> Params:
@@ -119,7 +110,7 @@ def test_a_routers_two_legs_load_the_whole_prompt_between_engines_that_are_both(
     router = ROUTERS[name]
     fleet = Fleet("kv_both", "kv_both")
     try:
-        check_loads(fleet, {**PREFILL, **router.adds}, router.decode, router.request)
+        check_loads(fleet, {**PREFILL_PARAMS, **router.adds}, router.decode, router.request)
     finally:
         fleet.world.close()
 
@@ -150,7 +141,7 @@ def test_dynamos_own_protocol_takes_us_for_nixl_connector() -> None:
     for config in (drop_in, wrapped):
         protocol = protocols.make_kv_connector_protocol(config)
         assert type(protocol) is protocols.NixlConnectorProtocol
-        assert protocol.prefill_request_kv_transfer_params() == PREFILL
+        assert protocol.prefill_request_kv_transfer_params() == PREFILL_PARAMS
         fleet = Fleet("kv_both", "kv_both")
         try:
             check_loads(
