@@ -5,7 +5,8 @@
 | handshake with a source engine of 8 ranks | below 10 ms of processor time, and at most 1.5 times that of vLLM 0.33 |
 | preparation of a request | at most 0.4 ms of processor time above the in-tree connector's where that takes less than 2 ms, at most 1.25 times as much above; and below 1 % of the request's first token |
 | transfer of a request | at least 0.95 of the in-tree connector's speed on every block table, by the interval: undecided where it has both sides of 0.95 in it |
-| first token of two engines | the same |
+| first token of two engines, one request at a time or several | the same |
+| requests per second of two engines | the same |
 | direct or staged | a staged read takes at most 1.1 times as long as a direct one, a direct read at most 2.2 times as long as a staged one; by the interval too |
 """
 
@@ -62,6 +63,11 @@ def transfer(interval: tuple[float, float]) -> tuple[Bar, ...]:
 def first_token(interval: tuple[float, float]) -> tuple[Bar, ...]:
     """`interval`: of theirs / ours by the clock."""
     return (Bar("first token at least 0.95 of in-tree's speed", _is_above(interval, MIN_SPEED)),)
+
+
+def throughput(interval: tuple[float, float]) -> tuple[Bar, ...]:
+    """`interval`: of ours / theirs, in requests per second."""
+    return (Bar("requests per second at least 0.95 of in-tree's", _is_above(interval, MIN_SPEED)),)
 
 
 def staging(is_staged: bool, interval: tuple[float, float]) -> tuple[Bar, ...]:

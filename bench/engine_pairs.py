@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.e2e.engines import Nursery
 from tests.e2e.router import PREFILL_PARAMS
 
 MAX_MODEL_TOKENS = 2048
+MAX_REQUESTS = 32
 SETTLE_S = 0.03  # for processes that have just been woken up; a report of the last request takes some 5 ms
 NUM_TOKENS = 3
 IDLE_S = 0.5
@@ -48,7 +50,7 @@ class Pair:
     def __init__(self, nursery: Nursery, model: str, prefill_tp: int, decode_tp: int, connector: str) -> None:
         self.engines: list[Engine] = []
         for tp, role in ((prefill_tp, "kv_producer"), (decode_tp, "kv_consumer")):
-            arguments = (("max_model_len", MAX_MODEL_TOKENS),)
+            arguments = (("max_model_len", MAX_MODEL_TOKENS), ("max_num_seqs", MAX_REQUESTS))
             spec = EngineSpec(model, tp=tp, connector=connector, role=role, arguments=arguments)
             self.engines.append(nursery.engine(spec))
         self.sleep()
@@ -62,16 +64,28 @@ class Pair:
 
     def turn(self, prompt: Sequence[int]) -> Turn:
         """One request through both engines. Raises AssertionError if either fails it."""
-        prefill, decode = self.engines
+        turn = self.serve([prompt], 1)[1][0]
+        return turn
+
+    def serve(self, prompts: Sequence[Sequence[int]], num_clients: int) -> tuple[float, list[Turn]]:
+        """All prompts, so many at a time: seconds until the last answer, and what became of each. Raises AssertionError if an engine fails one."""
         self.wake()
+        began_s = time.monotonic()
+        with ThreadPoolExecutor(num_clients) as clients:
+            turns = list(clients.map(self._ask, prompts))
+        took_s = time.monotonic() - began_s
+        time.sleep(SETTLE_S)
+        self.sleep()
+        return took_s, turns
+
+    def _ask(self, prompt: Sequence[int]) -> Turn:
+        prefill, decode = self.engines
         sent_s = time.monotonic()
         first = prefill.wait(prefill.submit(prompt, 1, dict(PREFILL_PARAMS), prefill.new_id()))
         assert first.kv_transfer_params is not None, first
         handed_on_s = time.monotonic()
         output = decode.wait(decode.submit(prompt, NUM_TOKENS, first.kv_transfer_params, decode.new_id()))
         assert output.first_token_s is not None, output
-        time.sleep(SETTLE_S)
-        self.sleep()
         return Turn(output.first_token_s - sent_s, output.first_token_s - handed_on_s, output)
 
     def ordinary(self, prompts: Sequence[Sequence[int]]) -> list[Output]:

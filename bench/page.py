@@ -17,6 +17,7 @@ TITLES = {
     "d": "An idle rank, and a busy one",
     "e": "Growth",
     "f": "First token of two real engines",
+    "g": "Real engines under load: so many requests at a time",
     "m": "Direct or staged: the way taken beside the other",
 }
 # Their results have one name per block table, which becomes a column.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench import bars, beside, page, rows_first_token
+from bench import bars, beside, page, rows_first_token, rows_load
 from bench.bars import Bar
 from bench.compare import Comparison, Spent, balanced, compare, interval
 from bench.engine_pairs import Turn
@@ -279,3 +279,22 @@ def test_a_first_token_of_another_text_is_no_result() -> None:
 def test_cores_to_spare_are_not_claimed_for_threads_that_were_not_found() -> None:
     results = measured(FakePair("ours", 0.01, []), FakePair("theirs", 0.01, []), num_ranks=3)
     assert [result.note for result in results][2:] == ["skipped: 2 of 3 spinning threads of NIXL's were found"]
+
+
+def test_under_load_rounds_are_compared_side_by_side() -> None:
+    """Two rounds of three requests: ours in 10 ms and twice as many a second, but for one that takes 100 ms."""
+    first_ms = np.array([[[10.0, 10.0, 100.0], [20.0, 20.0, 20.0]]] * 2)
+    median, last, rate = rows_load.results("m, 3 at a time", "NixlConnector", first_ms, np.array([[40.0, 20.0]] * 2))
+    assert (median.ours, median.theirs, median.ratio) == (10.0, 20.0, 2.0)
+    assert [bar.holds for bar in median.bars] == [True]
+    assert last.ours is not None
+    assert last.ours > 90.0
+    assert (last.theirs, last.bars) == (20.0, ())
+    assert (rate.ours, rate.theirs, rate.ratio) == (40.0, 20.0, 2.0)
+    (slow,) = [
+        bar.holds
+        for result in rows_load.results("m", "NixlConnector", first_ms[:, ::-1], np.array([[20.0, 40.0]] * 2))
+        for bar in result.bars
+        if "per second" in bar.text
+    ]
+    assert slow is False
