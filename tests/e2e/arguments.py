@@ -62,6 +62,8 @@ def arguments_of(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     config = transfer_config(spec)
     if config is not None:
         arguments["kv_transfer_config"] = config
+    if spec.sleeps:
+        arguments["sleeps"] = True
     if spec.record:
         arguments["record"] = str(folder / "snapshots")
     return arguments

@@ -34,8 +34,8 @@ class EngineSpec:
     """All that tells one engine from another. `connector=None`: an ordinary engine. Hashable: it is the pool's key.
 
     `extra`: options of the connector. `arguments`: further fields of `AsyncEngineArgs`. `environment`: further
-    variables. `vllm`: the release that it runs, of `tests.releases`. `record`: snapshots of the pages are written, into the engine's `snapshots` folder. `recompute`: what could not
-    be loaded is computed here; otherwise the request fails, which is vLLM's default.
+    variables. `vllm`: the release that it runs, of `tests.releases`. `record`: snapshots of the pages are written, into the engine's `snapshots` folder.
+    `sleeps`: it can be put to sleep. `recompute`: what could not be loaded is computed here; otherwise the request fails, which is vLLM's default.
     """
 
     model: str
@@ -47,6 +47,7 @@ class EngineSpec:
     role: str = "kv_both"
     prefix_caching: bool = False
     record: bool = False
+    sleeps: bool = False
     recompute: bool = False
     extra: Pairs = ()
     arguments: Pairs = ()
@@ -174,6 +175,13 @@ class Engine:
 
     def resume(self) -> None:
         self._call("resume").result(timeout=ANSWER_SECONDS)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Raises EngineFailed if it cannot."""
+        self._call("sleep", level, mode).result(timeout=ANSWER_SECONDS)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._call("wake_up", tags).result(timeout=ANSWER_SECONDS)
 
     def get(self, path: str) -> str:
         """A page as a server would have it: `/metrics`."""

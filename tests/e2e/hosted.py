@@ -26,6 +26,10 @@ SHUTDOWN_SECONDS = 40.0
 def main(connection: Connection, arguments: dict[str, Any]) -> None:
     """Start an engine with `arguments` of `AsyncEngineArgs`, serve it, and shut it down."""
     tempfile.tempdir = None  # the nursery has looked it up before TMPDIR was ours
+    if arguments.pop("sleeps", False):
+        from tests.e2e import sleeping
+
+        sleeping.install()
     record = arguments.pop("record", None)
     if record is not None:
         from tests.e2e import recorder
@@ -123,6 +127,12 @@ class _Host:
 
     async def resume(self) -> None:
         await self.engine.resume_generation()
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self.engine.sleep(level=level, mode=mode)
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        await self.engine.wake_up(tags)
 
     async def get(self, path: str) -> str:
         if path != "/metrics":

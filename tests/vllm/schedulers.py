@@ -176,7 +176,7 @@ class Decode:
         engine = EngineConfig(groups(*specs), num_backoff_tokens=backoff, **config)
         self.side = Consumer(me, engine, self._count, hosts=hosts, own_key=own_key)
         if has_met:
-            self.side._known.add_key(KEY)
+            self.side.known.add_key(KEY)
 
     def _count(self, counter: str, label: str, amount: int) -> None:
         if counter == "fallbacks":

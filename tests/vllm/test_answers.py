@@ -149,6 +149,26 @@ def test_a_window_is_loaded_where_its_tokens_are_still_there() -> None:
         assert engine.fallbacks == ([] if expected else ["window"])
 
 
+def test_what_a_load_left_out_of_a_page_is_not_published() -> None:
+    """Loaded from token 150 on, where a window of 100 began; with drafts fewer tokens are published than were loaded."""
+    some = groups(full(64), window(64, 100))
+    sizes = {"tp_size": 1, "dcp_size": 1, "pp_size": 1}
+    made = Producer("d", KEY, EngineConfig(some, num_draft_tokens=4, sizes=sizes), 30.0, 4, TTL_S)
+    made.address = Address("127.0.0.1", 5)
+    for name, begins, expected in (("d-1", 150, 150), ("d-2", 0, 128), ("d-3", 100, 128)):
+        asked = request(name, TOKENS[:252], kv_transfer_params=dict(ASKED), num_computed_tokens=251)
+        made.note_first(name, some[1], 200)  # without a lease it is not kept
+        list(made.schedule(asked))
+        if begins:
+            made.note_first(name, some[1], begins)
+        params, _ = made.finish(asked, [[1, 2, 3, 4], [0, 0, 3, 4]])
+        assert params is not None
+        assert [group.first_held for group in read_params(params).groups] == [0, expected]
+        assert ask(turn((full(64), window(64, 100))), params, [*TOKENS, 7]) == (0 if expected == 150 else 247)
+        made.freed(name)
+        assert not made._first_loaded
+
+
 @pytest.mark.parametrize(
     ("theirs", "mine", "expected"),
     [

@@ -92,7 +92,7 @@ def test_what_falls_back() -> None:
     spent.arrive(params, TOKENS)
     given_up, given_up_noted = noting(full(64))
     for give_up in (given_up.side.reset, given_up.side.give_up_longest, lambda: given_up.side.give_up("d-1", "pool")):
-        given_up.side._known._released.clear()
+        given_up.side.known._released.clear()
         given_up.arrive(params, TOKENS)
         list(give_up())
     assert (itself_noted, role_noted, spent_noted) == ([("itself", 300)], [("role", 300)], [("spent", 300)])

@@ -136,7 +136,7 @@ def test_a_window_is_loaded_from_its_first_page_and_its_torn_page_is_named() -> 
     order = decode.load(asked, held, 299)
     assert order.transfer.intervals == {"g0": [(0, 299)], "g1": [(192, 299)]}
     assert order.transfer.dst_tables["g1"].first_page == 1
-    assert [(group.name, number) for group, number in decode.side.incomplete_blocks("d-1", held)] == [("g1", 2)]
+    assert [(group.name, token) for group, token in decode.side.first_loaded("d-1", held)] == [("g1", 192)]
 
 
 def test_two_windows_are_clipped_each_by_its_own() -> None:

@@ -115,7 +115,7 @@ def test_few_keys_are_kept_and_a_request_keeps_its_own(monkeypatch: pytest.Monke
         asked.append(request(f"d-{number}", TOKENS, kv_transfer_params=named))
         list(decode.side.arrive(asked[-1], named))
         decode.meet({f"d-{number}": key})
-    assert len(decode.side._known._keys) == 2
+    assert len(decode.side.known._keys) == 2
     assert all(decode.side.count_loadable(one, 0) is not None for one in asked)
 
 

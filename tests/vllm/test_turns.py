@@ -8,23 +8,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.vllm.simulation import turns
 from tests.vllm.simulation.base import base_config
 from tests.vllm.simulation.draw import MODELS, draw
 from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.runner import WrongCache
 from tests.vllm.simulation.turns import FIRST, TurnWorld
 from tests.vllm.simulation.world import Weather
 
 from kvreshard.model.changed import replace
 from kvreshard.vllm import scheduler, worker
-from kvreshard.vllm.versions import release
+from kvreshard.vllm.producer import Producer
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not release().reads_answers,
-        reason="engines with bidirectional_kv_xfer are refused: windows were wrong in some conversations",
-    ),
-]
+pytestmark = pytest.mark.vllm
 BY_KIND = {model.kind: model for model in MODELS}
 ANSWER_LEASE_S = 60.0
 
@@ -144,6 +140,22 @@ def test_loads_wait_for_steps_that_may_write_where_an_engine_only_prefills(monke
     made = scheduler.DelayedLoads
     monkeypatch.setattr(scheduler, "DelayedLoads", lambda _num_steps: made(0))
     with pytest.raises(AssertionError, match=r"\('p', 'p-"):
+        run()
+
+
+def test_what_a_load_left_out_of_a_page_is_not_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is loaded begins inside a page of this engine, and with drafts fewer tokens are published than were loaded."""
+
+    monkeypatch.setattr(turns, "MAX_SAID", 1)
+
+    def run() -> TurnWorld:
+        world = TurnWorld(pair("window", {"has_prefix_caching": False}, {"num_drafts": 3}), base_config(), 0)
+        world.make_prompt = lambda: [*range(40 + len(world.asked) % 16)]
+        return live(world, 16)
+
+    assert run().num_read_back > 100
+    monkeypatch.setattr(Producer, "note_first", lambda *_: None)
+    with pytest.raises(WrongCache):
         run()
 
 

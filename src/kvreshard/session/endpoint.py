@@ -61,6 +61,8 @@ REST_WITH_LOADS_S = 0.050
 REST_WITH_LEASES_S = 0.005
 REST_IDLE_S = 0.500
 CLOSE_S = 0.2
+# An engine that is put to sleep waits this long for a turn to end: its memory goes next.
+END_S = 10.0
 
 
 class Endpoint:
@@ -146,14 +148,33 @@ class Endpoint:
 
     def close(self) -> None:
         """End the thread and all handshakes, and wait `CLOSE_S` at most. The caller closes the transport."""
+        if not self._stop(CLOSE_S):
+            logger.warning("rank %d: the session's thread is busy and is left behind", self._rank)
+
+    def end(self) -> Results:
+        """Close, before the memory of the caches goes: loads have failed, leases have ended, and their words are cleared. Returns what is left.
+
+        Raises KvReshardError if the thread is busy with that memory and does not end.
+        """
+        if not self._stop(END_S):
+            raise KvReshardError(
+                f"rank {self._rank}: the session's thread is busy and has not ended in {END_S:g} s; the memory of the caches must stay"
+            )
+        self._own.book.revoke_all()
+        self._results.free(self._own.book.take_finished())
+        self._results.give_up(Failure("cancelled", "the engine is put to sleep"))
+        return self._results.take(0.0)
+
+    def _stop(self, wait_s: float) -> bool:
+        """End the thread and all handshakes. Returns whether the thread has ended."""
         self._stopping = True
         self.wake()
         self._peers.close()
         self._observer.close()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                logger.warning("rank %d: the session's thread is busy and is left behind", self._rank)
+        if self._thread is None:
+            return True
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     def turn(self) -> float:
         """One turn; seconds that it may rest afterwards."""

@@ -94,8 +94,7 @@ class HandshakeServer:
         keys: Keys | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 (frozen)
     ) -> None:
-        # One copy, outside Python: what waits for a slow peer is a reference.
-        self._engine_metadata = zmq.Frame(encode_engine_metadata(engine_metadata), copy=True)
+        self.hand_out(engine_metadata)
         self.address, self._on_outcome = address, on_outcome
         self._complaints: Counter[str] = Counter()
         self._stopping = threading.Event()
@@ -124,6 +123,10 @@ class HandshakeServer:
             )
         self._thread = threading.Thread(target=self._run, name="kvreshard-listener", daemon=True)
         self._thread.start()
+
+    def hand_out(self, engine_metadata: EngineMetadata) -> None:
+        """Answer with this metadata from now on: one copy outside Python. What waits for a slow peer is a reference."""
+        self._engine_metadata = zmq.Frame(encode_engine_metadata(engine_metadata), copy=True)
 
     def close(self) -> None:
         """Stop listening. A second call does nothing."""

@@ -133,6 +133,11 @@ class LeaseBook:
         if request in self._leases:
             self._end(request, "revoked")
 
+    def revoke_all(self) -> None:
+        """End all leases."""
+        for request in list(self._leases):
+            self._end(request, "revoked")
+
     def report(self, report: Report) -> None:
         """Apply a report. The lease ends when all reporters of one consumer have reported."""
         lease = self._leases.get(report.request)

@@ -223,6 +223,11 @@ class NixlTransport:
         self._closed = True
         self._finalizer()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the agent is there. It may be for some time after `close`, if a call into NIXL does not return."""
+        return self._owner.is_running
+
     def _open_table(self) -> RegionTable:
         if self._closed:
             raise closed_transport(self._name)

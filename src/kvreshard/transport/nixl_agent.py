@@ -164,7 +164,10 @@ class NixlAgent:
             return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, name: str, native: bytes) -> None:
-        with _as_errors(f"could not load the metadata of {name}", "are NIXL's version and backend the same there?"):
+        with _as_errors(
+            f"could not load the metadata of {name}",
+            "is that engine still there and awake, and has it the same version and backend of NIXL?",
+        ):
             loaded = self._agent.add_remote_agent(native)
             found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
             if found != name:

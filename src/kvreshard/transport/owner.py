@@ -190,8 +190,13 @@ class Owner:
         if threading.current_thread() is self._thread:
             return
         self._thread.join(self._pace.close_s + TEAR_DOWN_S)
-        if self._thread.is_alive():
+        if self.is_running:
             logger.warning("%s: the agent did not close; its thread is left behind", self.name)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread, and with it the agent, is still there."""
+        return self._thread.is_alive()
 
     # Below: on the owner's thread only.
 

@@ -33,7 +33,7 @@ from kvreshard.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -132,6 +132,17 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """With UCX: whether memory can be registered anew was not tried with other backends of NIXL."""
+        return read_options(kv_transfer_config.kv_connector_extra_config).backend == "UCX"
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's part of the engine's metadata; None in a replica."""

@@ -33,7 +33,7 @@ from kvreshard.model.logs import get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, Renew, StopRenewing
 from kvreshard.vllm.fallbacks import EXPECTED, REASONS
 from kvreshard.vllm.groups import CacheGroup
-from kvreshard.vllm.loadable import LoadableTokens, first_token, make_transfer, read_block_ids
+from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
 from kvreshard.vllm.missing_items import MissingItems
 from kvreshard.vllm.params import ParamsError, RemotePrefill, read_params
 from kvreshard.vllm.requests import EngineConfig
@@ -104,10 +104,10 @@ class Consumer:
         min_answer_tokens: int | None = None,
         is_shadow: bool = False,
     ) -> None:
-        self._me, self._config, self._count = me, config, count
+        self._config, self._count = config, count
         self._min_answer_tokens = min_answer_tokens
         self._hosts, self._is_shadow = hosts or SourceHosts(), is_shadow
-        self._known = KnownSources(own_key)
+        self.known = KnownSources(me, own_key)
         self.missing_items = MissingItems(config.positions, config.placeholders)
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
@@ -129,7 +129,7 @@ class Consumer:
             logger.warning("request %s will be computed here: %s", request.request_id, error)
             return
         # The ranks report the key of an answer's source once they have seen that its lease is still there.
-        key = None if is_answer else self._known.find_key(prefill.remote)
+        key = None if is_answer else self.known.find_key(prefill.remote)
         waiting = _Waiting(request, prefill, is_answer, key)
         if waiting.key is not None:
             self._compare_items(waiting)
@@ -150,7 +150,7 @@ class Consumer:
     def _find_obstacle(self, waiting: _Waiting) -> str | None:
         """The cause for which a request that arrives cannot be loaded."""
         remote = waiting.prefill.remote
-        if (remote.engine, remote.instance_id) == self._me:
+        if self.known.is_own(remote):
             return "itself"
         if not self._hosts.allows(remote.address.host):
             return "host"
@@ -158,7 +158,7 @@ class Consumer:
             return "answer"
         if not (waiting.is_answer or self._config.may_load):
             return "role"
-        return "spent" if self._known.is_released(waiting.source) else None
+        return "spent" if self.known.is_released(waiting.source) else None
 
     def meet(self, keys: Mapping[str, bytes], unmet: Mapping[str, Failure]) -> Iterator[Command]:
         """Results of handshakes, by request: the source's key, or why there is none.
@@ -171,7 +171,7 @@ class Consumer:
             if waiting is None or waiting.key == key:
                 continue
             waiting.key = key
-            self._known.add_key(key)
+            self.known.add_key(key)
             if waiting.num_loadable is None:
                 self._compare_items(waiting)
                 if self.missing_items.is_hopeless(request_id):
@@ -190,7 +190,7 @@ class Consumer:
         except ParamsError as error:
             logger.debug("no lease is released for a request that was rejected: %s", error)
             return
-        if not self._known.is_released((prefill.remote, prefill.lease)):
+        if not self.known.is_released((prefill.remote, prefill.lease)):
             yield from self._release_source((prefill.remote, prefill.lease))
 
     def count_loadable(self, request: Request, num_computed: int) -> int | None:
@@ -291,17 +291,16 @@ class Consumer:
         if waiting is not None:
             yield from self._release_source(waiting.source, waiting.is_unmet)
 
-    def incomplete_blocks(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
-        """(group, leading blocks) where the load leaves some tokens of these blocks out: a window begins inside."""
+    def first_loaded(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
+        """(group, first token) where the load leaves earlier tokens of the group's blocks out: its source no longer has them."""
         waiting = self._waiting.get(request_id)
         if waiting is None or not waiting.is_loading:
             return
         for group in self._config.groups:
             if group.page_tokens is not None:
-                first, _ = group.pages(read_block_ids(blocks, group), 0)
                 held = first_token(waiting.prefill, group)
-                if first * group.page_tokens < held:
-                    yield group, -(-held // group.page_tokens)
+                if first_missing(group, blocks, held) < held:
+                    yield group, held
 
     def _forget(self, request_id: str) -> _Waiting | None:
         waiting = self._waiting.pop(request_id, None)
@@ -384,7 +383,7 @@ class Consumer:
         A source whose handshake failed on every rank is not contacted again for this.
         """
         if source not in self._of_source and not is_unmet:
-            self._known.add_released(source)
+            self.known.add_released(source)
             yield Release(*source)
 
     def _count_tokens(self, waiting: _Waiting) -> int:

@@ -42,13 +42,17 @@ class RankPart(KVConnectorHandshakeMetadata):
 
 
 class EngineHandshake:
-    """One per engine. `key`: what this start of the engine seals with. `instance_id`: the digest of it, unique to this start."""
+    """One per engine. `key`: what this life of the engine seals with. `instance_id`: the digest of it, unique to this life.
+
+    A life ends with the process, or when the memory of the caches goes while the engine sleeps (`begin_life`).
+    """
 
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._engine, self._options = vllm_config, engine, options
         self.key = new_key()
         self.instance_id = instance_id_of(self.key)
         self._listener: HandshakeServer | None = None
+        self._address: Address | None = None
         self._logged: set[tuple[str, int, bool]] = set()
 
     def make_engine_metadata(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineMetadata:
@@ -60,11 +64,20 @@ class EngineHandshake:
             layout, self.key, compatibility, ranks, self._options.kv_lease_duration, {"vllm_version": exchanged_with()}
         )
 
+    def begin_life(self) -> None:
+        """Another key and instance id: whoever has met this engine before meets it anew, as one that was started again."""
+        self.key = new_key()
+        self.instance_id = instance_id_of(self.key)
+        self._logged.clear()
+
     def listen(self, engine_metadata: EngineMetadata, default_port: int | None = None) -> Address:
         """Hand the metadata out. Returns the address for peers. `default_port`: instead of NixlConnector's; 0 is any free one.
 
         Raises KvReshardError if the address is taken.
         """
+        if self._listener is not None and self._address is not None:
+            self._listener.hand_out(engine_metadata)
+            return self._address
         host = self._options.side_channel_host or envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         first = self._options.side_channel_port
         if first is None:
@@ -79,6 +92,7 @@ class EngineHandshake:
             address = Address(get_ip(), address.port)
         guarded = "to engines with a trusted key" if self._options.curve_secret_key_file else "without keys"
         logger.info("kvreshard: engine %s hands out its layout at %s %s", self._engine, address, guarded)
+        self._address = address
         return address
 
     def close(self) -> None:

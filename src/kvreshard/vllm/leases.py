@@ -53,6 +53,11 @@ class Leases:
         """Requests that other engines may read, sorted."""
         return sorted(self._published)
 
+    @property
+    def unpublished(self) -> list[Acquire]:
+        """The leases of requests that are being computed."""
+        return [lease for request, lease in self._leases.items() if request not in self._published]
+
     def acquire(self, request: str) -> Acquire | None:
         """The request's lease, a new one if it has none; None when all slots are taken."""
         if request not in self._leases:

@@ -200,7 +200,7 @@ def make_transfer(
             for block in blocks.blocks[group.index]
             if block.block_hash is None and not block.is_null and block.block_id in held
         ]
-        start = max(_first_missing(group, blocks, first, num_tokens), first_token(prefill, group))
+        start = max(first_missing(group, blocks, num_tokens), first_token(prefill, group))
         tables[group.name] = PageTable(list(pages), num_tokens, first)
         intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
         new_pages[group.name] = np.array(fresh, dtype=np.int64)
@@ -212,10 +212,10 @@ def read_block_ids(blocks: KVCacheBlocks, group: CacheGroup) -> list[int]:
     return [NULL_BLOCK if block.is_null else block.block_id for block in blocks.blocks[group.index]]
 
 
-def _first_missing(group: CacheGroup, blocks: KVCacheBlocks, first: int, num_tokens: int) -> int:
-    """The first token that the group lacks here and has room for. Its blocks with a hash are prefix hits."""
+def first_missing(group: CacheGroup, blocks: KVCacheBlocks, num_tokens: int) -> int:
+    """The first of `num_tokens` tokens that the group lacks here and has room for. Its blocks with a hash are prefix hits."""
     if group.page_tokens is None:
         return 0 if group.ring_tokens is None else max(0, num_tokens - group.ring_tokens)
     held = blocks.blocks[group.index]
     fresh = next((i for i, b in enumerate(held) if b.block_hash is None and not b.is_null), len(held))
-    return max(first, fresh) * group.page_tokens
+    return fresh * group.page_tokens

@@ -33,6 +33,7 @@ from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake_messages import Address
 from kvreshard.session.seal import instance_id_of, prompt_key
+from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.last_pages import LastPages
 from kvreshard.vllm.leases import Leases, is_choice
 from kvreshard.vllm.page_list import write_pages
@@ -70,6 +71,8 @@ class Producer:
         self._answers: dict[str, None] = {}
         self._has_logged_beyond = False
         self._computing: dict[str, Request] = {}
+        # The first token that a load has brought, of requests and groups whose blocks begin with tokens that it left out.
+        self._first_loaded: dict[tuple[str, str], int] = {}
         self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
         self._has_logged_size = False
@@ -91,6 +94,11 @@ class Producer:
             and self._computing[name].num_computed_tokens + num_tokens >= self._computing[name].num_prompt_tokens
             for name, num_tokens in num_scheduled.items()
         )
+
+    def begin_life(self, key: bytes) -> Iterator[Command]:
+        """Seal with another key, and take the leases again of what is being computed: the ranks have forgotten them."""
+        self._key = key
+        yield from self._leases.unpublished
 
     def arrive(self, request: Request) -> None:
         """Drop the trailing tokens, once: a preempted request arrives again."""
@@ -132,6 +140,11 @@ class Producer:
                 self.last_pages.expect(request.request_id, request.num_prompt_tokens)
             self._computing[request.request_id] = request
         yield lease
+
+    def note_first(self, request_id: str, group: CacheGroup, token: int) -> None:
+        """What was loaded of this group begins inside a block. A request that is computed after all may publish less than it has."""
+        if self._leases.find(request_id) is not None:
+            self._first_loaded[request_id, group.name] = token
 
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]]
@@ -226,7 +239,8 @@ class Producer:
                     group.window_tokens,
                     group.chunk_tokens,
                     group.ring_tokens,
-                    group.first_written(num_tokens) or UNSET,
+                    max(group.first_written(num_tokens), self._first_loaded.get((request.request_id, group.name), 0))
+                    or UNSET,
                 )
                 for group, (first, _) in zip(self._config.groups, pages, strict=True)
             ),
@@ -269,6 +283,8 @@ class Producer:
         self.last_pages.release(request_id)
         self._answers.pop(request_id, None)
         self._leases.release(request_id)
+        for group in self._config.groups:
+            self._first_loaded.pop((request_id, group.name), None)
 
     def _withdraw(self, request_id: str) -> Iterator[Command]:
         self._leases.withdraw(request_id)

@@ -124,6 +124,7 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         transfer_config, config = vllm_config.kv_transfer_config, read_config(vllm_config, kv_cache_config)
         self._handshake = EngineHandshake(vllm_config, engine, options)
+        self._engine, self._has_lived = engine, False
         self._is_producer = bool(transfer_config.is_kv_producer)
         key = self._handshake.key
         reads_back = options.bidirectional_kv_xfer
@@ -162,7 +163,16 @@ class SchedulerSide:
         self._computing: set[str] = set()
 
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
-        """Make the engine's metadata of all ranks' parts, and listen if other engines read from here."""
+        """Make the engine's metadata of all ranks' parts, and listen if other engines read from here.
+
+        A second call is the first of another life: the caches have been in no memory for a time, and are in other memory now.
+        """
+        if self._has_lived:
+            self._handshake.begin_life()
+            self._consumer.known.begin_life((self._engine, self._handshake.instance_id), self._handshake.key)
+            self._add(self._producer.begin_life(self._handshake.key))
+            logger.info("kvreshard: engine %s is awake; its peers meet it anew", self._engine)
+        self._has_lived = True
         engine_metadata = self._handshake.make_engine_metadata(parts)
         self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._listens:
@@ -201,7 +211,7 @@ class SchedulerSide:
         params = request.kv_transfer_params or {}
         if names_source(params):
             self._add(self._consumer.allocate(request, blocks, num_external))
-            self._exclude_from_cache(request, blocks)
+            self._note_incomplete(request, blocks)
             # One load per request, also if it is preempted later.
             params |= {"do_remote_prefill": False, "remote_block_ids": None}
 
@@ -308,14 +318,14 @@ class SchedulerSide:
             self.stats.count("answers", "withdrawn")
             self._add(self._producer.withdraw_oldest_answer())
 
-    def _exclude_from_cache(self, request: Request, blocks: KVCacheBlocks) -> None:
-        """Exclude blocks that a window leaves incomplete from prefix hits: vLLM would take them for complete.
+    def _note_incomplete(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Exclude blocks that a window leaves incomplete from prefix hits: vLLM would take them for complete. Nor is what they lack published.
 
         vLLM caches a loaded request's blocks from `num_cached_block` on (0.32.0, `SingleTypeKVCacheManager.cache_blocks`).
         """
-        if self._manager is None:
-            return
-        managers = self._manager.coordinator.single_type_managers
-        for group, num_blocks in self._consumer.incomplete_blocks(request.request_id, blocks):
-            cached = managers[group.index].num_cached_block
-            cached[request.request_id] = max(cached.get(request.request_id, 0), num_blocks)
+        for group, first in self._consumer.first_loaded(request.request_id, blocks):
+            self._producer.note_first(request.request_id, group, first)
+            if self._manager is not None:
+                cached = self._manager.coordinator.single_type_managers[group.index].num_cached_block
+                num_blocks = -(-first // (group.page_tokens or 1))
+                cached[request.request_id] = max(cached.get(request.request_id, 0), num_blocks)

@@ -72,12 +72,24 @@ class SourceHosts:
 
 
 class KnownSources:
-    """Size-bounded memory of one decode engine; the oldest entries go first. `own_key`: the key under which it seals its own prefills."""
+    """Size-bounded memory of one decode engine; the oldest entries go first.
 
-    def __init__(self, own_key: bytes | None = None) -> None:
-        self._own = {instance_id_of(own_key): own_key} if own_key is not None else {}
+    `me`: the engine and its instance id; `own_key`: the key under which it seals its own prefills.
+    """
+
+    def __init__(self, me: tuple[str, str], own_key: bytes | None = None) -> None:
+        self.begin_life(me, own_key)
         self._keys: OrderedDict[str, bytes] = OrderedDict()
         self._released: OrderedDict[Source, None] = OrderedDict()
+
+    def begin_life(self, me: tuple[str, str], own_key: bytes | None) -> None:
+        """This engine has another instance id and key from now on."""
+        self._me = me
+        self._own = {} if own_key is None else {instance_id_of(own_key): own_key}
+
+    def is_own(self, remote: RemoteEngine) -> bool:
+        """Whether the source is this very engine."""
+        return (remote.engine, remote.instance_id) == self._me
 
     def find_key(self, remote: RemoteEngine) -> bytes | None:
         """The engine's key; None if it is not known."""

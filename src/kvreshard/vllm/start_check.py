@@ -2,7 +2,7 @@
 
 | engine | why |
 |---|---|
-| sleep mode, or the allocator that it uses | it frees the memory of caches and maps other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`). NIXL's registrations do not follow: a peer may read the old memory |
+| before vLLM 0.33: sleep mode, or the allocator that it uses | it frees the memory of caches and maps other memory at the same addresses (vLLM 0.32.0, `device_allocator/cumem.py`). NIXL's registrations do not follow: a peer may read the old memory |
 | `--enable-return-routed-experts` | the experts that a prefill chose are not in its cache: the decode engine would return none for the prompt. vLLM refuses it for its own connectors by name (`config/vllm.py`, `_verify_aux_output_compatibility`) |
 | prefill context parallelism without decode context parallelism, and a role that loads, or `bidirectional_kv_xfer` | the ranks are replicas, and vLLM hands out the metadata of one of them only (`gpu_worker.py`, `get_kv_connector_handshake_metadata`): the others would never be loaded |
 | a role that loads, as a child of a connector whose role does not | by the outer role vLLM decides whether blocks of a request that has ended wait for the steps that may still write them (`Scheduler.__init__`): a loaded cache may be overwritten |
@@ -78,16 +78,19 @@ def _children(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_sleep(model_config: Any) -> None:
-    """Any engine can be put to sleep, however it was started (vLLM 0.32.0, `v1/engine/core.py`, `sleep`): where its caches lie decides."""
-    if model_config.enable_sleep_mode:
+    """Any engine can be put to sleep, however it was started (vLLM 0.32.0, `v1/engine/core.py`, `sleep`): where its caches lie decides.
+
+    vLLM 0.33 tells the connector (`unregister_kv_caches`, `restore_kv_caches`).
+    """
+    if model_config.enable_sleep_mode and not release().can_sleep:
         raise LayoutError(
-            "sleep mode is on: an engine that wakes up has its caches in other memory than peers read from; start it without "
-            "--enable-sleep-mode"
+            f"sleep mode is on: with vLLM {find_version()} an engine that wakes up has its caches in other memory than peers read from; start it "
+            "without --enable-sleep-mode, or take vLLM 0.33"
         )
-    if model_config.enable_cumem_allocator:
+    if model_config.enable_cumem_allocator and not release().can_sleep:
         raise LayoutError(
-            "--enable-cumem-allocator is on: vLLM can put such an engine to sleep, and its caches are then in other memory than peers read "
-            "from; start it without, and without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF"
+            f"--enable-cumem-allocator is on: vLLM {find_version()} can put such an engine to sleep, and its caches are then in other memory than "
+            "peers read from; start it without, and without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, or take vLLM 0.33"
         )
     if model_config.sleep_mode_backend != "cumem":
         raise LayoutError(
@@ -123,12 +126,6 @@ def _check_replicas(vllm_config: Any) -> None:
 
 
 def _check_release(vllm_config: Any) -> None:
-    reads_back = vllm_config.kv_transfer_config.kv_connector_extra_config.get("bidirectional_kv_xfer")
-    if reads_back and not release().reads_answers:
-        raise LayoutError(
-            "bidirectional_kv_xfer is on: what is read back of a conversation was wrong in some simulated ones, with models that have "
-            "windows; leave it out, and prompts are computed as without it"
-        )
     obstacle = release().find_obstacle(vllm_config)
     if obstacle is not None:
         raise LayoutError(f"vLLM {find_version()}: {obstacle}")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvreshard.model import wire
+from kvreshard.model import KvReshardError, wire
 from kvreshard.model.logs import get_logger
-from kvreshard.session.commands import Publish
+from kvreshard.session.commands import Command, Publish, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
 from kvreshard.session.lease import LeaseTable
@@ -51,6 +51,8 @@ class WorkerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._engine, self._options = engine, options
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._is_asleep = False
         self._endpoint: Endpoint | None = None
         self._transport: NixlTransport | None = None
         self._buffer: torch.Tensor | None = None
@@ -59,11 +61,17 @@ class WorkerSide:
         self._patience_s = 0.0
         self._metadata = ReshardWorkerMetadata()
         self._unread: set[str] = set()
+        # Loads whose reads may still write their pages.
+        self._quarantined: set[str] = set()
+        # What a sleeping rank will be told and has to tell when it is awake.
+        self._commands: list[Command] = []
+        self._left = KVConnectorTransferResults()
         self.part: RankPart | None = None
         self.stats = ReshardStats()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe and register the caches and start the session. A replica does neither: nobody reads it."""
+        self._kv_caches = kv_caches
         check_outer(self._vllm_config.kv_transfer_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
@@ -122,8 +130,37 @@ class WorkerSide:
             *(rank.rank, len(part.fields), len(part.groups), sum(r.size_bytes for r in rank.regions) >> 20),
         )
 
+    def unregister(self) -> None:
+        """The memory of the caches goes: end the session and the agent, so that nobody reads or writes it any more.
+
+        Raises KvReshardError if a call into NIXL or a copy does not return: then the memory must stay.
+        """
+        if self._endpoint is None or self._transport is None:
+            return
+        results = self._endpoint.end()
+        self._transport.close()
+        if self._transport.is_running:
+            raise KvReshardError(
+                f"rank {self._rank}: NIXL's agent has not closed, and may still write into the caches: their memory must stay"
+            )
+        self._left = self._note(results)
+        self._metadata.settled.update((request, self._rank) for request in self._quarantined)
+        self._quarantined.clear()
+        self._endpoint = self._transport = self._buffer = self.part = None
+        self._is_asleep = True
+        logger.info("kvreshard: rank %d sleeps: its caches are registered nowhere", self._rank)
+
+    def restore(self) -> None:
+        """The caches have memory again, at the same addresses: begin a session and an agent of another life."""
+        if self._is_asleep:
+            self._is_asleep = False
+            self.register(self._kv_caches)
+
     def submit(self, metadata: ReshardMetadata) -> None:
         """Pass this step's commands to the session."""
+        if self._is_asleep:
+            self._commands += metadata.commands
+            return
         if self._endpoint is None:
             self._unread |= {command.request for command in metadata.commands if isinstance(command, Publish)}
             return
@@ -131,20 +168,27 @@ class WorkerSide:
         if metadata.engine_metadata is not None:
             engine_metadata = decode_engine_metadata(metadata.engine_metadata)
             self._endpoint.introduce(engine_metadata, engine_metadata.decode_layout())
-        for command in metadata.commands:
+        commands, self._commands = [*self._commands, *metadata.commands], []
+        for command in commands:
             self._endpoint.submit(command)
 
     def collect(self) -> KVConnectorTransferResults:
         """The results since the last step. A failed load is listed as received too, as vLLM requires."""
+        if self._is_asleep:
+            left, self._left = self._left, KVConnectorTransferResults()
+            return left
         if self._endpoint is None:  # a replica: vLLM waits for the report of every rank
             unread, self._unread = self._unread, set()
             return KVConnectorTransferResults(finished_sending=unread)
-        results = self._endpoint.collect(self._patience_s)
+        return self._note(self._endpoint.collect(self._patience_s))
+
+    def _note(self, results: Results) -> KVConnectorTransferResults:
         self.stats.note(results)
         for request, cause in results.freed.items():
             if cause == "expired":
                 logger.warning("kvreshard: the lease of request %s ran out before it was read", request)
         quarantined = {request for request, failure in results.failed.items() if failure.is_quarantined}
+        self._quarantined = (self._quarantined | quarantined) - results.settled
         self._metadata.quarantined.update((request, self._rank) for request in quarantined)
         self._metadata.settled.update((request, self._rank) for request in results.settled)
         self._metadata.keys.update(results.keys)

@@ -25,7 +25,7 @@ from tests.unit.session.world import (
     seal,
 )
 
-from kvreshard.model import LayoutMismatch
+from kvreshard.model import KvReshardError, LayoutMismatch
 from kvreshard.model.changed import replace
 from kvreshard.session.commands import (
     Acquire,
@@ -374,3 +374,28 @@ def test_the_line_of_a_failed_load_names_where_its_source_listens(
         world.fabric.step()
     assert set(collect(world.dst)[1]) == {"d"}
     assert "request d was not loaded from engine prefill at 127.0.0.1:1 (stale lease): " in caplog.text
+
+
+def test_before_the_memory_goes_loads_have_failed_and_every_word_is_cleared(world: World) -> None:
+    """What has not been collected is told, and a thread that is busy with the memory keeps it."""
+    world.acquire_and_publish()
+    world.src.turn()
+    assert world.words() == {WORD}
+    order_load(world)
+    world.dst.turn()
+    (failed,) = world.dst.endpoints[0].end().failed.values()
+    assert "put to sleep" in failed.text
+    for endpoint in world.src.endpoints.values():
+        assert endpoint.end().freed == {"r": "revoked"}
+    assert world.words() == {0}
+
+
+def test_a_session_that_is_busy_does_not_give_its_memory_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint, is_over = world.dst.endpoints[0], threading.Event()
+    monkeypatch.setattr("kvreshard.session.endpoint.END_S", 0.05)
+    monkeypatch.setattr(endpoint, "_turn", lambda: is_over.wait(30) or 1.0)
+    endpoint.start()
+    time.sleep(0.02)
+    with pytest.raises(KvReshardError, match="memory of the caches must stay"):
+        endpoint.end()
+    is_over.set()

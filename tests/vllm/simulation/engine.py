@@ -33,6 +33,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -304,9 +305,22 @@ class Engine:
     def _make_workers(self, config: Any) -> None:
         self.workers: list[WorkerSide] = []
         self.endpoints: list[Endpoint] = []
+        self._transports: list[MemoryTransport] = []
         self._buffers: list[Any] = []
-        parts = {}
+        self._life, self.is_asleep, self.falls_asleep = 0, False, False
         for place, rank in enumerate(self.side.layout.ranks):
+            worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": LEASE_SLOTS}))
+            worker._rank = rank.rank
+            self.workers.append(worker)
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        """What `WorkerSide.register` does, and what the engine does with what its ranks say of themselves."""
+        self._life += 1
+        self.endpoints.clear()
+        self._transports.clear()
+        parts = {}
+        for place, (worker, rank) in enumerate(zip(self.workers, self.side.layout.ranks, strict=True)):
             transport = MemoryTransport(self.fabric, f"{self.name}{rank.rank}", faults=self.faults)
             table, buffer = LeaseTable(LEASE_SLOTS), np.zeros(1 << 14, np.uint8)
             observer = RankObserver(rank.rank, HostMemory(), ObserverOptions(), clock=self.clock)
@@ -322,13 +336,38 @@ class Engine:
             )  # fmt: skip
             layout = wire.encode(replace(self.side.layout, ranks=(rank,)))
             parts[divmod(place, self.shape.tp)] = RankPart(layout, engine_metadata, {})
-            worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": LEASE_SLOTS}))
-            worker._endpoint, worker._rank = endpoint, rank.rank
-            self.workers.append(worker)
+            worker._endpoint, worker._is_asleep = endpoint, False
+            worker._transport = SimpleNamespace(close=transport.close, is_running=False)  # type: ignore[assignment]
             self.endpoints.append(endpoint)
+            self._transports.append(transport)
             self._buffers.append(buffer)
         self.connector.set_xfer_handshake_metadata_pp_aware(parts)
         self.engine_metadata = decode_engine_metadata(self.connector._scheduler._metadata.engine_metadata)
+
+    def fall_asleep(self) -> None:
+        """vLLM's order for it: requests are aborted, and no new ones begin. See `sleep_if_still`."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.falls_asleep = True
+
+    def sleep_if_still(self) -> None:
+        """Once nothing is left to do the caches are reset, and lose their memory. Where they cannot be reset, the engine goes on."""
+        if not self.falls_asleep or self.pending or self.scheduler.has_requests():
+            return
+        self.falls_asleep = False
+        if not self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            self.scheduler.set_pause_state(PauseState.UNPAUSED)
+            return
+        for worker in self.workers:
+            worker.unregister()
+        self.runner.poison(list(range(self.shape.blocks)))
+        self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Memory is there again, with something else in it."""
+        self._begin_life()
+        self.is_asleep = False
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def add(
         self,
@@ -472,7 +511,7 @@ class Engine:
 
     def turn(self) -> None:
         """Every rank's session gets its turn."""
-        for endpoint in self.endpoints:
+        for endpoint in [] if self.is_asleep else self.endpoints:
             endpoint.turn()
 
     @property

@@ -47,7 +47,8 @@ class Weather:
     stands still for seconds; `stops`: longer
     prefills that end with a token of their own; `misrouted`: prefills sent to an engine that only prefills; `connector_resets`: caches
     reset for new weights, what is offered and waits to be loaded included; `pauses`: an engine is paused in some way, or goes on;
-    `odd_names`: requests with ids that no peer takes; `prefill_choices`: prefills that are asked for several choices.
+    `odd_names`: requests with ids that no peer takes; `prefill_choices`: prefills that are asked for several choices; `sleeps`: an engine is
+    put to sleep, or wakes up.
     """
 
     delays: int = 0
@@ -67,12 +68,19 @@ class Weather:
     pauses: float = 0.0
     odd_names: float = 0.0
     prefill_choices: float = 0.0
+    sleeps: float = 0.0
 
     @property
     def is_calm(self) -> bool:
         """Nothing that keeps a load from ending well."""
         return not (
-            self.failures or self.unmet or self.aborts or self.other_prompts or self.jumps or self.connector_resets
+            self.failures
+            or self.unmet
+            or self.aborts
+            or self.other_prompts
+            or self.jumps
+            or self.connector_resets
+            or self.sleeps
         )
 
 
@@ -104,19 +112,28 @@ class WorldPeers(ScriptedPeers):
     def __init__(self, world: World, engine: Engine, rank: int) -> None:
         super().__init__(world.meetings)
         self._world, self._engine, self._rank = world, engine, rank
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
 
     def _ask(self, peer: Peer) -> None:
-        if self._world.rng.random() < self._world.weather.unmet:
+        if not self._is_closed and self._world.rng.random() < self._world.weather.unmet:
             self.forget(peer.remote, peer)
 
     def _meet(self, me: LocalRank, remote: RemoteEngine, future: Future[Peer]) -> None:
+        if self._is_closed:
+            return
         if self._world.rng.random() < self._world.weather.unmet:
             del self.known[remote]
             future.set_exception(HandshakeError("nobody is there today"))
             return
         source = self._world.by_name[remote.engine]
+        if source.is_asleep or source.engine_metadata.instance_id != remote.instance_id:
+            future.set_exception(HandshakeError("it sleeps, or has slept"))
+            return
         route = self._world.route(source, self._engine, self._rank)
-        names = {rank.rank: f"{source.name}-{rank.rank}" for rank in source.engine_metadata.ranks}
+        names = {rank.rank: f"{remote.instance_id[:8]}-{rank.rank}" for rank in source.engine_metadata.ranks}
         for rank in source.engine_metadata.ranks:
             me.transport.add_peer(names[rank.rank], rank.transport_metadata)
         future.set_result(
@@ -298,6 +315,7 @@ class World:
         what = rng.random()
         if what < 0.55:
             engine.advance()
+            engine.sleep_if_still()
         elif what < 0.8:
             engine.turn()
         elif what < 0.9:
@@ -316,9 +334,19 @@ class World:
             engine.scheduler.reset_prefix_cache()
         if rng.random() < weather.connector_resets:
             engine.reset(is_running_reset=rng.random() < 0.5)
+        if weather.sleeps and rng.random() < weather.sleeps:
+            self._sleep_or_wake(engine)
         if rng.random() < weather.pauses:
             engine.scheduler.set_pause_state(rng.choice(list(PauseState)))
         self._hear()
+
+    def _sleep_or_wake(self, engine: Engine) -> None:
+        if engine.is_asleep:
+            engine.wake_up()
+        elif not engine.falls_asleep:
+            engine.fall_asleep()
+            for asked in self.asked.values():
+                asked.is_aborted |= asked.engine is engine
 
     def _stand_still(self, stopped: Engine, seconds: float) -> None:
         """One engine does nothing for so long, and of the others only the sessions."""
@@ -383,6 +411,9 @@ class World:
     def drain(self, max_rounds: int = 4000) -> None:
         """Everybody goes on until nothing is left; then what nobody wanted runs out."""
         for engine in self.by_name.values():
+            if engine.is_asleep:
+                engine.wake_up()
+            engine.falls_asleep = False
             engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         for patience in range(max_rounds):
             self.clock.now_s += 0.02

@@ -9,13 +9,11 @@ from typing import Any, ClassVar
 class Release:
     """vLLM 0.33. A class of another release overrides what differs there.
 
-    `minor`: its number. `reads_answers`: whether engines with `bidirectional_kv_xfer` start. `refused_specs`: cache specifications that cannot
-    be moved with this release, and why.
+    `minor`: its number. `can_sleep`: whether vLLM tells a connector when the memory of the caches goes and comes. `refused_specs`: cache specifications that cannot be moved with this release, and why.
     """
 
     minor: ClassVar[tuple[int, int]] = (0, 33)
-    # In simulated conversations with windows, some tokens were not there after a turn that was read back.
-    reads_answers: ClassVar[bool] = False
+    can_sleep: ClassVar[bool] = True
     refused_specs: ClassVar[Mapping[str, str]] = {}
 
     def hit_source(self) -> Any:

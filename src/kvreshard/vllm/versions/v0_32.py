@@ -14,6 +14,7 @@ class Release32(Release):
     """0.32."""
 
     minor: ClassVar[tuple[int, int]] = (0, 32)
+    can_sleep: ClassVar[bool] = False
 
     def has_mx_scales(self) -> bool:
         """No device's do."""
