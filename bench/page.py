@@ -20,6 +20,7 @@ TITLES = {
     "g": "Real engines under load: so many requests at a time",
     "m": "Direct or staged: the way taken beside the other",
 }
+MAX_NAMED = 3
 # Their results have one name per block table, which becomes a column.
 BY_BLOCK_TABLE = "bc"
 Entry = dict[str, Any]
@@ -63,7 +64,7 @@ def verdicts(results: Sequence[Entry]) -> list[str]:
     lines = ["| bar | holds in | does not hold in | undecided |", "|---|---|---|---|"]
     for text, found in cases.items():
         missed, undecided = (
-            "; ".join(_case(result) for holds, result in found if holds is verdict) for verdict in (False, None)
+            _cases([result for holds, result in found if holds is verdict]) for verdict in (False, None)
         )
         held = f"{sum(holds is True for holds, _ in found)} of {len(found)}"
         lines.append(f"| {text} | {f'**{held}**' if missed else held} | {missed} | {undecided} |")
@@ -97,6 +98,12 @@ def by_block_table(results: Sequence[Entry]) -> list[str]:
     for (name, beside), row in sorted(cells.items(), key=lambda item: order[item[0][0]]):
         lines.append(f"| {name} | {beside} | {' | '.join(row.get(kind, '') for kind in kinds)} |")
     return lines
+
+
+def _cases(results: Sequence[Entry]) -> str:
+    """The first few by name; all of them are bold in the table of their row."""
+    named = [_case(result) for result in results[:MAX_NAMED]]
+    return "; ".join(named) + (f"; and {len(results) - MAX_NAMED} more" if len(results) > MAX_NAMED else "")
 
 
 def _case(result: Entry) -> str:
