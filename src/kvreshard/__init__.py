@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from kvreshard.transport.memory import MemoryTransport as MemoryTransport
     from kvreshard.transport.nixl import NixlTransport as NixlTransport
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # Where each public name is; `module:name` where it has another one there. `tests/unit/test_public_api.py` holds it to the imports above.
 _PLACES = {

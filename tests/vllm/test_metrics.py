@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.vllm.simulation.base import base_config
+from tests.vllm.simulation.draw import MODELS
+from tests.vllm.simulation.engine import Shape
+from tests.vllm.simulation.world import World
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 import kvreshard.vllm
 from kvreshard.session.commands import Failure, Results
 from kvreshard.vllm import consumer, loadable
-from kvreshard.vllm.metrics import COUNTERS, SECONDS, ReshardPromMetrics, ReshardStats, seconds_buckets
+from kvreshard.vllm.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    SECONDS,
+    ReshardPromMetrics,
+    ReshardStats,
+    seconds_buckets,
+)
+from kvreshard.vllm.versions import find_version
 
 pytestmark = pytest.mark.vllm
 
@@ -70,6 +87,62 @@ def test_every_series_is_there_before_anything_happens() -> None:
                 labels = {f'engine="{engine}"', *([f'{series.label}="{value}"'] if series.label else [])}
                 assert frozenset({f"kvreshard_{name}_total", *labels, " 0.0"}) in lines
         assert f'kvreshard_load_seconds_bucket{{engine="{engine}",le="1250.0"}} 0.0' in page
+        for name in GAUGES:
+            assert f'kvreshard_{name}{{engine="{engine}"}} 0.0' in page
+    parsed = {family.name: family for family in text_string_to_metric_families(page)}
+    (info, _) = parsed["kvreshard_build_info"].samples
+    assert info.labels == {
+        "engine": "0", "version": kvreshard.__version__, "vllm": find_version(), "nixl": version("nixl"), "backend": "UCX",
+    }  # fmt: skip
+
+
+def test_the_page_names_every_series_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
+    named = {
+        name for line in page.splitlines() if line.startswith("| `") for name in re.findall(r"`kvreshard_(\w+)", line)
+    }
+    assert named == {*HISTOGRAMS, *GAUGES, *(f"{name}_total" for name in COUNTERS), "build_info"}
+
+
+def test_gauges_are_told_when_they_change_and_end_at_zero() -> None:
+    """A world of two engines: what is held and waited for goes up, and is given back."""
+    layers = MODELS[0].layers(16, 0)
+    shapes = {"p": Shape(layers, blocks=80, role="kv_producer"), "d": Shape(layers, blocks=80, role="kv_consumer")}
+    world = World(shapes, base_config(), 0)
+    seen: dict[str, dict[str, list[int]]] = {name: {} for name in shapes}
+    waits: list[float] = []
+    for name, engine in world.by_name.items():
+        take = engine.connector.get_kv_connector_stats
+
+        def taken(name: str = name, take: Any = take) -> Any:
+            stats = take()
+            for gauge, value in (stats.data["gauges"] if stats else {}).items():
+                seen[name].setdefault(gauge, []).append(value)
+            waits.extend(stats.data["samples"]["wait_seconds"] if stats else [])
+            return stats
+
+        engine.connector.get_kv_connector_stats = taken
+    try:
+        world.run(12, ticks_between=5)
+        for engine in world.by_name.values():
+            engine.connector.get_kv_connector_stats()
+    finally:
+        world.close()
+    assert len(waits) == world.num_loaded > 0
+    for name, gauges in (("p", ("leases_held", "blocks_held")), ("d", ("loads_waiting", "loads_in_flight"))):
+        for gauge in gauges:
+            told = seen[name][gauge]
+            assert max(told) > 0
+            assert told[-1] == 0
+            assert all(before != after for before, after in pairwise(told))
+    assert max(seen["p"]["blocks_held"]) > max(seen["p"]["leases_held"])
+
+
+def test_handshakes_are_counted_and_timed() -> None:
+    stats = ReshardStats()
+    stats.note(Results(handshakes=[(0.25, True), (3.0, False), (0.5, True)]))
+    assert stats.data["counts"]["handshakes"] == {"met": 2, "failed": 1}
+    assert stats.data["samples"]["handshake_seconds"] == [0.25, 3.0, 0.5]
 
 
 def test_loads_that_take_as_long_as_they_may_are_told_from_longer_ones() -> None:

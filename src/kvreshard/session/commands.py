@@ -139,7 +139,8 @@ class Results:
     """What has ended since the last call, by request. A request is in `received` or in `failed`.
 
     `settled`: requests whose pages were quarantined, and may be reused now. `stuck`: calls into the transport's library that do not return.
-    `keys`: of sources that have been met, for requests that ask for them; `unmet`: why there is none.
+    `keys`: of sources that have been met, for requests that ask for them; `unmet`: why there is none. `handshakes`: of each that has ended, its
+    seconds and whether the engine was met.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -150,11 +151,12 @@ class Results:
     stuck: list[str] = field(default_factory=list)
     keys: dict[str, bytes] = field(default_factory=dict, repr=False)
     unmet: dict[str, Failure] = field(default_factory=dict)
+    handshakes: list[tuple[float, bool]] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         ended = self.freed or self.received or self.failed or self.checks or self.settled
-        return not (ended or self.stuck or self.keys or self.unmet)
+        return not (ended or self.stuck or self.keys or self.unmet or self.handshakes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,6 +208,8 @@ class Endpoint:
         keys, unmet = self._remote_leases.take_keys()
         if keys or unmet:
             self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
+        if handshakes := self._peers.take_handshakes():
+            self._results.note_handshakes(handshakes)
         next_renewal_s = self._renew(now_s)
         self._set_pace()
         if has_more:

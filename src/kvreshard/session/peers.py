@@ -47,11 +47,12 @@ MAX_PER_HOST = 32
 class _Known:
     """An engine that is met, is being met, or could not be met.
 
-    `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `checked`: other instances of the engine that
+    `began_s`: when it was first asked. `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `checked`: other instances of the engine that
     were asked whether they are still there, since this one has answered.
     """
 
     used_s: float
+    began_s: float
     peer: Future[Peer] = field(default_factory=Future)
     reply: Future[bytes] | None = None
     failed_s: float | None = None
@@ -86,6 +87,8 @@ class Peers:
         self._swept_s = clock()
         self._checking: set[Peer] = set()
         self._checked: queue.SimpleQueue[tuple[Peer, bool]] = queue.SimpleQueue()
+        # Seconds of each handshake that has ended, and whether the engine was met.
+        self._handshakes: queue.SimpleQueue[tuple[float, bool]] = queue.SimpleQueue()
         self._warned: set[tuple[str, str]] = set()
         self._client = HandshakeClient()
         self._workers = Workers("kvreshard-compile", NUM_WORKERS)
@@ -100,7 +103,7 @@ class Peers:
             if known.found is not None:
                 self._check_others(me, remote, known)
             return known.peer
-        known = self._known[remote] = _Known(now_s)
+        known = self._known[remote] = _Known(now_s, now_s)
         host = remote.address.host
         if not self._count(host):
             text = f"{MAX_PER_HOST} other engines that were named at {host} have not answered; are they there?"
@@ -164,6 +167,14 @@ class Peers:
             kept_s = self._options.retry_s if found is None else self._options.peer_ttl_s
             if now_s >= known.used_s + kept_s and found not in used:
                 self.forget(remote)
+
+    def take_handshakes(self) -> list[tuple[float, bool]]:
+        """Of each handshake that has ended since the last call: its seconds, and whether the engine was met."""
+        ended: list[tuple[float, bool]] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ended.append(self._handshakes.get_nowait())
+        return ended
 
     def close(self) -> None:
         """End all handshakes without waiting; the transport forgets the peers when it is closed."""
@@ -271,6 +282,7 @@ class Peers:
                 logger.warning("engine %s: %s", remote.engine, warning)
 
     def _end(self, known: _Known, outcome: Peer | BaseException) -> None:
+        self._handshakes.put((self._clock() - known.began_s, isinstance(outcome, Peer)))
         with contextlib.suppress(InvalidStateError):
             if isinstance(outcome, Peer):
                 known.peer.set_result(outcome)

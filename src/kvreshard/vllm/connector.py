@@ -160,7 +160,7 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """The counts of this process since the last step."""
-        return self._side.stats.take()
+        return self._side.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -240,14 +240,14 @@ class Consumer:
         )
 
     @property
-    def is_loading(self) -> bool:
-        """Whether a load is under way."""
-        return bool(self._loading)
+    def num_loading(self) -> int:
+        """Requests whose load is under way."""
+        return len(self._loading)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether requests wait to be loaded, and none is being loaded."""
-        return bool(self._waiting) and not self.is_loading
+    def num_waiting(self) -> int:
+        """Requests that wait until their load can begin."""
+        return len(self._waiting) - len(self._loading)
 
     def reset(self) -> Iterator[Command]:
         """The caches were reset: what waits is computed here, since the engine may have got other weights."""

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvreshard import __version__
 from kvreshard.session.commands import CheckResult, FailureKind, Results
 from kvreshard.session.lease import Cause
 from kvreshard.session.pull import Moved
 from kvreshard.transport.watchdog import CALLS
 from kvreshard.vllm.fallbacks import REASONS
-from kvreshard.vllm.options import read_load_timeout
+from kvreshard.vllm.options import read_load_timeout, read_options
+from kvreshard.vllm.versions import find_version
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
@@ -26,7 +29,18 @@ HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "post_seconds": ("Seconds to hand a load to the transport, per rank.", SECONDS),
     "load_bytes": ("Bytes read for a load, per rank.", tuple(float(4**i) for i in range(5, 18))),
     "load_descriptors": ("Pieces read for a load, per rank.", tuple(float(4**i) for i in range(12))),
+    "wait_seconds": ("Seconds from a request's arrival until its load has ended, whatever it waited for.", SECONDS),
+    "handshake_seconds": ("Seconds until another engine was met, or could not be, per rank.", SECONDS),
 }
+GAUGES: Mapping[str, str] = {
+    "leases_held": "Requests that other engines may read, or that are computed for them.",
+    "blocks_held": "Blocks that are held for other engines.",
+    "loads_waiting": "Requests that wait until their load can begin.",
+    "loads_in_flight": "Requests whose load is under way.",
+    "pool_blocks": "Blocks of the engine's pool, whoever has them.",
+    "quarantine_blocks_held": "Blocks that are out of the pool because a read may still write them.",
+}
+"""Of the scheduler: they are told when they change."""
 
 
 class CounterSeries(NamedTuple):
@@ -61,6 +75,7 @@ COUNTERS: Mapping[str, CounterSeries] = {
     ),
     "refusals": CounterSeries("Requests that could be neither loaded nor computed here."),
     "leases": CounterSeries("Leases that ended, per rank.", "end", get_args(Cause)),
+    "handshakes": CounterSeries("Engines that were met, or could not be, per rank.", "outcome", ("met", "failed")),
     "digest_checks": CounterSeries("Loads compared with their source, per rank.", "result", get_args(CheckResult)),
     "stuck_calls": CounterSeries("Calls into NIXL that did not come back in time, per rank.", "call", CALLS),
     "quarantined": CounterSeries("Requests whose blocks are held because a read may still write them."),
@@ -68,6 +83,13 @@ COUNTERS: Mapping[str, CounterSeries] = {
         "Blocks held, and blocks freed again; the difference is out of the pool.", "event", ("kept", "freed")
     ),
 }
+
+
+def read_build_info(vllm_config: Any) -> dict[str, str]:
+    """Labels of `kvreshard_build_info`."""
+    backend = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config or {}).backend
+    nixl = next((found.version for found in metadata.distributions(name="nixl")), "")
+    return {"version": __version__, "vllm": find_version() or "", "nixl": nixl, "backend": backend}
 
 
 def seconds_buckets(load_timeout_s: float) -> tuple[float, ...]:
@@ -78,7 +100,7 @@ def seconds_buckets(load_timeout_s: float) -> tuple[float, ...]:
 
 @dataclass
 class ReshardStats(KVConnectorStats):
-    """Counts of one rank between two steps. `data`: `samples` of each histogram, `counts` of each counter by label value."""
+    """Counts of one rank between two steps. `data`: `samples` of each histogram, `counts` of each counter by label value, `gauges` that have changed."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -88,12 +110,20 @@ class ReshardStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start anew."""
-        self.data = {"samples": {name: [] for name in HISTOGRAMS}, "counts": {name: {} for name in COUNTERS}}
+        self.data = {
+            "samples": {name: [] for name in HISTOGRAMS},
+            "counts": {name: {} for name in COUNTERS},
+            "gauges": {},
+        }
 
     def count(self, counter: str, label: str = "", amount: int = 1) -> None:
         """Add to one counter."""
         counts = self.data["counts"][counter]
         counts[label] = counts.get(label, 0) + amount
+
+    def sample(self, histogram: str, value: float) -> None:
+        """Add to one histogram."""
+        self.data["samples"][histogram].append(value)
 
     def note(self, results: Results) -> None:
         """Count the results of an endpoint."""
@@ -107,10 +137,14 @@ class ReshardStats(KVConnectorStats):
             self.count("digest_checks", result)
         for call in results.stuck:
             self.count("stuck_calls", call)
+        for seconds, is_met in results.handshakes:
+            self.sample("handshake_seconds", seconds)
+            self.count("handshakes", "met" if is_met else "failed")
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not any(self.data["samples"].values()) and not any(self.data["counts"].values())
+        samples, counts = self.data["samples"].values(), self.data["counts"].values()
+        return not (any(samples) or any(counts) or self.data["gauges"])
 
     def aggregate(self, other: KVConnectorStats) -> ReshardStats:
         """Add the counts of another rank."""
@@ -119,6 +153,7 @@ class ReshardStats(KVConnectorStats):
         for name, counts in other.data["counts"].items():
             for label, amount in counts.items():
                 self.count(name, label, amount)
+        self.data["gauges"].update(other.data["gauges"])
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -191,7 +226,20 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
             )
             for name, series in COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(name=f"kvreshard_{name}", documentation=text, labelnames=labelnames)
+            for name, text in GAUGES.items()
+        }
+        info = read_build_info(vllm_config)
+        build = self._gauge_cls(
+            name="kvreshard_build_info",
+            documentation="Versions of this engine's parts, and NIXL's backend; always 1.",
+            labelnames=[*labelnames, *info],
+        )
         for labels in per_engine_labelvalues.values():
+            build.labels(*labels, *info.values()).set(1)
+            for gauge in self._gauges.values():
+                gauge.labels(*labels)
             for histogram in self._histograms.values():
                 histogram.labels(*labels)
             for name, series in COUNTERS.items():
@@ -208,6 +256,8 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
         for name, counts in transfer_stats_data["counts"].items():
             for label, amount in counts.items():
                 self._of(name, labels, label).inc(amount)
+        for name, value in transfer_stats_data["gauges"].items():
+            self._gauges[name].labels(*labels).set(value)
 
     def _of(self, name: str, labels: list[object], value: str) -> Any:
         """A counter's series for one value of its label."""

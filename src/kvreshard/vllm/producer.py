@@ -73,6 +73,8 @@ class Producer:
         self._computing: dict[str, Request] = {}
         # The first token that a load has brought, of requests and groups whose blocks begin with tokens that it left out.
         self._first_loaded: dict[tuple[str, str], int] = {}
+        self._held_blocks: dict[str, int] = {}
+        self._num_blocks_held = 0
         self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
         self._has_logged_size = False
@@ -81,6 +83,16 @@ class Producer:
     def is_publishing(self) -> bool:
         """Whether blocks are held for other engines, or will be."""
         return bool(len(self._leases))
+
+    @property
+    def num_leases(self) -> int:
+        """Requests that other engines may read, or that are computed for them."""
+        return len(self._leases)
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Blocks that are held for other engines."""
+        return self._num_blocks_held
 
     @property
     def num_answers(self) -> int:
@@ -176,6 +188,8 @@ class Producer:
             self.freed(request.request_id)
             return None, Revoke(lease.request)
         self._leases.publish(request.request_id, prompt, num_tokens, params)
+        self._held_blocks[request.request_id] = sum(len(table.pages) for table in prefill.tables().values())
+        self._num_blocks_held += self._held_blocks[request.request_id]
         lease_s = self._lease_s
         if is_answer and self._answer_lease_s is not None:
             self._answers[request.request_id] = None
@@ -283,6 +297,7 @@ class Producer:
         self.last_pages.release(request_id)
         self._answers.pop(request_id, None)
         self._leases.release(request_id)
+        self._num_blocks_held -= self._held_blocks.pop(request_id, 0)
         for group in self._config.groups:
             self._first_loaded.pop((request_id, group.name), None)
 

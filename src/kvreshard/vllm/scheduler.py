@@ -6,6 +6,7 @@ rank reports about itself, goes out with the first step. `producer` and `consume
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,6 +150,9 @@ class SchedulerSide:
                 "kvreshard: with kv_load_failure_policy fail a request ends with an error when the answer that it goes on from is given up "
                 "while it is read; set the policy to recompute on engines that prefill"
             )
+        # When requests arrived that name a source, and the gauges that were told last.
+        self._arrived_s: dict[str, float] = {}
+        self._gauges: dict[str, int] = {}
         self._metadata = ReshardMetadata()
         self._quarantine = Quarantine()
         self._admission = Admission()
@@ -184,6 +188,7 @@ class SchedulerSide:
         if params.get("do_remote_decode"):
             self._producer.arrive(request)
         if names_source(params):
+            self._arrived_s[request.request_id] = time.monotonic()
             found = (
                 self._consumer.clean_up(params) if request.abort_immediately else self._consumer.arrive(request, params)
             )
@@ -218,6 +223,7 @@ class SchedulerSide:
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended. Returns (whether its blocks stay, parameters for the router)."""
         self._admission.end(request.request_id)
+        self._arrived_s.pop(request.request_id, None)
         self._add(self._consumer.abort(request.request_id))
         params, command = self._producer.finish(request, block_ids)
         if command is not None:
@@ -238,7 +244,7 @@ class SchedulerSide:
     def take_metadata(self, num_scheduled: Mapping[str, int], finished: Iterable[str]) -> ReshardMetadata:
         """This step's metadata. `num_scheduled`: tokens of each request in it; `finished`: requests that ended before it."""
         is_looking = self._admission.is_looking
-        is_still = not num_scheduled and is_looking and self._producer.is_publishing and self._consumer.is_waiting
+        is_still = not num_scheduled and is_looking and self._producer.is_publishing and self._is_waiting
         if self._deadlock.step(is_still):
             self._add(self._consumer.give_up_longest())
         self._give_up_what_never_fits()
@@ -263,6 +269,8 @@ class SchedulerSide:
             if self._consumer.fail(request_id):
                 self._admission.fail(request_id)
         for request_id in output.finished_recving or ():
+            if request_id in self._arrived_s:
+                self.stats.sample("wait_seconds", time.monotonic() - self._arrived_s.pop(request_id))
             self._add(self._consumer.ended(request_id))
         if output.finished_sending:
             # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
@@ -270,11 +278,25 @@ class SchedulerSide:
             for request_id in output.finished_sending:
                 self._producer.freed(request_id)
 
+    def take_stats(self) -> ReshardStats | None:
+        """The counts since the last call, and the gauges that have changed; None if there are none."""
+        gauges = {
+            "leases_held": self._producer.num_leases,
+            "blocks_held": self._producer.num_blocks_held,
+            "loads_waiting": self._consumer.num_waiting,
+            "loads_in_flight": self._consumer.num_loading,
+            "quarantine_blocks_held": self._quarantine.num_blocks,
+            "pool_blocks": 0 if self._manager is None else int(self._manager.block_pool.num_gpu_blocks),
+        }
+        self.stats.data["gauges"] = dict(gauges.items() - self._gauges.items())
+        self._gauges = gauges
+        return self.stats.take()
+
     def reset(self) -> bool:
         """vLLM's cache was reset. False while loads are under way that may bring the old cache back."""
         self._add(self._producer.reset())
         self._add(self._consumer.reset())
-        return not self._consumer.is_loading
+        return not self._consumer.num_loading
 
     def bind(self, manager: KVCacheManager) -> None:
         """Use the engine's cache manager."""
@@ -288,6 +310,11 @@ class SchedulerSide:
 
     def _add(self, commands: Iterable[Command]) -> None:
         self._metadata.commands.extend(commands)
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether requests wait to be loaded, and none is being loaded."""
+        return self._consumer.num_waiting > 0 and not self._consumer.num_loading
 
     def _update_quarantine(self, meta: ReshardWorkerMetadata) -> None:
         """Counted here, where ranks come together: the same request may be quarantined on each of them."""

@@ -210,6 +210,10 @@ class WorkerSide:
         for device in self._devices:
             torch.accelerator.synchronize(torch.device(device))
 
+    def take_stats(self) -> ReshardStats | None:
+        """The counts since the last call; None if there are none."""
+        return self.stats.take()
+
     def take_metadata(self) -> ReshardWorkerMetadata | None:
         """What the scheduler needs beside the results; None if nothing."""
         if self._metadata.is_empty:

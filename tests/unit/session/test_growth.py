@@ -130,7 +130,7 @@ def many_sources(world: World, count: int) -> tuple[RemoteLeases, LocalRank, Sil
     remote_leases = RemoteLeases(transport, peers, 5.0)  # type: ignore[arg-type]
     for number in range(count):
         remote = RemoteEngine(f"e{number}", "life", Address("10.0.0.1", number))
-        known = _Known(0.0)
+        known = _Known(0.0, 0.0)
         engine_metadata = msgspec.structs.replace(base.engine_metadata, lease_s=30.0)
         known.peer.set_result(Peer(remote, engine_metadata, base.layout, base.route, base.mover))
         peers._known[remote] = known

@@ -223,6 +223,10 @@ class ScriptedPeers(Peers):
         if future is not None and future.cancel():
             del self.known[remote]
 
+    def take_handshakes(self) -> list[tuple[float, bool]]:
+        """None is timed here."""
+        return []
+
     def sweep(self, in_use: Callable[[], Collection[Peer]]) -> None:
         """Nothing is forgotten here for its age."""
 
