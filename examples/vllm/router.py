@@ -1,56 +1,241 @@
-"""A router between a prefill and a decode engine, as small as it can be: what every disaggregating proxy of vLLM does.
+"""A router between prefill and decode engines, as small as one that can be used can be.
 
-    python examples/vllm/router.py --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --port 8000
+    python examples/vllm/router.py --prefill http://10.0.0.1:8000 --prefill http://10.0.0.2:8000 --decode http://10.0.0.3:8000 --port 8000
 
-1. The request goes to the prefill engine with `max_tokens=1` and `do_remote_decode`: it fills its cache and keeps it.
-2. The `kv_transfer_params` of the answer go, as they are, with the same request to the decode engine, which reads the cache.
-3. Those of the decode engine's answer, which are there with `bidirectional_kv_xfer` on both engines, go to the prefill engine with the next
+1. The request goes to a prefill engine with `max_tokens=1` and `do_remote_decode`: it fills its cache and keeps it.
+2. The `kv_transfer_params` of the answer go, as they are, with the same request to a decode engine, which reads the cache and answers. A stream is passed
+   on as it comes.
+3. Those of the decode engine's answer, which are there with `bidirectional_kv_xfer` on both engines, go to a prefill engine with the next
    turn: it reads back what the decode engine has of the conversation. A client names the conversation in a field of its own,
    `conversation_id`, which no engine sees.
+
+Of each role the engine with the fewest requests is asked, of those that answered `/health` last time. Without a prefill engine the decode engine
+computes the prompt. When a client goes away, its request is ended at the engine too. `GET /health` says 200 while a decode engine is there.
 """
 
 import argparse
+import asyncio
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
+HEALTH_EVERY_S = 2.0
+MAX_CONVERSATIONS = 10_000
 
 
-def make_app(prefill_url: str, decode_url: str) -> FastAPI:
-    """The router as an application, for completions and chats; streams are not passed on."""
-    app = FastAPI()
-    answers: dict[str, dict[str, Any]] = {}
+@dataclass(eq=False)
+class Engine:
+    """One server. `num_requests`: under way from here."""
 
-    @app.post("/v1/completions")
-    @app.post("/v1/chat/completions")
-    async def complete(request: Request) -> Response:
-        body, path = await request.json(), request.url.path
-        conversation = body.pop("conversation_id", "")
-        known = answers.pop(conversation, {})
-        one_token = {**body, "max_tokens": 1, "kv_transfer_params": {**known, **PREFILL}}
+    url: str
+    is_healthy: bool = True
+    num_requests: int = 0
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+
+class Gone(Exception):
+    """The client has closed its connection."""
+
+
+class Unanswered(Exception):
+    """An engine did not answer, or not with 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Router:
+    """All state of a router: its engines, and the parameters of conversations' last answers."""
+
+    def __init__(self, prefill_urls: list[str], decode_urls: list[str]) -> None:
+        self.prefill, self.decode = [Engine(url) for url in prefill_urls], [Engine(url) for url in decode_urls]
+        self.answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.client = httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+
+    async def watch(self) -> None:
+        """Ask every engine for its health, now and then."""
+        while True:
+            await asyncio.gather(*map(self._look, [*self.prefill, *self.decode]))
+            await asyncio.sleep(HEALTH_EVERY_S)
+
+    async def _look(self, engine: Engine) -> None:
+        try:
+            engine.is_healthy = (await self.client.get(f"{engine.url}/health", timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            engine.is_healthy = False
+
+    @staticmethod
+    def choose(engines: list[Engine]) -> Engine | None:
+        """The healthy engine with the fewest requests."""
+        return min(
+            (engine for engine in engines if engine.is_healthy), key=lambda engine: engine.num_requests, default=None
+        )
+
+    async def complete(self, request: Request) -> Response:
+        """A completion or a chat, whole or as a stream."""
+        try:
+            body = await request.json()
+        except ValueError:
+            return refusal(400, "the body is no JSON")
+        if not isinstance(body, dict):
+            return refusal(400, "the body is no JSON object")
+        conversation = str(body.pop("conversation_id", ""))
+        try:
+            params = await until_gone(request, self._prefill(request.url.path, body, conversation))
+            return await self._answer(request, {**body, "kv_transfer_params": params}, conversation)
+        except Unanswered as error:
+            return refusal(error.status, str(error))
+        except Gone:
+            return Response(status_code=499)
+
+    async def _prefill(self, path: str, body: dict[str, Any], conversation: str) -> dict[str, Any] | None:
+        """Parameters for the decode engine; None where no prefill engine is there."""
+        known = self.answers.pop(conversation, {})
+        one_token = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": {**known, **PREFILL}}
+        one_token.pop("stream_options", None)
         if "max_completion_tokens" in body:  # what chats say in place of max_tokens
             one_token["max_completion_tokens"] = 1
-        async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-            first = await client.post(f"{prefill_url}{path}", json=one_token)
+        while (engine := self.choose(self.prefill)) is not None:
+            try:
+                with engine.busy():
+                    first = await self.client.post(f"{engine.url}{path}", json=one_token)
+            except httpx.TransportError:
+                engine.is_healthy = False
+                continue
             if first.status_code != 200:
-                raise HTTPException(first.status_code, f"the prefill engine says: {first.text[:2000]}")
-            params = first.json().get("kv_transfer_params")
-            second = await client.post(f"{decode_url}{path}", json={**body, "kv_transfer_params": params})
-        if conversation and second.status_code == 200 and second.json().get("kv_transfer_params"):
-            answers[conversation] = second.json()["kv_transfer_params"]
-        return Response(second.content, second.status_code, media_type="application/json")
+                raise Unanswered(first.status_code, f"the prefill engine says: {first.text[:2000]}")
+            found = first.json().get("kv_transfer_params")
+            return found if isinstance(found, dict) else None
+        return None
 
-    return app
+    async def _answer(self, request: Request, body: dict[str, Any], conversation: str) -> Response:
+        while (engine := self.choose(self.decode)) is not None:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.enter_context(engine.busy())
+                asked = self.client.stream("POST", f"{engine.url}{request.url.path}", json=body)
+                try:
+                    answer = await until_gone(request, stack.enter_async_context(asked))
+                    if body.get("stream") and answer.status_code == 200:
+                        told = self._pass_on(answer, stack.pop_all(), conversation)
+                        return StreamingResponse(told, 200, media_type=answer.headers.get("content-type"))
+                    content = await until_gone(request, answer.aread())
+                except httpx.ConnectError:
+                    engine.is_healthy = False
+                    continue
+                except httpx.TransportError as error:
+                    engine.is_healthy = False
+                    raise Unanswered(502, f"the decode engine at {engine.url} is gone: {error!r}") from None
+            if answer.status_code == 200:
+                self._keep(conversation, json.loads(content))
+            return Response(content, answer.status_code, media_type=answer.headers.get("content-type"))
+        raise Unanswered(503, "no decode engine answers")
+
+    async def _pass_on(
+        self, answer: httpx.Response, stack: contextlib.AsyncExitStack, conversation: str
+    ) -> AsyncIterator[str]:
+        """The events of a stream. It ends at the engine too when the client goes: this is closed then."""
+        async with stack:
+            async for line in answer.aiter_lines():
+                if conversation and line.startswith("data: {"):
+                    self._keep(conversation, json.loads(line.removeprefix("data: ")))
+                yield line + "\n"
+
+    def _keep(self, conversation: str, answer: dict[str, Any]) -> None:
+        params = answer.get("kv_transfer_params")
+        if conversation and params:
+            self.answers[conversation] = params
+            if len(self.answers) > MAX_CONVERSATIONS:
+                self.answers.popitem(last=False)
+
+    async def models(self, request: Request) -> Response:
+        """What the decode engines serve."""
+        engine = self.choose(self.decode)
+        if engine is None:
+            return refusal(503, "no decode engine answers")
+        found = await self.client.get(f"{engine.url}{request.url.path}")
+        return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+
+    async def health(self, _: Request) -> Response:
+        """Which engines are there."""
+        found = {
+            role: {engine.url: engine.is_healthy for engine in engines}
+            for role, engines in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        return JSONResponse(found, 200 if any(found["decode"].values()) else 503)
+
+
+async def until_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`, which is cancelled when the client goes away. Raises Gone."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_until_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Gone
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def wait_until_gone(request: Request) -> None:
+    """Until the client has closed its connection. Its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def refusal(status: int, why: str) -> Response:
+    """In the form of OpenAI's API."""
+    return JSONResponse({"error": {"message": why, "type": "router_error", "code": status}}, status)
+
+
+def make_app(prefill_urls: list[str], decode_urls: list[str]) -> Starlette:
+    """The router as an application."""
+    router = Router(prefill_urls, decode_urls)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(router.watch())
+        yield
+        watching.cancel()
+        await router.client.aclose()
+
+    routes = [
+        *(Route(path, router.complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")),
+        Route("/v1/models", router.models),
+        Route("/health", router.health),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--prefill", required=True)
-    parser.add_argument("--decode", required=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--prefill", action="append", default=[], help="URL of a prefill engine; may be given several times"
+    )
+    parser.add_argument(
+        "--decode", action="append", required=True, help="URL of a decode engine; may be given several times"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     chosen = parser.parse_args()

@@ -1,0 +1,209 @@
+"""The router of the examples: what engines are asked, what clients get, and what becomes of a request whose client or engine goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tests.ports import free_ports
+
+pytestmark = [pytest.mark.vllm, pytest.mark.one_release]
+ROUTER = Path(__file__).parents[2] / "examples" / "vllm" / "router.py"
+PATIENCE_S = 10.0
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "kvreshard": {"version": 1}}
+BACK = {"do_remote_decode": True, "remote_engine_id": "d"}
+
+
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("example_router", ROUTER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FakeEngine:
+    """Answers as a vLLM server does, and keeps what it was asked. `status`: of its answers; `slow`: it never finishes."""
+
+    def __init__(self, answer: dict[str, Any], status: int = 200, slow: bool = False) -> None:
+        self.answer, self.status, self.slow = answer, status, slow
+        self.asked: list[dict[str, Any]] = []
+        self.num_left = 0
+        self.url = ""
+        routes = [
+            Route("/health", lambda _: PlainTextResponse("")),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "m"}]})),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.asked.append({**body, "path": request.url.path})
+        if body.get("stream"):
+            return StreamingResponse(self.tell(), media_type="text/event-stream")
+        if self.slow:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            self.num_left += 1
+        return JSONResponse(self.answer, self.status)
+
+    async def tell(self) -> AsyncIterator[str]:
+        try:
+            yield 'data: {"choices": [{"text": "a"}]}\n\n'
+            while self.slow:
+                await asyncio.sleep(0.01)
+                yield ": still here\n\n"
+            yield f"data: {json.dumps(self.answer)}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            self.num_left += 1
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The URL of an application on a loopback port."""
+    port = free_ports(1)
+    server = uvicorn.Server(
+        uvicorn.Config(app, "127.0.0.1", port, loop="asyncio", log_level="error", timeout_graceful_shutdown=2)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+
+
+def wait_for(what: Any) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@contextmanager
+def routing(prefills: list[FakeEngine], decodes: list[FakeEngine], *dead: str) -> Iterator[str]:
+    """The URL of a router before these engines, and before prefill engines that are not there."""
+    with ExitStack() as stack:
+        for engine in (*prefills, *decodes):
+            engine.url = stack.enter_context(serving(engine.app))
+        app = load().make_app([*dead, *(engine.url for engine in prefills)], [engine.url for engine in decodes])
+        yield stack.enter_context(serving(app))
+
+
+def prefill(**more: Any) -> FakeEngine:
+    return FakeEngine({"kv_transfer_params": PARAMS}, **more)
+
+
+def decode(**more: Any) -> FakeEngine:
+    return FakeEngine({"choices": [{"text": "said"}], "kv_transfer_params": BACK}, **more)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_goes_through_both(path: str) -> None:
+    first, second = prefill(), decode()
+    body = {"prompt": "x", "max_tokens": 9, "max_completion_tokens": 9, "stream_options": {}}
+    with routing([first], [second]) as url:
+        answer = httpx.post(url + path, json=body)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "m"
+    assert answer.json()["choices"] == [{"text": "said"}]
+    (asked,), (then,) = first.asked, second.asked
+    assert asked["path"] == then["path"] == path
+    assert (asked["max_tokens"], asked["max_completion_tokens"], asked["stream"]) == (1, 1, False)
+    assert "stream_options" not in asked
+    assert asked["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert (then["kv_transfer_params"], then["max_tokens"]) == (PARAMS, 9)
+
+
+def test_a_stream_is_passed_on_and_its_conversation_goes_on() -> None:
+    first, second = prefill(), decode()
+    body = {"prompt": "x", "max_tokens": 9, "stream": True, "conversation_id": "c"}
+    with routing([first], [second]) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        httpx.post(f"{url}/v1/completions", json={**body, "stream": False})
+    assert [line[:6] for line in lines] == ["data: "] * 3
+    assert lines[-1] == "data: [DONE]"
+    assert "conversation_id" not in first.asked[0] | second.asked[0]
+    assert first.asked[1]["kv_transfer_params"]["remote_engine_id"] == "d"
+
+
+def test_engines_that_are_gone_are_left_out_and_without_one_the_decode_engine_computes() -> None:
+    first, second = prefill(), decode()
+    nobody = f"http://127.0.0.1:{free_ports(1)}"
+    with routing([first], [second], nobody) as url:
+        for _ in range(3):
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+        wait_for(lambda: httpx.get(f"{url}/health").json()["prefill"] == {nobody: False, first.url: True})
+    assert len(first.asked) == 3
+    alone = decode()
+    with routing([], [alone], nobody) as url:
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert alone.asked[0]["kv_transfer_params"] is None
+
+
+def test_requests_go_to_the_engine_that_has_the_fewest() -> None:
+    slow, quick = prefill(slow=True), prefill()
+    with routing([slow, quick], [decode()]) as url:
+        waiting = threading.Thread(
+            target=lambda: httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_S), daemon=True
+        )
+        waiting.start()
+        wait_for(lambda: slow.asked)
+        for _ in range(3):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert (len(slow.asked), len(quick.asked)) == (1, 3)
+
+
+@pytest.mark.parametrize(("at", "stream"), [("prefill", False), ("decode", False), ("decode", True)])
+def test_a_client_that_goes_away_ends_its_request_at_the_engine(at: str, stream: bool) -> None:
+    first, second = prefill(slow=at == "prefill"), decode(slow=at == "decode")
+    engine = first if at == "prefill" else second
+    with routing([first], [second]) as url:
+        with httpx.Client() as client:
+            if stream:
+                with client.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+                    assert next(answer.iter_lines())
+                    assert not engine.num_left
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=0.5)
+        wait_for(lambda: engine.num_left == 1)
+
+
+def test_what_cannot_be_answered_says_why() -> None:
+    first, second = prefill(status=400), decode()
+    with routing([first], [second]) as url:
+        for body in (b"{", b"[]"):
+            assert "JSON" in httpx.post(f"{url}/v1/completions", content=body).json()["error"]["message"]
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 400
+        assert "the prefill engine says" in refused.json()["error"]["message"]
+    app = load().make_app([], [f"http://127.0.0.1:{free_ports(1)}"])
+    with serving(app) as url:
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
+        assert httpx.get(f"{url}/v1/models").status_code == 503
