@@ -13,7 +13,7 @@ export PYTHON
 # A run must not depend on what else lies on the caller's path.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo demo-vllm test test-ci test-e2e check soak reliability format bench mutants clean
+.PHONY: help demo demo-vllm test test-ci test-e2e check soak reliability format bench mutants dist docs clean
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -43,11 +43,22 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 	@KVRESHARD_FUZZ_SECONDS=60 $(VLLM_PYTEST) tests/fuzz $(ARGS)
 	@.venv-vllm/bin/python -m tests.faults.leaks --cycles 1000 $(if $(SEED),--seed $(SEED))
 	@.venv-vllm/bin/python -m tests.soak --seconds 120 $(if $(SEED),--seed $(SEED))
+	@.venv-vllm/bin/python -m tests.promtool
+	@$(MAKE) --no-print-directory docs
+	@$(MAKE) --no-print-directory dist
 
 test-e2e: ## every pair of real engines, here and with vLLM's own connector, and the table of it (an hour or two)
 	@scripts/venv vllm
 	@.venv-vllm/bin/python -m tests.releases $(if $(VLLM),$(VLLM))
 	@KVRESHARD_VLLM=$(VLLM) $(VLLM_PYTEST) tests/e2e $(ARGS); status=$$?; .venv-vllm/bin/python -m tests.e2e.table --into docs/pairs.md; exit $$status
+
+dist: ## wheel and sdist into dist/, each checked as a user would get it, with a bill of materials and the licences
+	@scripts/venv run
+	@$(PY) scripts/dist
+
+docs: ## the documentation site into build/site; a broken link is an error
+	@scripts/venv docs
+	@$(PY) scripts/docs
 
 soak: ## eight engines over NIXL, kills, stops, aborts, hostile clients, every byte checked: two minutes; BENCH=full for an hour
 	@scripts/venv test

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests import resolves
 from tests.e2e import releases_table
 from tests.e2e.releases import MODELS, rows
 from tests.releases import INSTALLED, RELEASES, full_name
@@ -15,6 +16,7 @@ from kvreshard.vllm.versions import EXCHANGES, TESTED, minor
 
 ROOT = Path(__file__).parents[2]
 OUTCOMES = json.loads(releases_table.OUTCOMES.read_text())
+RESOLVED = json.loads(resolves.OUTCOMES.read_text())
 
 
 @pytest.mark.parametrize("pair", sorted(map(sorted, EXCHANGES)), ids="-".join)
@@ -38,6 +40,13 @@ def test_the_page_shows_what_was_run() -> None:
     again = releases_table.fill(page, "pairs of releases", releases_table.pairs(OUTCOMES))
     assert again == page
     assert releases_table.fill(page, "parts of releases", releases_table.parts()) == page
+    assert releases_table.fill(page, "what resolves", resolves.table(RESOLVED)) == page
+
+
+def test_the_extra_resolves_with_every_release_for_every_python() -> None:
+    assert set(RESOLVED) == set(RELEASES)
+    assert {python for by_python in RESOLVED.values() for python in by_python} == set(resolves.PYTHONS)
+    assert not [found for by_python in RESOLVED.values() for found in by_python.values() if "error" in found]
 
 
 def test_the_distribution_asks_for_the_supported_releases() -> None:
