@@ -54,6 +54,7 @@ def live(world: TurnWorld, num_requests: int = 14, ticks_between: int = 25) -> T
     return world
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("kind", [model.kind for model in MODELS])
 @pytest.mark.parametrize(("roles", "tp"), [(("kv_producer", "kv_consumer"), (2, 1)), (("kv_both", "kv_both"), (1, 4))])
 def test_turns_of_every_kind_are_read_back(kind: str, roles: tuple[str, str], tp: tuple[int, int]) -> None:
