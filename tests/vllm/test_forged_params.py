@@ -268,11 +268,12 @@ def restart(engine: Engine) -> None:
 
 @pytest.mark.parametrize("is_renamed", [False, True])
 def test_parameters_of_a_former_incarnation_are_not_taken(fleet: Fleet, is_renamed: bool) -> None:
+    """That instance is not met any more. Under the name of the one that is there, its seal does not hold."""
     tokens, params = fleet.prefill("p", 1)
     restart(fleet.world.by_name["p"])
     if is_renamed:
         params = put(params, (KEY, "instance_id"), fleet.world.by_name["p"].engine_metadata.instance_id)
-    fleet.check_nothing_came(tokens, params)
+    fleet.check_nothing_came(tokens, params, "seal" if is_renamed else "handshake")
 
 
 def test_parameters_of_a_lease_that_is_over_are_not_served(fleet: Fleet) -> None:

@@ -168,7 +168,7 @@ def test_under_that_name_the_statistics_reach_our_own_metrics() -> None:
     stats = ReshardStats()
     stats.note(Results(checks={"a": "equal"}))
     child = object.__new__(ReshardConnector)
-    child._side = SimpleNamespace(stats=stats)
+    child._side = SimpleNamespace(take_stats=stats.take)
     both = SimpleNamespace(_connectors=[child])
     counted = MultiConnector.get_kv_connector_stats(both)
     sent = {name: one.data for name, one in counted.data.items()}
