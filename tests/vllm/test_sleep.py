@@ -116,8 +116,10 @@ def test_a_rank_tells_what_was_left_and_keeps_what_it_is_told(monkeypatch: pytes
 
 
 def test_memory_stays_where_the_agent_does_not_close() -> None:
+    rank = rank_with(Results(freed={"a": "revoked"}), is_running=True)
     with pytest.raises(KvReshardError, match="their memory must stay"):
-        rank_with(Results(), is_running=True).unregister()
+        rank.unregister()
+    assert rank.collect().finished_sending == {"a"}
 
 
 def test_an_engine_that_wakes_up_is_another_to_its_peers_and_keeps_what_it_computes() -> None:

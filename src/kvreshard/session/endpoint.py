@@ -140,6 +140,8 @@ class Endpoint:
             if not self._is_session_stuck:
                 self._results.note_stuck(stuck.call)
         self._is_session_stuck = stuck is not None
+        if self._stopping:  # an engine that could not be put to sleep goes on, without this rank's session
+            self._results.give_up(Failure("fault", f"the session of rank {self._rank} has ended; restart the engine"))
         return self._results.take(patience_s)
 
     def wake(self) -> None:
@@ -154,11 +156,12 @@ class Endpoint:
     def end(self) -> Results:
         """Close, before the memory of the caches goes: loads have failed, leases have ended, and their words are cleared. Returns what is left.
 
-        Raises KvReshardError if the thread is busy with that memory and does not end.
+        Raises KvReshardError if the thread is busy with that memory and does not end. Then all further loads fail.
         """
         if not self._stop(END_S):
             raise KvReshardError(
-                f"rank {self._rank}: the session's thread is busy and has not ended in {END_S:g} s; the memory of the caches must stay"
+                f"rank {self._rank}: the session's thread is busy and has not ended in {END_S:g} s; the memory of the caches must stay, so restart "
+                "the engine"
             )
         self._own.book.revoke_all()
         self._results.free(self._own.book.take_finished())

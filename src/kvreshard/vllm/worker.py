@@ -133,17 +133,17 @@ class WorkerSide:
     def unregister(self) -> None:
         """The memory of the caches goes: end the session and the agent, so that nobody reads or writes it any more.
 
-        Raises KvReshardError if a call into NIXL or a copy does not return: then the memory must stay.
+        Raises KvReshardError if a call into NIXL or a copy does not return: then the memory must stay, and all further loads fail.
         """
         if self._endpoint is None or self._transport is None:
             return
-        results = self._endpoint.end()
+        self._left = self._note(self._endpoint.end())
         self._transport.close()
         if self._transport.is_running:
             raise KvReshardError(
-                f"rank {self._rank}: NIXL's agent has not closed, and may still write into the caches: their memory must stay"
+                f"rank {self._rank}: NIXL's agent has not closed, and may still write into the caches: their memory must stay, so restart "
+                "the engine"
             )
-        self._left = self._note(results)
         self._metadata.settled.update((request, self._rank) for request in self._quarantined)
         self._quarantined.clear()
         self._endpoint = self._transport = self._buffer = self.part = None
@@ -174,8 +174,8 @@ class WorkerSide:
 
     def collect(self) -> KVConnectorTransferResults:
         """The results since the last step. A failed load is listed as received too, as vLLM requires."""
-        if self._is_asleep:
-            left, self._left = self._left, KVConnectorTransferResults()
+        left, self._left = self._left, KVConnectorTransferResults()
+        if self._is_asleep or left.finished_sending or left.finished_recving:
             return left
         if self._endpoint is None:  # a replica: vLLM waits for the report of every rank
             unread, self._unread = self._unread, set()

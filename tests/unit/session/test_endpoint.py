@@ -399,3 +399,6 @@ def test_a_session_that_is_busy_does_not_give_its_memory_up(world: World, monkey
     with pytest.raises(KvReshardError, match="memory of the caches must stay"):
         endpoint.end()
     is_over.set()
+    order_load(world)
+    (failed,) = endpoint.collect().failed.values()
+    assert (failed.kind, "restart the engine" in failed.text) == ("fault", True)
