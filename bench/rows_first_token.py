@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,20 +43,27 @@ LEAST_ROUNDS, BUDGET_S, BUDGET_FULL_S = 8, 3.0, 60.0  # no prompt is begun after
 
 
 def run(release: str, full: bool) -> Iterator[Result]:
-    """Each pair of engines, each length, beside both. All engines are of the release of vLLM that is imported."""
+    """Each pair of engines, each length, beside both."""
+    yield from on_pairs(ROW, release, (*PAIRS, *(MORE_PAIRS if full else ())), full, _measure)
+
+
+def on_pairs(
+    row: str, release: str, pairs: Sequence[tuple[str, int, int]], full: bool, measure: Callable[..., Iterator[Result]]
+) -> Iterator[Result]:
+    """What is measured on each pair of engines: model, prefill TP, decode TP. All engines are of the release of vLLM that is imported."""
     from tests.e2e.engine import EngineFailed
     from tests.e2e.engines import Nursery
 
     from bench.engine_pairs import both_pairs
 
     with Nursery() as nursery:
-        for model, prefill_tp, decode_tp in (*PAIRS, *(MORE_PAIRS if full else ())):
+        for model, prefill_tp, decode_tp in pairs:
             name, beside = f"{model} TP {prefill_tp} -> {decode_tp}", named(release)
             try:
                 with both_pairs(nursery, model, prefill_tp, decode_tp) as (ours, theirs):
-                    yield from _measure(name, beside, ours, theirs, full, prefill_tp + decode_tp)
+                    yield from measure(name, beside, ours, theirs, full, prefill_tp + decode_tp)
             except EngineFailed as error:
-                yield skipped(ROW, name, f"an engine did not start or ended: {str(error).splitlines()[0]}", beside)
+                yield skipped(row, name, f"an engine did not start or ended: {str(error).splitlines()[0]}", beside)
 
 
 def _measure(name: str, beside: str, ours: Pair, theirs: Pair, full: bool, num_ranks: int) -> Iterator[Result]:

@@ -17,10 +17,9 @@ from tests.e2e.compare import compare
 from tests.e2e.prompts import prompt
 
 from bench import bars
-from bench.beside import named
 from bench.compare import interval
 from bench.results import Result, skipped
-from bench.rows_first_token import SHIPPED, SPARE
+from bench.rows_first_token import SHIPPED, SPARE, on_pairs
 
 if TYPE_CHECKING:
     from bench.engine_pairs import Pair, Turn
@@ -36,19 +35,7 @@ LEAST_REQUESTS, REQUESTS_PER_CLIENT = 12, 2
 
 def run(release: str, full: bool) -> Iterator[Result]:
     """Each pair of engines, beside the release's connector as it ships and with cores to spare."""
-    from tests.e2e.engine import EngineFailed
-    from tests.e2e.engines import Nursery
-
-    from bench.engine_pairs import both_pairs
-
-    with Nursery() as nursery:
-        for model, prefill_tp, decode_tp in (*PAIRS, *(MORE_PAIRS if full else ())):
-            name, beside = f"{model} TP {prefill_tp} -> {decode_tp}", named(release)
-            try:
-                with both_pairs(nursery, model, prefill_tp, decode_tp) as (ours, theirs):
-                    yield from _measure(name, beside, ours, theirs, full, prefill_tp + decode_tp)
-            except EngineFailed as error:
-                yield skipped(ROW, name, f"an engine did not start or ended: {str(error).splitlines()[0]}", beside)
+    yield from on_pairs(ROW, release, (*PAIRS, *(MORE_PAIRS if full else ())), full, _measure)
 
 
 def _measure(name: str, beside: str, ours: Pair, theirs: Pair, full: bool, num_ranks: int) -> Iterator[Result]:

@@ -50,7 +50,7 @@ def test_kernels_find_what_they_look_for_though_engines_sleep(batch: int, run_se
             world.run(20)
         finally:
             world.close()
-        num_lives += sum(engine._life for engine in world.by_name.values()) - len(shapes)
+        num_lives += sum(engine._num_instances for engine in world.by_name.values()) - len(shapes)
         num_loaded += world.num_loaded
     assert num_lives > 5
     assert num_loaded > 0
@@ -132,7 +132,7 @@ def test_an_engine_that_wakes_up_is_another_to_its_peers_and_keeps_what_it_compu
     published = scheduling._producer._leases.acquire("s")
     scheduling._producer._leases.publish("s", Prompt(()), 1, {})
     before, key = engine.engine_metadata.instance_id, engine.engine_metadata.key
-    engine._begin_life()
+    engine._begin_instance()
     after = engine.engine_metadata.instance_id
     assert after != before
     assert scheduling._producer._key == engine.engine_metadata.key != key
@@ -148,7 +148,7 @@ def test_the_listener_hands_out_the_latest_metadata() -> None:
     """At the same address."""
     world = World(draw(0)[1], base_config(), 0)
     metadata = world.by_name["p"].engine_metadata
-    world.by_name["p"]._begin_life()
+    world.by_name["p"]._begin_instance()
     other = world.by_name["p"].engine_metadata
     server, client = HandshakeServer(Address("127.0.0.1", 0), metadata), HandshakeClient()
     for expected in (metadata, other):

@@ -47,8 +47,8 @@ MAX_PER_HOST = 32
 class _Known:
     """An engine that is met, is being met, or could not be met.
 
-    `began_s`: when it was first asked. `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `checked`: other instances of the engine that
-    were asked whether they are still there, since this one has answered.
+    `began_s`: when it was first asked. `reply`: of its listener, until that has answered. `failed_s`: when it could not be met. `checked`:
+    other instances of the engine that were asked whether they are still there, since this one has answered.
     """
 
     used_s: float

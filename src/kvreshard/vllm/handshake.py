@@ -42,9 +42,9 @@ class RankPart(KVConnectorHandshakeMetadata):
 
 
 class EngineHandshake:
-    """One per engine. `key`: what this life of the engine seals with. `instance_id`: the digest of it, unique to this life.
+    """One per engine. `key`: what this instance of the engine seals with. `instance_id`: the digest of it, unique to this instance.
 
-    A life ends with the process, or when the memory of the caches goes while the engine sleeps (`begin_life`).
+    An instance ends with the process, or when the memory of the caches goes while the engine sleeps (`begin_instance`).
     """
 
     def __init__(self, vllm_config: Any, engine: str, options: Options) -> None:
@@ -64,7 +64,7 @@ class EngineHandshake:
             layout, self.key, compatibility, ranks, self._options.kv_lease_duration, {"vllm_version": exchanged_with()}
         )
 
-    def begin_life(self) -> None:
+    def begin_instance(self) -> None:
         """Another key and instance id: whoever has met this engine before meets it anew, as one that was started again."""
         self.key = new_key()
         self.instance_id = instance_id_of(self.key)

@@ -107,7 +107,7 @@ class Producer:
             for name, num_tokens in num_scheduled.items()
         )
 
-    def begin_life(self, key: bytes) -> Iterator[Command]:
+    def begin_instance(self, key: bytes) -> Iterator[Command]:
         """Seal with another key, and take the leases again of what is being computed: the ranks have forgotten them."""
         self._key = key
         yield from self._leases.unpublished

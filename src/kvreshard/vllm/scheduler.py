@@ -125,7 +125,7 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         transfer_config, config = vllm_config.kv_transfer_config, read_config(vllm_config, kv_cache_config)
         self._handshake = EngineHandshake(vllm_config, engine, options)
-        self._engine, self._has_lived = engine, False
+        self._engine, self._has_instance = engine, False
         self._is_producer = bool(transfer_config.is_kv_producer)
         key = self._handshake.key
         reads_back = options.bidirectional_kv_xfer
@@ -169,14 +169,14 @@ class SchedulerSide:
     def set_ranks(self, parts: Mapping[tuple[int, int], RankPart]) -> None:
         """Make the engine's metadata of all ranks' parts, and listen if other engines read from here.
 
-        A second call is the first of another life: the caches have been in no memory for a time, and are in other memory now.
+        A second call begins another instance: the engine has slept, and its caches are in other memory now.
         """
-        if self._has_lived:
-            self._handshake.begin_life()
-            self._consumer.known.begin_life((self._engine, self._handshake.instance_id), self._handshake.key)
-            self._add(self._producer.begin_life(self._handshake.key))
+        if self._has_instance:
+            self._handshake.begin_instance()
+            self._consumer.known.begin_instance((self._engine, self._handshake.instance_id), self._handshake.key)
+            self._add(self._producer.begin_instance(self._handshake.key))
             logger.info("kvreshard: engine %s is awake; its peers meet it anew", self._engine)
-        self._has_lived = True
+        self._has_instance = True
         engine_metadata = self._handshake.make_engine_metadata(parts)
         self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._listens:

@@ -78,11 +78,11 @@ class KnownSources:
     """
 
     def __init__(self, me: tuple[str, str], own_key: bytes | None = None) -> None:
-        self.begin_life(me, own_key)
+        self.begin_instance(me, own_key)
         self._keys: OrderedDict[str, bytes] = OrderedDict()
         self._released: OrderedDict[Source, None] = OrderedDict()
 
-    def begin_life(self, me: tuple[str, str], own_key: bytes | None) -> None:
+    def begin_instance(self, me: tuple[str, str], own_key: bytes | None) -> None:
         """This engine has another instance id and key from now on."""
         self._me = me
         self._own = {} if own_key is None else {instance_id_of(own_key): own_key}

@@ -151,7 +151,7 @@ class WorkerSide:
         logger.info("kvreshard: rank %d sleeps: its caches are registered nowhere", self._rank)
 
     def restore(self) -> None:
-        """The caches have memory again, at the same addresses: begin a session and an agent of another life."""
+        """The caches have memory again, at the same addresses: begin another session and another agent."""
         if self._is_asleep:
             self._is_asleep = False
             self.register(self._kv_caches)

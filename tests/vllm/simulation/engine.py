@@ -307,16 +307,16 @@ class Engine:
         self.endpoints: list[Endpoint] = []
         self._transports: list[MemoryTransport] = []
         self._buffers: list[Any] = []
-        self._life, self.is_asleep, self.falls_asleep = 0, False, False
+        self._num_instances, self.is_asleep, self.falls_asleep = 0, False, False
         for place, rank in enumerate(self.side.layout.ranks):
             worker = WorkerSide(config, self.side.configs[place], self.name, read_options({"lease_slots": LEASE_SLOTS}))
             worker._rank = rank.rank
             self.workers.append(worker)
-        self._begin_life()
+        self._begin_instance()
 
-    def _begin_life(self) -> None:
+    def _begin_instance(self) -> None:
         """What `WorkerSide.register` does, and what the engine does with what its ranks say of themselves."""
-        self._life += 1
+        self._num_instances += 1
         self.endpoints.clear()
         self._transports.clear()
         parts = {}
@@ -365,7 +365,7 @@ class Engine:
 
     def wake_up(self) -> None:
         """Memory is there again, with something else in it."""
-        self._begin_life()
+        self._begin_instance()
         self.is_asleep = False
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
