@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from bench.arena import STAGING_BYTES, Arena
 from bench.held import Held
 from kvreshard.model.tables import PageTable, Request, Tokens
@@ -40,8 +42,14 @@ class Listed:
         return Listed((src, dst), request.intervals)
 
     def request(self) -> Request:
-        """As arrays."""
-        src, dst = ({name: PageTable(*told) for name, told in tables.items()} for tables in self.sides)
+        """As arrays, made as the connector makes them."""
+        src, dst = (
+            {
+                name: PageTable(np.fromiter(pages, np.int64, len(pages)), num_tokens, first)
+                for name, (pages, num_tokens, first) in tables.items()
+            }
+            for tables in self.sides
+        )
         return Request(src, dst, self.intervals, {})
 
 

@@ -5,7 +5,7 @@ A peer can compute every address from it and from a block table. It is checked o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from kvreshard.model.field import Field
 from kvreshard.model.layout_check import check_layout
-from kvreshard.model.rank import Geometry, Group, Rank
+from kvreshard.model.rank import Geometry, Group, Rank, RankTemplate
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,24 @@ class EngineLayout:
         order of `fields`.
         """
         held: dict[str, list[tuple[int, int]]] = {field.name: [] for field in self.fields}
-        for number, (template, _) in enumerate(groupby(self.ranks, attrgetter("template"))):
+        for number, (template, _) in enumerate(self.templates):
             for shard in template.shards:
                 held[shard.field].append((number, shard.geometry))
         numbers: dict[object, int] = {}
         return {field: numbers.setdefault(tuple(places), len(numbers)) for field, places in held.items() if places}
 
+    @cached_property
+    def templates(self) -> Sequence[tuple[RankTemplate, Sequence[Rank]]]:
+        """Templates with their ranks, which are neighbours in the order of `ranks`. Found once: comparing two templates takes long."""
+        return [(template, tuple(ranks)) for template, ranks in groupby(self.ranks, attrgetter("template"))]
+
     def holders(self, field: str) -> Mapping[int, Geometry]:
         """Rank -> how it holds its part of a field, for every rank that does."""
         found = {}
-        for template, ranks in groupby(self.ranks, attrgetter("template")):
-            geometry = next((shard.geometry for shard in template.shards if shard.field == field), None)
-            if geometry is not None:
+        for _, ranks in self.templates:
+            number = ranks[0].shard_number.get(field)
+            if number is not None:
+                geometry = ranks[0].template.shards[number].geometry
                 found.update({rank.rank: rank.geometries[geometry] for rank in ranks})
         return found
 

@@ -46,19 +46,19 @@ def prove(route: Route, src: EngineLayout, dst: EngineLayout) -> None:
 def find_faults(route: Route, src: EngineLayout, dst: EngineLayout) -> Iterator[str]:
     """Everything that is wrong with a route, as sentences; nothing for a right one."""
     rank = dst.rank_by_number[route.dst_rank]
-    transfers_of = defaultdict[str, list[int]](list)
+    transfers_of: dict[str, tuple[int, ...]] = dict.fromkeys(rank.shard_number, ())
     for number, transfer in enumerate(route.transfers):
         if transfer.dst_rank != rank.rank:
             yield f"fields {', '.join(transfer.fields)}: a transfer to rank {transfer.dst_rank} in the route of rank {rank.rank}"
         yield from _transfer_faults(transfer, src.rank_by_number[transfer.src_rank], src, "source")
         yield from _transfer_faults(transfer, rank, dst, "destination")
         for name in transfer.fields:
-            transfers_of[name].append(number)
+            transfers_of[name] = (*transfers_of.get(name, ()), number)
     # Fields of one form and geometry that the same transfers have are covered alike: one of them is looked at.
     alike = defaultdict[tuple[tuple[int, ...], int | None, int, int], list[str]](list)
-    for name, number in rank.shard_number.items():
-        forms = src.kind_of.get(name), dst.kind_of[name]
-        alike[tuple(transfers_of[name]), *forms, rank.template.shards[number].geometry].append(name)
+    for shard in rank.template.shards:
+        name = shard.field
+        alike[transfers_of[name], src.kind_of.get(name), dst.kind_of[name], shard.geometry].append(name)
     for (numbers, src_form, _, geometry), names in alike.items():
         if src_form is None:
             continue

@@ -201,7 +201,7 @@ def make_transfer(
             if block.block_hash is None and not block.is_null and block.block_id in held
         ]
         start = max(first_missing(group, blocks, num_tokens), first_token(prefill, group))
-        tables[group.name] = PageTable(list(pages), num_tokens, first)
+        tables[group.name] = PageTable(np.fromiter(pages, np.int64, len(pages)), num_tokens, first)
         intervals[group.name] = [(start, num_tokens)] if start < num_tokens else []
         new_pages[group.name] = np.array(fresh, dtype=np.int64)
     return Transfer(prefill.tables(), tables, intervals, new_pages)
