@@ -29,4 +29,4 @@ def test_the_last_token_finds_what_it_looks_at(model: str, lengths: tuple[int, .
     assert found.answered, str(found)
     assert not found.wrong_tokens, str(found)
     assert found.logprob_gap <= NOISE, str(found)
-    assert "will be computed here" not in target.log.read_text(errors="replace")
+    assert "is computed here" not in target.log.read_text(errors="replace")

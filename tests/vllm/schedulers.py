@@ -88,6 +88,7 @@ def request(name: str, tokens: list[int], **more: Any) -> Any:
         "prompt_embeds": None,
         "prompt_is_token_ids": None,
         "cache_salt": None,
+        "trace_headers": None,
         "block_hashes": [],
         "update_block_hashes": lambda: None,
         "max_tokens": 1,

@@ -77,9 +77,7 @@ def test_a_host_buffer_that_is_not_used_is_told(
     with caplog.at_level(logging.WARNING, logger="kvreshard"):
         side._warn_of_host_buffer()
     assert [record.message for record in caplog.records] == (
-        ["kvreshard: kv_buffer_device cpu is ignored: caches are read from and into cuda:0; leave it out"]
-        if is_told
-        else []
+        ["kv_buffer_device cpu is ignored: caches are read from and into cuda:0; leave it out"] if is_told else []
     )
 
 

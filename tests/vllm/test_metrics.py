@@ -24,11 +24,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 import kvreshard.vllm
 from kvreshard.session.commands import Failure, Results
+from kvreshard.session.pull import Moved
 from kvreshard.vllm import consumer, loadable
 from kvreshard.vllm.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    RANK_GAUGES,
     SECONDS,
     ReshardPromMetrics,
     ReshardStats,
@@ -101,7 +103,7 @@ def test_the_page_names_every_series_and_no_other() -> None:
     named = {
         name for line in page.splitlines() if line.startswith("| `") for name in re.findall(r"`kvreshard_(\w+)", line)
     }
-    assert named == {*HISTOGRAMS, *GAUGES, *(f"{name}_total" for name in COUNTERS), "build_info"}
+    assert named == {*HISTOGRAMS, *GAUGES, *RANK_GAUGES, *(f"{name}_total" for name in COUNTERS), "build_info"}
 
 
 def test_gauges_are_told_when_they_change_and_end_at_zero() -> None:
@@ -136,6 +138,25 @@ def test_gauges_are_told_when_they_change_and_end_at_zero() -> None:
             assert told[-1] == 0
             assert all(before != after for before, after in pairwise(told))
     assert max(seen["p"]["blocks_held"]) > max(seen["p"]["leases_held"])
+
+
+def test_ranks_tell_by_how_much_their_gauges_change() -> None:
+    """They are added up over ranks and steps; one that goes back to what it was is not told."""
+    stats, other = ReshardStats(), ReshardStats()
+    stats.note(Results(peers_change=2, stuck_change=1))
+    other.note(Results(peers_change=1))
+    assert stats.aggregate(other).data["changes"] == {"peers": 3, "stuck_threads": 1}
+    assert stats.take() is not None
+    stats.note(Results())
+    assert stats.take() is None
+
+
+def test_bytes_on_the_wire_are_told_from_those_that_arrived() -> None:
+    stats = ReshardStats()
+    stats.note(Results(received={"a": Moved(100, 260, 5, 60, 0.0, 0.0), "b": Moved(40, 40, 1, 0, 0.0, 0.0)}))
+    counts = stats.data["counts"]
+    assert counts["bytes"] == {"staged": 60, "direct": 80}
+    assert counts["read_bytes"] == {"staged": 220, "direct": 80}
 
 
 def test_handshakes_are_counted_and_timed() -> None:

@@ -130,7 +130,9 @@ def test_each_is_counted_and_the_first_of_each_cause_is_a_warning(caplog: pytest
         decode.arrive(params, TOKENS)
     assert noted == [("prompt", 252), ("prompt", 300), ("prompt", 268), ("role", 300)]
     lines = [record for record in caplog.records if "that were prefilled" in record.getMessage()]
-    assert [record.levelname for record in lines] == ["WARNING", "INFO", "INFO", "WARNING"]
+    assert [record.levelname for record in lines] == ["WARNING", "INFO", "INFO"]
+    (computed,) = [record for record in caplog.records if "is computed here" in record.getMessage()]
+    assert (computed.levelname, computed.cause) == ("WARNING", "role")  # type: ignore[attr-defined]
     assert lines[1].getMessage() == (
         "request d-1: 0 of the 300 tokens that were prefilled are loaded (prompt): the prompts agree on 0 of 300 tokens"
     )

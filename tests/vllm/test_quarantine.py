@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvreshard.session.commands import Failure, Results
 from kvreshard.transport.memory import Fault
 from kvreshard.vllm.metrics import ReshardStats
+from kvreshard.vllm.outcomes import FailureLog
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.scheduler import ReshardWorkerMetadata, SchedulerSide
 
@@ -71,6 +72,7 @@ def test_a_request_is_counted_once_on_however_many_ranks() -> None:
     side = SchedulerSide.__new__(SchedulerSide)
     side.stats, side._quarantine = ReshardStats(), bound(pool, pool.get_new_blocks(2))
     side._consumer = side._producer = SimpleNamespace(ended=str, freed=str)
+    side._failures, side._expired = FailureLog("it is computed here"), set()
     failed = Results(failed={"r": Failure("timeout", "late", is_quarantined=True)})
     for rank in (0, 1):  # what the ranks count themselves is the failure
         worker = ReshardStats()

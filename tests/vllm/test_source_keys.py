@@ -145,7 +145,7 @@ def test_a_host_that_is_not_listed_is_not_contacted(caplog: pytest.LogCaptureFix
         asked = decode.arrive(dict(params(), remote_host=host), TOKENS)
         assert bool(decode.watched) is is_asked
         assert (decode.side.count_loadable(asked, 0), decode.fallbacks) == ((None, []) if is_asked else (0, ["host"]))
-    assert "names tcp://11.0.0.1:5 as its source, which is not among source_hosts" in caplog.text
+    assert "names 11.0.0.1:5 as its source, which is not among source_hosts" in caplog.text
 
 
 def test_a_request_whose_id_has_lines_writes_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib
 import itertools
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,7 @@ from vllm.v1.worker import gpu_worker
 
 import kvreshard
 from kvreshard.model import LayoutError
-from kvreshard.vllm import connector, start_check
-from kvreshard.vllm.options import Options
+from kvreshard.vllm import start_check
 from kvreshard.vllm.start_check import check_outer, check_outputs, check_start
 
 pytestmark = pytest.mark.vllm
@@ -312,12 +312,24 @@ def test_there_is_one_connector_over_nixl(
         check_outer(child)
 
 
-def test_the_first_line_says_version_backend_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(connector.logger, "info", lambda text, *words: said.append(text % words))
-    world = World({"p": Shape(MODELS[0].layers(16, 0), role="kv_producer", lease_s=7.0)}, base_config(), 0)
-    world.close()
-    params = Options().nixl.params
-    assert said == [
-        f"kvreshard {kvreshard.__version__}: engine p, kv_connector ReshardConnector, kv_role kv_producer, NIXL backend UCX {params}, options: kv_lease_duration=7.0"
-    ]
+def test_the_first_line_says_version_backend_and_options(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    caplog.set_level(logging.INFO, "kvreshard")
+    shapes = {
+        name: Shape(MODELS[0].layers(16, 0), role=role, lease_s=7.0)
+        for name, role in (("p", "kv_producer"), ("d", "kv_consumer"))
+    }
+    World(shapes, base_config(), 0).close()
+    first, second = (record for record in caplog.records if getattr(record, "event", "") == "started")
+    address = f"{first.address}"  # type: ignore[attr-defined]
+    assert re.fullmatch(
+        rf"kvreshard {re.escape(kvreshard.__version__)} with vLLM \S+ and NIXL \S+ \(UCX_TLS=tcp,self\): engine p, kv_connector ReshardConnector, "
+        rf"kv_role kv_producer; 1 rank, \d+ fields in \d+ groups?, \d+ MiB of cache; hands out its layout at {re.escape(address)} without keys; "
+        r"options: kv_lease_duration=7\.0",
+        first.getMessage(),
+    ), first.getMessage()
+    assert ":" in address
+    assert "engine d, kv_connector ReshardConnector, kv_role kv_consumer; " in second.getMessage()
+    assert "; hands out nothing: it only loads; " in second.getMessage()

@@ -27,6 +27,7 @@ from kvreshard.cli.models import models
 from kvreshard.cli.output import OutputError, PipeClosedError, forget, tell, write_json, writing
 from kvreshard.cli.plan import plan
 from kvreshard.cli.replay import replay_file
+from kvreshard.cli.top import top
 from kvreshard.cli.verify import verify
 from kvreshard.model import KvReshardError
 from kvreshard.model.text import escaped
@@ -156,6 +157,6 @@ app = typer.Typer(
     cls=Commands, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 app.callback()(_options)
-for command in (verify, plan, describe, models, doctor, keys, bench):
+for command in (verify, plan, describe, models, doctor, keys, bench, top):
     app.command(cls=Command, epilog=ENGINES if command in (verify, plan, describe) else None)(command)
 app.command("replay", cls=Command)(replay_file)

@@ -108,7 +108,7 @@ def differences(src_engine: str, src: Field, dst_engine: str, dst: Field) -> lis
         differ("element size in bytes", src.element_bytes, dst.element_bytes, remedy_for(dst))
     src_names, dst_names = [a.name for a in src.axes], [a.name for a in dst.axes]
     if src_names != dst_names:
-        differ("the list of axes", src_names, dst_names, "describe both engines with the same version")
+        differ("the list of axes", src_names, dst_names, "run one release of kvreshard on both sides")
         return found
     for src_axis, dst_axis in zip(src.axes, dst.axes, strict=True):
         if src_axis.extent != dst_axis.extent:

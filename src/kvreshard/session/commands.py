@@ -23,6 +23,14 @@ class RemoteEngine:
     instance_id: str
     address: Address
 
+    def __str__(self) -> str:
+        return f"engine {self.engine} at {self.address.host_port}"
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The same as attributes of a log record."""
+        return {"engine": self.engine, "address": self.address.host_port}
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteLease:
@@ -39,7 +47,7 @@ class Load:
 
     `seal`: the source's, over the lease and the source's tables in `transfer`. Nothing is read where it does not hold.
     `gives_back`: release the source as soon as all has arrived; otherwise a `Release` or `Cancel` does, so that others may still read. A load
-    that fails releases in any case. `refusal`: how it fails without anything being read.
+    that fails releases in any case. `refusal`: how it fails without anything being read. `trace_headers`: of the request, where vLLM traces it.
     """
 
     request: str
@@ -49,6 +57,7 @@ class Load:
     seal: Seal
     gives_back: bool
     refusal: Failure | None = None
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,8 @@ class Results:
 
     `settled`: requests whose pages were quarantined, and may be reused now. `stuck`: calls into the transport's library that do not return.
     `keys`: of sources that have been met, for requests that ask for them; `unmet`: why there is none. `handshakes`: of each that has ended, its
-    seconds and whether the engine was met.
+    seconds and whether the engine was met. `peers_change`, `stuck_change`: by how many the engines that are met, and the threads that are stuck,
+    have become more.
     """
 
     freed: dict[str, Cause] = field(default_factory=dict)
@@ -152,6 +162,8 @@ class Results:
     keys: dict[str, bytes] = field(default_factory=dict, repr=False)
     unmet: dict[str, Failure] = field(default_factory=dict)
     handshakes: list[tuple[float, bool]] = field(default_factory=list)
+    peers_change: int = 0
+    stuck_change: int = 0
 
     @property
     def is_empty(self) -> bool:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 
 from kvreshard.model import EngineLayout, KvReshardError
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.model.tables import Request
 from kvreshard.session.commands import (
     Acquire,
@@ -139,6 +139,8 @@ class Endpoint:
             self._results.give_up(Failure("fault", stuck.text, is_quarantined=True))
             if not self._is_session_stuck:
                 self._results.note_stuck(stuck.call)
+        elif self._is_session_stuck:
+            self._results.note_returned()
         self._is_session_stuck = stuck is not None
         if self._stopping:  # an engine that could not be put to sleep goes on, without this rank's session
             self._results.give_up(Failure("fault", f"the session of rank {self._rank} has ended; restart the engine"))
@@ -151,7 +153,11 @@ class Endpoint:
     def close(self) -> None:
         """End the thread and all handshakes, and wait `CLOSE_S` at most. The caller closes the transport."""
         if not self._stop(CLOSE_S):
-            logger.warning("rank %d: the session's thread is busy and is left behind", self._rank)
+            logger.warning(
+                "rank %d: the session's thread is busy and is left behind",
+                self._rank,
+                extra=fields("thread_left_behind", rank=self._rank),
+            )
 
     def end(self) -> Results:
         """Close, before the memory of the caches goes: loads have failed, leases have ended, and their words are cleared. Returns what is left.
@@ -166,6 +172,7 @@ class Endpoint:
         self._own.book.revoke_all()
         self._results.free(self._own.book.take_finished())
         self._results.give_up(Failure("cancelled", "the engine is put to sleep"))
+        self._results.note_peers(0)
         return self._results.take(0.0)
 
     def _stop(self, wait_s: float) -> bool:
@@ -192,7 +199,7 @@ class Endpoint:
             try:
                 rest_s = self.turn()
             except Exception:  # the thread must live: without it every request of this rank would hang
-                logger.exception("kvreshard session of rank %d", self._rank)
+                logger.exception("session of rank %d", self._rank, extra=fields("internal_error", rank=self._rank))
                 rest_s = REST_WITH_LOADS_S
             self._event.wait(rest_s)
 
@@ -213,6 +220,7 @@ class Endpoint:
             self._results.meet(keys, {request: to_failure(error) for request, error in unmet.items()})
         if handshakes := self._peers.take_handshakes():
             self._results.note_handshakes(handshakes)
+        self._results.note_peers(self._peers.num_met)
         next_renewal_s = self._renew(now_s)
         self._set_pace()
         if has_more:
@@ -228,7 +236,7 @@ class Endpoint:
                 try:
                     self._execute(command, now_s)
                 except Exception as error:  # the others must be executed
-                    logger.exception("%s", command)
+                    logger.exception("%s", command, extra=fields("internal_error"))
                     if isinstance(command, Load):
                         self._remote_leases.stop_renewing(command.request)
                         self._fail(command, to_failure(error))
@@ -291,6 +299,8 @@ class Endpoint:
             if self._stuck is None:
                 self._results.note_stuck(stuck.call)
             self._jobs.stop_all(Failure("transfer", stuck.text), now_s)
+        elif self._stuck is not None:
+            self._results.note_returned()
         self._stuck = stuck
 
     def _advance_jobs(self, now_s: float) -> None:
@@ -299,7 +309,9 @@ class Endpoint:
             try:
                 self._finish(job)
             except Exception:  # the others must end
-                logger.exception("request %s", job.load.request)
+                logger.exception(
+                    "request %s", job.load.request, extra=fields("internal_error", request_id=job.load.request)
+                )
         for job in settled:
             job.close()
             self._free_scratch(job)
@@ -317,6 +329,8 @@ class Endpoint:
                 self._results.meet({load.request: job.peer.engine_metadata.key}, {})
             return
         self._end_lease(job)
+        if outcome is not None:
+            job.observer.ended(outcome)
         if isinstance(outcome, Failure):
             self._fail(load, outcome, job.observer.check)
             self._record_failure(job.observer, load, job.peer, outcome)
@@ -336,11 +350,15 @@ class Endpoint:
         try:
             self._remote_leases.end(self._me, job.load, job.peer, is_good=is_good, is_kept=is_kept)
         except Exception:
-            logger.exception("request %s: its end was not reported to its source", job.load.request)
+            logger.exception(
+                "request %s: its end was not reported to its source",
+                job.load.request,
+                extra=fields("internal_error", request_id=job.load.request),
+            )
 
     def _fail(self, load: Load, failure: Failure, check: CheckResult | None = None) -> None:
-        source = f"engine {load.remote.engine} at {str(load.remote.address).removeprefix('tcp://')}"
-        logger.warning("request %s was not loaded from %s (%s): %s", load.request, source, failure.kind, failure.text)
+        remote, kind = load.remote, failure.kind
+        logger.debug("request %s was not loaded from %s (%s): %s", load.request, remote, kind, failure.text)
         self._results.end(load.request, failure, check)
 
     def _record_failure(self, observer: LoadObserver, load: Load, peer: Peer | None, failure: Failure) -> None:

@@ -61,8 +61,13 @@ class Address:
             object.__setattr__(self, "host", self.host[1:-1])
 
     def __str__(self) -> str:
+        return f"tcp://{self.host_port}"
+
+    @property
+    def host_port(self) -> str:
+        """As people write it: `10.0.0.1:5600`, `[fe80::1]:5600`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
+        return f"{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:

@@ -24,7 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from kvreshard.model.errors import KvReshardError
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session import nixl_connector
 from kvreshard.session.connection_limits import Bounds, ConnectionLimits, RateLimit
 from kvreshard.session.engine_metadata import EngineMetadata, encode_engine_metadata
@@ -120,6 +120,7 @@ class HandshakeServer:
                 "handshakes are taken at %s from everybody who reaches that port, and are not encrypted; give all engines a "
                 "curve_secret_key_file, or keep the port within a network that you trust (SECURITY.md)",
                 self.address,
+                extra=fields("handshakes_open", address=self.address),
             )
         self._thread = threading.Thread(target=self._run, name="kvreshard-listener", daemon=True)
         self._thread.start()
@@ -153,7 +154,7 @@ class HandshakeServer:
                 except zmq.ZMQError as error:
                     logger.debug("a handshake was dropped: %s", error)
                 except Exception:  # a fault here must not end the server: every later handshake would hang
-                    logger.exception("a handshake failed")
+                    logger.exception("a handshake failed", extra=fields("internal_error"))
         finally:
             self._destroy()
 
@@ -208,7 +209,11 @@ class HandshakeServer:
         self._complaints[what] += 1
         count = self._complaints[what]
         if count & (count - 1) == 0:
-            logger.warning("handshakes at %s: %s%s", self.address, what, f" ({count} times)" if count > 1 else "")
+            logger.warning(
+                "handshakes at %s: %s%s",
+                *(self.address, what, f" ({count} times)" if count > 1 else ""),
+                extra=fields("handshake_refused", address=self.address, count=count),
+            )
 
     def _destroy(self) -> None:
         if self._authenticator is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import Release
 from kvreshard.session.lease import LeaseBook, LeaseTable
 from kvreshard.session.notes import VERSION, Heartbeat, Report, read_note
@@ -37,7 +37,11 @@ class LocalLeases:
             messages = self._transport.notifications()
         except TransportError as error:  # closed: its transfers have failed, and their loads must end
             if not self._is_closed:
-                logger.error("rank %d receives no notifications any more: %s", self._rank, error)
+                logger.error(
+                    "rank %d receives no notifications any more: %s",
+                    *(self._rank, error),
+                    extra=fields("notifications_ended", rank=self._rank),
+                )
             self._is_closed, messages = True, ()
         for message in messages:
             note = read_note(message.payload)

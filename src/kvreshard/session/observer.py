@@ -15,6 +15,7 @@ from kvreshard.session.commands import CheckResult, Failure, Load
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import LeaseBook
 from kvreshard.session.peer import Peer
+from kvreshard.session.pull import Moved
 from kvreshard.transport.base import MemoryRegion, Transfer
 
 
@@ -56,6 +57,9 @@ class LoadObserver:
         the load. Closed early if the load is stopped, once everything that was posted has settled.
         """
         yield from ()
+
+    def ended(self, outcome: Moved | Failure) -> None:
+        """The load has ended, well or badly."""
 
     def failed(self, failure: Failure, dst: EngineMetadata, src: EngineMetadata | None, *, is_routed: bool) -> None:
         """The load has failed. `src` is None if the source was never met; `is_routed`: there was a route from it."""

@@ -67,6 +67,11 @@ class LocalRank:
     pattern_cache: PatternCache = field(default_factory=PatternCache, compare=False)
 
     @property
+    def is_first(self) -> bool:
+        """Whether it has the lowest number, and logs what all ranks of its engine find alike."""
+        return self.rank == min(self.layout.rank_by_number)
+
+    @property
     def name(self) -> tuple[str, str]:
         """The engine and its instance id."""
         return self.engine_metadata.engine, self.engine_metadata.instance_id
@@ -92,7 +97,9 @@ def connect_engine(
     layout = engine_metadata.decode_layout()
     route = compile_route(layout, me.layout, me.rank, cost=options.cost, pattern_cache=me.pattern_cache)
     needed = {*route.src_ranks, *(rank for rank, reporters in route.reporters.items() if me.rank in reporters)}
-    names = {rank: f"{remote.engine}/{remote.instance_id}/{rank}" for rank in sorted(needed)}
+    names = {
+        rank: f"{remote.engine}/{remote.instance_id}/{rank} at {remote.address.host_port}" for rank in sorted(needed)
+    }
     metadata_by_rank = engine_metadata.rank_by_number
     try:
         me.transport.add_peers({name: metadata_by_rank[rank].transport_metadata for rank, name in names.items()})

@@ -15,6 +15,7 @@ after a load from it did not end in time, or another instance of the engine was 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections import Counter
@@ -23,7 +24,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from kvreshard.model import KvReshardError
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import EndpointOptions, RemoteEngine
 from kvreshard.session.engine_metadata import MAX_ENGINE_METADATA_BYTES, EngineMetadata
 from kvreshard.session.handshake_client import HandshakeClient, read_engine_metadata
@@ -121,6 +122,11 @@ class Peers:
             known.used_s = self._clock()
         return found
 
+    @property
+    def num_met(self) -> int:
+        """Instances of engines that are met, and not dropped since."""
+        return sum(known.found is not None for known in self._known.values())
+
     def cancel(self, remote: RemoteEngine) -> None:
         """Stop asking an engine that nobody wants any more. One that has answered stays."""
         known = self._known.get(remote)
@@ -156,7 +162,11 @@ class Peers:
                 peer, is_there = self._checked.get_nowait()
                 self._checking.remove(peer)
                 if not is_there:
-                    logger.warning("engine %s is not there any more: its routes are dropped", peer.remote.engine)
+                    logger.warning(
+                        "%s is gone or was started again: its next request meets it anew",
+                        peer.remote,
+                        extra=fields("peer_gone", **peer.remote.log_fields),
+                    )
                     self.forget(peer.remote, peer)
         now_s = self._clock()
         if now_s < self._swept_s + SWEEP_S:
@@ -257,16 +267,21 @@ class Peers:
                 me.refused.clear()
             me.refused[remote] = engine_metadata
             is_fault = not isinstance(error, (KvReshardError, TransportError))
-            logger.error(
-                "cannot read from engine %s at %s: %s", remote.engine, remote.address, error, exc_info=is_fault
-            )
+            if is_fault:
+                logger.error("%s", remote, exc_info=error, extra=fields("internal_error", **remote.log_fields))
             self._end(known, error)
             self._send_outcome(me, remote, str(error), is_good=False)
             return
         sentence = describe_route(found.route)
-        logger.info("engine %s at %s: %s", remote.engine, remote.address, sentence)
+        # Ranks of an engine have routes alike: one of them is enough for the log.
+        logger.log(
+            logging.INFO if me.is_first else logging.DEBUG,
+            "%s: %s",
+            *(remote, sentence),
+            extra=fields("peer_met", **remote.log_fields),
+        )
         self._note_met(remote)
-        self._warn(remote, found.route.warnings)
+        self._warn(me, remote, found.route.warnings)
         self._end(known, found)
         self._send_outcome(me, remote, sentence, is_good=True)
 
@@ -274,12 +289,14 @@ class Peers:
         with self._lock:
             self._met.setdefault(remote.engine, {})[remote.instance_id] = remote
 
-    def _warn(self, remote: RemoteEngine, warnings: Sequence[str]) -> None:
-        """Once per engine and warning, however often the engine is met."""
+    def _warn(self, me: LocalRank, remote: RemoteEngine, warnings: Sequence[str]) -> None:
+        """Once per engine and warning, however often the engine is met, and by one rank: all of them have the same."""
+        if not me.is_first:
+            return
         for warning in warnings:
             if (remote.engine, warning) not in self._warned and len(self._warned) < MAX_WARNED:
                 self._warned.add((remote.engine, warning))
-                logger.warning("engine %s: %s", remote.engine, warning)
+                logger.warning("%s: %s", remote, warning, extra=fields("peer_warning", **remote.log_fields))
 
     def _end(self, known: _Known, outcome: Peer | BaseException) -> None:
         self._handshakes.put((self._clock() - known.began_s, isinstance(outcome, Peer)))
@@ -296,9 +313,7 @@ class Peers:
 
         def note(answer: Future[bytes]) -> None:
             if not answer.cancelled() and answer.exception() is not None:
-                logger.debug(
-                    "engine %s did not get the outcome of the handshake: %s", remote.engine, answer.exception()
-                )
+                logger.debug("%s did not get the outcome of the handshake: %s", remote, answer.exception())
 
         message = outcome_message(me.engine_metadata.engine, me.rank, text, is_good)
         self._send(remote, message, MAX_MESSAGE_BYTES).add_done_callback(note)

@@ -20,13 +20,14 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import math
 import queue
 from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.session.commands import Load, Release, RemoteEngine, RemoteLease, Renew
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import RENEWALS_PER_LEASE
@@ -88,6 +89,7 @@ class RemoteLeases:
         # (time, number, source): those times, and former ones, which are passed over.
         self._renewal_heap: list[tuple[float, int, RemoteEngine]] = []
         self._numbers = itertools.count()
+        self._repeats = Repeats(logger)
         self._renewed: set[RemoteEngine] = set()
         self._keys: dict[str, bytes] = {}
         self._unmet: dict[str, BaseException] = {}
@@ -185,6 +187,7 @@ class RemoteLeases:
 
     def renew(self, me: LocalRank, now_s: float) -> float:
         """Send the heartbeats that are due; seconds until the next."""
+        self._repeats.flush()
         due: list[RemoteEngine] = []
         while self._next_renewal_s() <= now_s:
             due.append(heapq.heappop(self._renewal_heap)[2])
@@ -306,7 +309,9 @@ class RemoteLeases:
                 self._transport.notify(peer, write_note(report))
         except TransportError as error:
             logger.warning(
-                "engine %s could not be notified that request %s is not wanted: %s", source.engine, lease.request, error
+                "engine %s was not told that request %s is not wanted, and holds its blocks until the lease runs out: %s",
+                *(source.engine, lease.request, error),
+                extra=fields("notification_failed", engine=source.engine, request_id=lease.request),
             )
 
     def _connect_refused(self, source: EngineMetadata) -> list[str]:
@@ -325,7 +330,13 @@ class RemoteLeases:
         try:
             self._transport.notify(peer.mover.peers[rank], payload)
         except TransportError as error:
-            logger.warning("rank %d of engine %s could not be notified: %s", rank, peer.remote.engine, error)
+            self._repeats.log(
+                logging.WARNING,
+                peer.remote,
+                "rank %d of %s could not be notified: %s",
+                *(rank, peer.remote, error),
+                extra=fields("notification_failed", **peer.remote.log_fields),
+            )
 
 
 def _discard(requests: dict[RemoteLease, set[str]], lease: RemoteLease, request: str) -> None:

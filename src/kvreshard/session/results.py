@@ -24,6 +24,7 @@ class ResultQueue:
         # Loads that were given up by the engine's thread, and have not ended.
         self._lost: Counter[str] = Counter()
         self._ended = threading.Condition()
+        self._num_peers = 0
 
     def expect(self, request: str) -> None:
         """A load has been submitted."""
@@ -65,6 +66,18 @@ class ResultQueue:
         """A call does not return."""
         with self._ended:
             self._results.stuck.append(call)
+            self._results.stuck_change += 1
+
+    def note_returned(self) -> None:
+        """A call that did not return has returned."""
+        with self._ended:
+            self._results.stuck_change -= 1
+
+    def note_peers(self, num_peers: int) -> None:
+        """So many engines are met now."""
+        with self._ended:
+            self._results.peers_change += num_peers - self._num_peers
+            self._num_peers = num_peers
 
     def free(self, ended: Mapping[str, Cause]) -> None:
         """Leases have ended here."""

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 
 logger = get_logger(__name__)
 
@@ -51,6 +51,6 @@ class Workers:
                 if not self._is_closed:
                     work()
             except Exception:  # the thread must live
-                logger.exception("%s", self._name)
+                logger.exception("%s", self._name, extra=fields("internal_error"))
             with self._lock:
                 self._num_open -= 1

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from kvreshard.model.errors import KvReshardError
 from kvreshard.model.layout import EngineLayout
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.lease import LeaseBook
 from kvreshard.tools.digest import Memory
 from kvreshard.tools.digest_request import DigestRequest, answer_request, is_readable
@@ -74,10 +74,18 @@ class DigestServer:
         try:
             digest = answer_request(request, tables, layout, self._rank, self._memory)
         except KvReshardError as error:
-            logger.warning("a digest request for request %s is not answered: %s", request.request[:200], error)
+            logger.warning(
+                "a digest request for request %s is not answered: %s",
+                *(request.request[:200], error),
+                extra=fields("digest_not_answered", request_id=request.request[:200]),
+            )
             return DigestAnswer(request.token, Status.MALFORMED)
         except Exception:  # no request of a peer may end the session
-            logger.exception("a digest request for request %s", request.request[:200])
+            logger.exception(
+                "a digest request for request %s",
+                request.request[:200],
+                extra=fields("internal_error", request_id=request.request[:200]),
+            )
             return DigestAnswer(request.token, Status.FAULT)
         return DigestAnswer(request.token, Status.DIGEST, digest.value, digest.num_bytes)
 

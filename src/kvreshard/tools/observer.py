@@ -1,6 +1,6 @@
 """The observer of a rank: compares a share of its loads with their source, answers digest requests of other ranks, records failed loads.
 
-Without a share no load is compared, and without a recorder no event is stored. Digest requests are always answered, since the reader decides
+Without a share no load is compared, without a recorder no event is stored, and without a trace no span is made. Digest requests are always answered, since the reader decides
 which loads are compared.
 """
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from kvreshard import __version__
 from kvreshard.model import EngineLayout
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import CheckResult, Failure, Load
 from kvreshard.session.engine_metadata import EngineMetadata
 from kvreshard.session.lease import WORD_BYTES, LeaseBook
 from kvreshard.session.observer import Landing, LoadObserver, Observer
+from kvreshard.session.pull import Moved
 from kvreshard.session.scratch import Scratch
 from kvreshard.tools.digest import Memory
 from kvreshard.tools.digest_check import CHECK_BYTES, DigestCheck, DigestError, find_obstacle, is_chosen
@@ -25,6 +26,7 @@ from kvreshard.tools.digest_server import DigestServer
 from kvreshard.tools.flight import Flight, FlightSide
 from kvreshard.tools.mailbox import DigestMailbox
 from kvreshard.tools.recorder import Events, Recorder, is_recorded
+from kvreshard.tools.spans import LoadSpans
 from kvreshard.transport.base import MemoryRegion, Transfer
 
 logger = get_logger(__name__)
@@ -91,7 +93,7 @@ class RankObserver(Observer):
         """Log once why loads are not compared."""
         if obstacle not in self._obstacles and len(self._obstacles) < MAX_OBSTACLES_LOGGED:
             self._obstacles.add(obstacle)
-            logger.warning("loads are not compared with their source: %s", obstacle)
+            logger.warning("loads are not compared with their source: %s", obstacle, extra=fields("digest_skipped"))
 
 
 class WatchedLoad(LoadObserver):
@@ -101,6 +103,7 @@ class WatchedLoad(LoadObserver):
         self._rank, self._load = rank, load
         self._check: CheckResult | None = None
         self._events = None if rank.recorder is None else Events(rank.clock)
+        self._spans = LoadSpans(rank.rank, load, load.trace_headers) if load.trace_headers else None
         self.noted("ordered", f"request {load.request} from {load.remote.engine} at {load.remote.address}")
 
     @property
@@ -111,6 +114,13 @@ class WatchedLoad(LoadObserver):
         """See `LoadObserver.noted`."""
         if self._events is not None:
             self._events.add(event, text)
+        if self._spans is not None:
+            self._spans.noted(event)
+
+    def ended(self, outcome: Moved | Failure) -> None:
+        """See `LoadObserver.ended`."""
+        if self._spans is not None:
+            self._spans.ended(outcome)
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
         """Compare the load with its source, if its request is in the share."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvreshard.model.errors import KvReshardError
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import Failure
 from kvreshard.session.workers import Workers
 from kvreshard.tools.flight import Flight, FlightEvent, encode_flight
@@ -130,9 +130,17 @@ class Recorder:
         more = f" ({num_skipped} failures since the last record left none)" if num_skipped else ""
         try:
             path = self._write(make(self._now()))
-            logger.warning("request %s: flight record %s%s; see `kvreshard replay`", request, path, more)
+            logger.warning(
+                "request %s: flight record %s%s; see `kvreshard replay`",
+                *(request, path, more),
+                extra=fields("flight_record", request_id=request, path=path),
+            )
         except Exception as error:  # noqa: BLE001  a failed record must not fail anything else
-            logger.warning("request %s: no flight record was written: %s%s", request, error, more)
+            logger.warning(
+                "request %s: no flight record was written: %s%s",
+                *(request, error, more),
+                extra=fields("flight_record_failed", request_id=request),
+            )
         finally:
             self._is_idle.set()
 

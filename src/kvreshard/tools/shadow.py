@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from kvreshard.model import EngineLayout, KvReshardError
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.plan.compile import compile_route
 from kvreshard.plan.route import Route
 from kvreshard.session.commands import Load, RemoteEngine
@@ -108,7 +108,11 @@ class ShadowJudge:
             try:
                 self._note(self._judge(ended))
             except Exception:  # the other comparisons go on
-                logger.exception("kvreshard shadow: request %s could not be compared", ended.load.request)
+                logger.exception(
+                    "shadow: request %s could not be compared",
+                    ended.load.request,
+                    extra=fields("internal_error", request_id=ended.load.request),
+                )
 
     def _judge(self, ended: EndedLoad) -> ShadowReport:
         """The report; `missing` where the load cannot hold all that the request needs, whatever was copied."""
@@ -151,10 +155,10 @@ class ShadowJudge:
             try:
                 self._met[remote] = met = self._fetch(remote, dst)
                 sentence = describe_route(met[1])
-                logger.info("kvreshard shadow: engine %s at %s: %s", remote.engine, remote.address, sentence)
+                logger.info("shadow: %s: %s", remote, sentence, extra=fields("shadow_met", **remote.log_fields))
             except KvReshardError as error:
                 self._met[remote] = str(error)
-                logger.warning("kvreshard shadow: engine %s at %s: %s", remote.engine, remote.address, error)
+                logger.warning("shadow: %s: %s", remote, error, extra=fields("shadow_refused", **remote.log_fields))
         return self._met[remote]
 
     def _fetch(self, remote: RemoteEngine, dst: EngineLayout) -> tuple[EngineLayout, Route]:
@@ -180,7 +184,12 @@ class ShadowJudge:
         if str(count).strip("0") == "1":
             is_fine = report.verdict in ("same", "more")
             times = f", {count} requests like it by now" if count > 1 else ""
-            logger.log(logging.INFO if is_fine else logging.WARNING, "kvreshard shadow: %s%s", report.sentence(), times)
+            logger.log(
+                logging.INFO if is_fine else logging.WARNING,
+                "shadow: %s%s",
+                *(report.sentence(), times),
+                extra=fields("shadow_verdict", verdict=report.verdict, engine=report.peer, count=count),
+            )
 
 
 def _rank_numbers(src: EngineLayout) -> dict[tuple[int, int], int]:

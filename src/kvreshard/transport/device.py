@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.plan.copies import Int64s
 from kvreshard.plan.stage import Move
 from kvreshard.transport.base import TransportError
@@ -81,7 +81,11 @@ def _load_kernel(device: torch.device) -> Permute | None:
 
         warm_up(device)
     except Exception as error:  # noqa: BLE001  whatever it is, torch can do without
-        logger.warning("staged pages are permuted by torch, field by field: Triton's kernel cannot be used (%s)", error)
+        logger.warning(
+            "staged pages are permuted by torch, field by field, which is slower: Triton's kernel cannot be used (%s)",
+            error,
+            extra=fields("staging_by_torch"),
+        )
         return None
     return permute
 

@@ -173,7 +173,7 @@ class NixlAgent:
             if found != name:
                 self._agent.remove_remote_agent(found)
                 raise TransportError(
-                    f"peer metadata says {name!r} outside, {found!r} inside; pass what metadata() gave"
+                    f"peer metadata says {name!r} outside, {found!r} inside; run the same releases of kvreshard and NIXL on both sides"
                 )
         self._peers.add(name)
 

@@ -23,13 +23,14 @@ The agent is a narrow protocol (`agent`), so that this loop runs in tests withou
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall, Transfer, TransportError
 from kvreshard.transport.posting import Pace, Posting, SlicedTransfer, Windows
@@ -79,6 +80,7 @@ class Owner:
         self._watchdog = Watchdog(name, pace.call_s, clock)
         self._work = WorkQueue(name, self._watchdog)
         self._last_event_s = clock()
+        self._repeats = Repeats(logger, clock)
         self._stopping_s: float | None = None
         born: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_agent, born), name=name, daemon=True)
@@ -191,7 +193,9 @@ class Owner:
             return
         self._thread.join(self._pace.close_s + TEAR_DOWN_S)
         if self.is_running:
-            logger.warning("%s: the agent did not close; its thread is left behind", self.name)
+            logger.warning(
+                "%s: the agent did not close; its thread is left behind", self.name, extra=fields("agent_not_closed")
+            )
 
     @property
     def is_running(self) -> bool:
@@ -301,7 +305,7 @@ class Owner:
         try:
             self._agent.release(handle)
         except Exception as error:  # noqa: BLE001  the agent's end frees what is left
-            logger.warning("%s: a transfer handle could not be released: %s", self.name, error)
+            self._warn("a transfer handle could not be released", error)
 
     def _tear(self, sliced: SlicedTransfer, error: Exception) -> None:
         """A slice has failed: nothing more is posted to its peer, which will be disconnected."""
@@ -347,13 +351,13 @@ class Owner:
                 self._agent.send(sliced.peer, sliced.notify)
             except Exception as error:  # noqa: BLE001  a transfer that is not settled keeps its memory for ever
                 sliced.error = failed(sliced.transfer, sliced.peer, error)
-        _guarded(sliced.transfer.settle, sliced.error)
+        sliced.settle()
 
     def _receive(self) -> bool:
         try:
             messages = self._agent.receive()
         except Exception as error:  # noqa: BLE001  they may be read next time
-            logger.warning("%s: notifications could not be read: %s", self.name, error)
+            self._warn("notifications could not be read", error)
             return False
         for peer, payload in messages:
             self._on_notification(peer, payload)
@@ -364,13 +368,17 @@ class Owner:
         try:
             self._agent.send(peer, payload)
         except Exception as error:  # noqa: BLE001  delivery is never certain
-            logger.warning("%s: notification to %s was not sent: %s", self.name, peer, error)
+            what, text = (self.name, peer, error), "%s: notification to %s was not sent: %s"
+            self._repeats.log(logging.WARNING, peer, text, *what, extra=fields("notification_failed", peer=peer))
 
     def _forget(self, peer: str) -> None:
         try:
             self._agent.remove_peer(peer)
         except Exception as error:  # noqa: BLE001  its transfers must settle
-            logger.warning("%s: peer %s was not disconnected: %s", self.name, peer, error)
+            self._warn(f"peer {peer} was not disconnected", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning("%s: %s: %s", self.name, what, error, extra=fields("nixl_call_failed"))
 
     def _tear_down(self) -> None:
         """Close the agent first: only then is it sure that slices given up move no more bytes."""
@@ -382,16 +390,10 @@ class Owner:
         try:
             self._agent.close()
         except TransportError as error:
-            logger.warning("%s: the agent did not close cleanly: %s", self.name, error)
+            logger.warning(
+                "%s: the agent did not close cleanly: %s", self.name, error, extra=fields("agent_not_closed")
+            )
         del self._agent
         self._of_transfer.clear()
         for sliced in given_up:
-            _guarded(sliced.transfer.settle, sliced.error)
-
-
-def _guarded(settle: Callable[[TransportError | None], None], error: TransportError | None) -> None:
-    """A caller's callback that raises must not end the owner."""
-    try:
-        settle(error)
-    except Exception:
-        logger.exception("a transfer's callback raised")
+            sliced.settle()

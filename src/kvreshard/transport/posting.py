@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.plan.copies import MAX_COPY_BYTES
 from kvreshard.transport.base import Transfer, TransportError
 from kvreshard.transport.slices import DESCRIPTOR_COST_BYTES, Cursor
+
+logger = get_logger(__name__)
 
 # No slice of copies costs more than its share, or than the largest copy if that is more.
 _LARGEST_PIECE = MAX_COPY_BYTES + DESCRIPTOR_COST_BYTES
@@ -85,6 +88,13 @@ class SlicedTransfer:
         """Post no more; the first error is the one that is told."""
         self.cursor.drop()
         self.error = self.error or error
+
+    def settle(self) -> None:
+        """Settle the transfer. A caller's callback that raises must not end the owner."""
+        try:
+            self.transfer.settle(self.error)
+        except Exception:
+            logger.exception("a transfer's callback raised", extra=fields("internal_error"))
 
 
 class Posting:

@@ -154,7 +154,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
         if not len(self.addresses) == len(self.sizes_bytes) == len(devices):
             raise TransportError(
                 f"peer {self.name!r} gives {len(self.addresses)} addresses, {len(self.sizes_bytes)} sizes and {len(devices)} devices of "
-                "its regions; pass what metadata() gave there"
+                "its regions; run the same releases of kvreshard and NIXL on both sides"
             )
         return RegionTable.of(self.addresses, self.sizes_bytes, devices)
 
@@ -192,7 +192,9 @@ def decode_metadata(kind: str, data: bytes) -> Metadata:
             )
         metadata = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise TransportError(f"peer metadata is not readable: {error}; pass what metadata() gave there") from error
+        raise TransportError(
+            f"peer metadata is not readable: {error}; run the same releases of kvreshard and NIXL on both sides"
+        ) from error
     if metadata.kind != kind:
         raise TransportError(
             f"peer {metadata.name!r} uses transport {metadata.kind!r}, this side {kind!r}; configure both alike"

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.transport.agent import Agent
 from kvreshard.transport.base import StuckCall
 
@@ -84,7 +84,11 @@ class Watchdog:
                 self._last_call, self._waited_s = call, 0.0
             self._looked_s = now_s
             if self._reported is not None and call != self._reported:
-                logger.warning("%s: '%s' has come back after all", self._name, self._reported[0])
+                logger.warning(
+                    "%s: '%s' has come back after all",
+                    *(self._name, self._reported[0]),
+                    extra=fields("nixl_call_returned", call=self._reported[0]),
+                )
                 self._reported = None
             bound_s = self._bound_s * (SLOW_FACTOR if call is not None and call[0] in SLOW_CALLS else 1.0)
             if call is None or self._waited_s < bound_s:
@@ -92,7 +96,7 @@ class Watchdog:
             found = StuckCall(call[0], self._describe(call[0], bound_s))
             if self._reported is None:
                 self._reported = call
-                logger.error("%s: %s", self._name, found.text)
+                logger.error("%s: %s", self._name, found.text, extra=fields("nixl_call_stuck", call=call[0]))
             return found
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 
 logger = get_logger(__name__)
 
@@ -63,12 +63,17 @@ class Adapters:
                 _feed(digest, path)
         except OSError as error:
             logger.warning(
-                "kvreshard: adapter '%s' cannot be read here (%s); it counts as another engine's adapter of the same name and path",
+                "adapter '%s' cannot be read here (%s); it counts as another engine's adapter of the same name and path",
                 *(lora.lora_name, error),
+                extra=fields("adapter_unreadable", adapter=lora.lora_name),
             )
             digest = hashlib.blake2b(f"{self.settings} {lora.lora_path}".encode(), digest_size=8)
         found = f"{lora.lora_name} {digest.hexdigest()}"
-        logger.info("kvreshard: adapter '%s' of %s has digest %s", lora.lora_name, lora.lora_path, digest.hexdigest())
+        logger.info(
+            "adapter '%s' of %s has digest %s",
+            *(lora.lora_name, lora.lora_path, digest.hexdigest()),
+            extra=fields("adapter_digest", adapter=lora.lora_name),
+        )
         return found
 
 

@@ -21,8 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvreshard import __version__
-from kvreshard.model.logs import get_logger
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.metrics import ReshardPromMetrics, ReshardStats
 from kvreshard.vllm.options import read_options
@@ -43,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-logger = get_logger(__name__)
-
-
 class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's hooks.
 
@@ -60,11 +55,6 @@ class ReshardConnector(KVConnectorBase_V1, SupportsHMA):
         check_start(vllm_config)
         options = read_options(config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
-            logger.info(
-                "kvreshard %s: engine %s, kv_connector %s, kv_role %s, NIXL backend %s %s, options: %s",
-                *(__version__, config.engine_id, config.kv_connector, config.kv_role),
-                *(options.backend, options.nixl.params, options),
-            )
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, config.engine_id, options)
             self._side: SchedulerSide | WorkerSide = self._scheduler
         else:

@@ -24,14 +24,13 @@ still write them (0.32.0 and 0.33.0, `Scheduler.defer_block_free`). With it, loa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvreshard.model.logs import get_logger
-from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, Renew, StopRenewing
-from kvreshard.vllm.fallbacks import EXPECTED, REASONS
+from kvreshard.session.commands import Cancel, Command, Failure, Load, Release, RemoteEngine, Renew, StopRenewing
+from kvreshard.vllm.fallbacks import REASONS, FallbackLog
 from kvreshard.vllm.groups import CacheGroup
 from kvreshard.vllm.loadable import LoadableTokens, first_missing, first_token, make_transfer
 from kvreshard.vllm.missing_items import MissingItems
@@ -111,7 +110,7 @@ class Consumer:
         self.missing_items = MissingItems(config.positions, config.placeholders)
         self._loadable = LoadableTokens(config, self.missing_items)
         self._largest_page = max((group.page_tokens or 1 for group in config.groups), default=1)
-        self._logged_causes: set[str] = set()
+        self.log = FallbackLog()
         self._waiting: dict[str, _Waiting] = {}
         # Of the same requests: those whose load is under way, and those of each source.
         self._loading: set[str] = set()
@@ -126,7 +125,7 @@ class Consumer:
             self._count("fallbacks", "params", 1)
             if not is_answer:
                 self.missing_items.arrive_unknown(request, str(error))
-            logger.warning("request %s will be computed here: %s", request.request_id, error)
+            self.log.computed(request.request_id, "params", str(error))
             return
         # The ranks report the key of an answer's source once they have seen that its lease is still there.
         key = None if is_answer else self.known.find_key(prefill.remote)
@@ -237,6 +236,7 @@ class Consumer:
             prefill.seal,
             gives_back=False,
             refusal=waiting.refusal,
+            trace_headers=request.trace_headers,
         )
 
     @property
@@ -282,7 +282,7 @@ class Consumer:
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.is_aborted:
             return False
-        self._note_partial(waiting, "failure", 0)
+        self._note_partial(waiting, "failure", 0, is_logged=False)
         return True
 
     def ended(self, request_id: str) -> Iterator[Command]:
@@ -290,6 +290,11 @@ class Consumer:
         waiting = self._forget(request_id)
         if waiting is not None:
             yield from self._release_source(waiting.source, waiting.is_unmet)
+
+    def find_source(self, request_id: str) -> RemoteEngine | None:
+        """From where a request that has arrived is loaded."""
+        waiting = self._waiting.get(request_id)
+        return None if waiting is None else waiting.prefill.remote
 
     def first_loaded(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
         """(group, first token) where the load leaves earlier tokens of the group's blocks out: its source no longer has them."""
@@ -314,15 +319,12 @@ class Consumer:
     def _fall_back(self, waiting: _Waiting, cause: str) -> None:
         """Count and log that the request is computed here."""
         self._count("fallbacks", cause, 1)
-        self._note_partial(waiting, cause, 0)
+        self._note_partial(waiting, cause, 0, is_logged=False)
         if waiting.key is None:
             self._compare_items(waiting)
         unmet = "" if waiting.unmet is None else waiting.unmet.text
-        logger.log(
-            logging.INFO if cause in EXPECTED else logging.WARNING,
-            "request %s will be computed here: %s",
-            *(waiting.request.request_id, REASONS[cause].format(remote=waiting.prefill.remote, unmet=unmet)),
-        )
+        remote = waiting.prefill.remote
+        self.log.computed(waiting.request.request_id, cause, REASONS[cause].format(remote=remote, unmet=unmet), remote)
 
     def _compare_items(self, waiting: _Waiting) -> None:
         """Compare multimodal items and salt: under the source's key, or, where there will be none, as unknown."""
@@ -335,28 +337,20 @@ class Consumer:
         else:
             self.missing_items.arrive(waiting.request, prompt, prompt_key)
 
-    def _note_partial(self, waiting: _Waiting, cause: str, num_loaded: int, why: str = "") -> None:
-        """Count and log a request of which fewer tokens are loaded, or here already, than were prefilled.
+    def _note_partial(
+        self, waiting: _Waiting, cause: str, num_loaded: int, why: str = "", *, is_logged: bool = True
+    ) -> None:
+        """Count, and log unless another line says so, a request of which fewer tokens are loaded, or here already, than were prefilled.
 
-        The first request of each cause is a warning. Not counted: tokens in this engine's prefix cache, and those at the end of each prompt
-        that it computes in any case. A request may have two causes: its prompt differs, and what is left fails to load.
+        Not counted: tokens in this engine's prefix cache, and those at the end of each prompt that it computes in any case.
         """
         num_loaded, num_prefilled = max(0, num_loaded), waiting.prefill.num_tokens
         if num_loaded >= num_prefilled:
             return
         self._count("partial_loads", cause, 1)
         self._count("tokens_not_loaded", cause, num_prefilled - num_loaded)
-        if self._is_shadow:
-            return
-        is_first = cause not in self._logged_causes
-        self._logged_causes.add(cause)
-        logger.log(
-            logging.WARNING if is_first else logging.INFO,
-            "request %s: %d of the %d tokens that were prefilled are loaded (%s)%s%s",
-            *(waiting.request.request_id, num_loaded, num_prefilled, cause),
-            f": {why}" if why else "",
-            "; further requests of this cause are logged at INFO" if is_first else "",
-        )
+        if is_logged and not self._is_shadow:
+            self.log.partial(waiting.request.request_id, cause, (num_loaded, num_prefilled), why)
 
     def _note_unused(self, waiting: _Waiting, num_external: int) -> None:
         """vLLM loads nothing where logprobs of the prompt are requested, and whole blocks only of a window that it replays.
@@ -392,7 +386,8 @@ class Consumer:
         if found.fallback:
             self._count("fallbacks", found.fallback, 1)
         if found.reason:
-            logger.warning("request %s will be computed here: %s", waiting.request.request_id, found.reason)
+            cause, remote = found.fallback or "prompt", waiting.prefill.remote
+            self.log.computed(waiting.request.request_id, cause, found.reason, remote)
         if found.partial:
-            self._note_partial(waiting, found.partial, found.num_tokens, found.why)
+            self._note_partial(waiting, found.partial, found.num_tokens, found.why, is_logged=not found.reason)
         return found.num_tokens

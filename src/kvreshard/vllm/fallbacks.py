@@ -1,28 +1,34 @@
-"""Causes for which a request is computed here although another engine has a part of it, as they are counted and logged."""
+"""Causes for which a request is computed here although another engine has a part of it, as they are counted, and the log's lines of them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+
+from kvreshard.model.logs import Repeats, fields, get_logger
+from kvreshard.session.commands import RemoteEngine
+
+logger = get_logger(__name__)
 
 # Cause of a fallback -> why the request is computed here.
 REASONS: Mapping[str, str] = {
     "itself": "this engine has prefilled it; what its prefix cache has of it is used",
-    "host": "it names {remote.address} as its source, which is not among source_hosts; no rank contacts it",
+    "host": "it names {remote.address.host_port} as its source, which is not among source_hosts; no rank contacts it",
     "role": (
-        "a router sent the prefill of engine {remote.engine} to an engine whose kv_role is kv_producer, which does not load; send it to a "
+        "a router sent the prefill of {remote} to an engine whose kv_role is kv_producer, which does not load; send it to a "
         "kv_consumer, or make this engine kv_both"
     ),
     "answer": (
-        "a router sent the answer of engine {remote.engine} with it, and this engine does not load answers; set bidirectional_kv_xfer to true "
+        "a router sent the answer of {remote} with it, and this engine does not load answers; set bidirectional_kv_xfer to true "
         "here too"
     ),
     "unmet": "the answer that it goes on from cannot be read: {unmet}",
-    "ended": "engine {remote.engine} holds the answer that it goes on from no longer: its time was over, or blocks were short there",
+    "ended": "{remote} holds the answer that it goes on from no longer: its time was over, or blocks were short there",
     "spent": "this engine has released its prefill before, after it was loaded, failed to load or was not needed",
     "reset": "the cache was reset after the request had arrived",
     "deadlock": (
-        "nothing is computed or loaded while blocks are held for other engines, which may wait for one another in a circle; its source "
-        "{remote.engine} gets its blocks back. Give these engines more blocks or less to prefill"
+        "nothing is computed or loaded while blocks are held for other engines, which may wait for one another in a circle; its source, "
+        "{remote}, gets its blocks back. Give these engines more blocks or less to prefill"
     ),
     "pool": (
         "the whole pool is free, and vLLM does not find the blocks to load it, which are more than to compute it where an engine has "
@@ -31,3 +37,41 @@ REASONS: Mapping[str, str] = {
 }
 # These are usual where choices share a prefill or a router picks one engine twice.
 EXPECTED = ("itself", "spent", "ended")
+
+
+class FallbackLog:
+    """What requests that are computed here, in part or whole, leave in the log of one engine."""
+
+    def __init__(self) -> None:
+        self._logged_causes: set[str] = set()
+        self._repeats = Repeats(logger)
+
+    def computed(self, request_id: str, cause: str, why: str, remote: RemoteEngine | None = None) -> None:
+        """A request is computed here. `remote`: its source, where that is known."""
+        self._repeats.log(
+            logging.INFO if cause in EXPECTED else logging.WARNING,
+            ("computed_here", cause, remote),
+            "request %s is computed here: %s",
+            *(request_id, why),
+            extra=fields("computed_here", request_id=request_id, cause=cause, **(remote.log_fields if remote else {})),
+        )
+
+    def partial(self, request_id: str, cause: str, num_tokens: tuple[int, int], why: str) -> None:
+        """Of a request fewer tokens are loaded than were prefilled: both numbers. The first request of each cause is a warning.
+
+        A request may have two causes: its prompt differs, and what is left fails to load.
+        """
+        is_first = cause not in self._logged_causes
+        self._logged_causes.add(cause)
+        self._repeats.log(
+            logging.WARNING if is_first else logging.INFO,
+            ("partial_load", cause, is_first),
+            "request %s: %d of the %d tokens that were prefilled are loaded (%s)%s%s",
+            *(request_id, *num_tokens, cause, f": {why}" if why else ""),
+            "; further requests of this cause are logged at INFO" if is_first else "",
+            extra=fields("partial_load", request_id=request_id, cause=cause),
+        )
+
+    def flush(self) -> None:
+        """Log what was summed up, if its minute is over."""
+        self._repeats.flush()

@@ -1,7 +1,8 @@
 """The handshake of a vLLM engine: its metadata, and the listener that hands it out.
 
 In the scheduler's process, the layouts of all ranks become the engine's metadata, under a new instance id. A listener hands it out at the
-host and port that the options or vLLM's own variables name. Each peer rank reports whether it can work with it; each outcome is logged once.
+host and port that the options or vLLM's own variables name. Each peer rank reports whether it can work with it; the first outcome of each
+engine is logged.
 
 The compatibility entries are the first rank's, read where its model has been loaded: models write into their configuration (`DeepseekV2Attention`,
 `Llama4ForCausalLM`), and the scheduler's process has that copy of it with one rank and another with several.
@@ -9,7 +10,6 @@ The compatibility entries are the first rank's, read where its model has been lo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.utils.network_utils import get_ip
 
 from kvreshard.model import EngineLayout, merge_ranks, wire
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.engine_metadata import EngineMetadata, RankMetadata, make_engine_metadata
 from kvreshard.session.handshake_messages import Address, HandshakeMessage
 from kvreshard.session.handshake_server import HandshakeServer
@@ -53,7 +53,7 @@ class EngineHandshake:
         self.instance_id = instance_id_of(self.key)
         self._listener: HandshakeServer | None = None
         self._address: Address | None = None
-        self._logged: set[tuple[str, int, bool]] = set()
+        self._logged: set[tuple[str, bool]] = set()
 
     def make_engine_metadata(self, parts: Mapping[tuple[int, int], RankPart]) -> EngineMetadata:
         """The engine's metadata, of all ranks' parts. Raises LayoutError or WireError."""
@@ -90,8 +90,6 @@ class EngineHandshake:
         # Peers need an address that they can reach, also of an engine that listens everywhere.
         if address.host in ("0.0.0.0", "::", "*"):
             address = Address(get_ip(), address.port)
-        guarded = "to engines with a trusted key" if self._options.curve_secret_key_file else "without keys"
-        logger.info("kvreshard: engine %s hands out its layout at %s %s", self._engine, address, guarded)
         self._address = address
         return address
 
@@ -103,9 +101,18 @@ class EngineHandshake:
     def _log_outcome(self, message: HandshakeMessage) -> None:
         """A peer rank has compared the two engines. Called on the listener's thread."""
         engine = message.engine[:200]
-        key = (engine, message.rank, message.is_good)
+        key = (engine, message.is_good)
         if key in self._logged or len(self._logged) > MAX_OUTCOMES:
             return
         self._logged.add(key)
-        level, outcome = (logging.INFO, "reads") if message.is_good else (logging.ERROR, "cannot read")
-        logger.log(level, "kvreshard: engine %s rank %d %s from here: %r", engine, message.rank, outcome, message.text)
+        if message.is_good:
+            logger.info(
+                "engine %s reads from here: %s", engine, message.text, extra=fields("reader_met", engine=engine)
+            )
+        else:
+            logger.error(
+                "engine %s cannot read from here: %s",
+                engine,
+                message.text,
+                extra=fields("reader_refused", engine=engine),
+            )

@@ -41,6 +41,11 @@ GAUGES: Mapping[str, str] = {
     "quarantine_blocks_held": "Blocks that are out of the pool because a read may still write them.",
 }
 """Of the scheduler: they are told when they change."""
+RANK_GAUGES: Mapping[str, str] = {
+    "peers": "Engines that ranks have met and can read from, added up over the ranks.",
+    "stuck_threads": "Threads of ranks that wait for a call that does not come back, into NIXL or into a device.",
+}
+"""Of the ranks: they tell by how much they change."""
 
 
 class CounterSeries(NamedTuple):
@@ -59,6 +64,9 @@ _PARTIAL_LOADS = (*_FALLBACKS, "failure", "length", "logprobs", "vllm")
 COUNTERS: Mapping[str, CounterSeries] = {
     "bytes": CounterSeries(
         "Bytes of cache that arrived, read directly or through staging.", "way", ("direct", "staged")
+    ),
+    "read_bytes": CounterSeries(
+        "Bytes read for it, which staging makes more: it reads gaps too.", "way", ("direct", "staged")
     ),
     "failures": CounterSeries("Loads that failed, per rank.", "cause", get_args(FailureKind)),
     "fallbacks": CounterSeries(
@@ -100,7 +108,10 @@ def seconds_buckets(load_timeout_s: float) -> tuple[float, ...]:
 
 @dataclass
 class ReshardStats(KVConnectorStats):
-    """Counts of one rank between two steps. `data`: `samples` of each histogram, `counts` of each counter by label value, `gauges` that have changed."""
+    """Counts of one rank between two steps.
+
+    `data`: `samples` of each histogram, `counts` of each counter by label value, `gauges` that have changed, and `changes` of the ranks' gauges.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -114,6 +125,7 @@ class ReshardStats(KVConnectorStats):
             "samples": {name: [] for name in HISTOGRAMS},
             "counts": {name: {} for name in COUNTERS},
             "gauges": {},
+            "changes": {},
         }
 
     def count(self, counter: str, label: str = "", amount: int = 1) -> None:
@@ -140,11 +152,17 @@ class ReshardStats(KVConnectorStats):
         for seconds, is_met in results.handshakes:
             self.sample("handshake_seconds", seconds)
             self.count("handshakes", "met" if is_met else "failed")
+        self._change("peers", results.peers_change)
+        self._change("stuck_threads", results.stuck_change)
+
+    def _change(self, gauge: str, amount: int) -> None:
+        if amount:
+            self.data["changes"][gauge] = self.data["changes"].get(gauge, 0) + amount
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         samples, counts = self.data["samples"].values(), self.data["counts"].values()
-        return not (any(samples) or any(counts) or self.data["gauges"])
+        return not (any(samples) or any(counts) or self.data["gauges"] or self.data["changes"])
 
     def aggregate(self, other: KVConnectorStats) -> ReshardStats:
         """Add the counts of another rank."""
@@ -154,6 +172,8 @@ class ReshardStats(KVConnectorStats):
             for label, amount in counts.items():
                 self.count(name, label, amount)
         self.data["gauges"].update(other.data["gauges"])
+        for gauge, amount in other.data["changes"].items():
+            self._change(gauge, amount)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -192,9 +212,15 @@ class ReshardStats(KVConnectorStats):
         samples["post_seconds"].append(moved.post_s)
         samples["load_bytes"].append(float(moved.num_read_bytes))
         samples["load_descriptors"].append(float(moved.num_copies))
-        for way, amount in (("staged", moved.num_staged_bytes), ("direct", moved.num_bytes - moved.num_staged_bytes)):
+        num_direct_bytes = moved.num_bytes - moved.num_staged_bytes  # read as they are, without gaps
+        for counter, way, amount in (
+            ("bytes", "staged", moved.num_staged_bytes),
+            ("bytes", "direct", num_direct_bytes),
+            ("read_bytes", "staged", moved.num_read_bytes - num_direct_bytes),
+            ("read_bytes", "direct", num_direct_bytes),
+        ):
             if amount:
-                self.count("bytes", way, amount)
+                self.count(counter, way, amount)
 
 
 class ReshardPromMetrics(KVConnectorPromMetrics):
@@ -228,7 +254,7 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
         }
         self._gauges = {
             name: self._gauge_cls(name=f"kvreshard_{name}", documentation=text, labelnames=labelnames)
-            for name, text in GAUGES.items()
+            for name, text in {**GAUGES, **RANK_GAUGES}.items()
         }
         info = read_build_info(vllm_config)
         build = self._gauge_cls(
@@ -258,6 +284,8 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
                 self._of(name, labels, label).inc(amount)
         for name, value in transfer_stats_data["gauges"].items():
             self._gauges[name].labels(*labels).set(value)
+        for name, amount in transfer_stats_data["changes"].items():
+            self._gauges[name].labels(*labels).inc(amount)
 
     def _of(self, name: str, labels: list[object], value: str) -> Any:
         """A counter's series for one value of its label."""

@@ -45,6 +45,7 @@ def _warn(name: str, module: str) -> None:
         "the connector name %s is registered for %s, so that kvreshard does not register it for %s; to use kvreshard's, give "
         '"kv_connector_module_path":"%s" beside the name',
         *(name, module, MODULE, MODULE),
+        extra=_fields("name_taken", name_taken=name, module_path=module),
     )
 
 
@@ -54,6 +55,12 @@ def _module_of(loader: Any) -> str:
         return str(inspect.getclosurevars(loader).nonlocals["module_path"])
     except (TypeError, KeyError):
         return str(getattr(loader, "__module__", None) or loader)
+
+
+def _fields(event: str, **values: object) -> dict[str, object]:
+    from kvreshard.model.logs import fields
+
+    return fields(event, **values)
 
 
 def _logger() -> logging.Logger:

@@ -28,7 +28,7 @@ import numpy as np
 from msgspec import UNSET
 from vllm.v1.request import RequestStatus
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import Repeats, fields, get_logger
 from kvreshard.model.tables import PageTable
 from kvreshard.session.commands import Command, Publish, RemoteEngine, RemoteLease, Revoke
 from kvreshard.session.handshake_messages import Address
@@ -78,6 +78,7 @@ class Producer:
         self.last_pages = LastPages(config.groups)
         self.address: Address | None = None
         self._has_logged_size = False
+        self.repeats = Repeats(logger)
 
     @property
     def is_publishing(self) -> bool:
@@ -143,8 +144,12 @@ class Producer:
             return
         lease = self._leases.acquire(request.request_id)
         if lease is None:
-            logger.warning(
-                "no lease slot is free: request %s will not be published; raise lease_slots", request.request_id
+            self.repeats.log(
+                logging.WARNING,
+                "lease_slots_full",
+                "no lease slot is free: request %s is not published, and the decode engine computes it; raise lease_slots",
+                request.request_id,
+                extra=fields("lease_slots_full", request_id=request.request_id),
             )
             return
         if is_prefill:
@@ -200,8 +205,12 @@ class Producer:
         """Give the blocks of the answer back that has been held longest. Who is reading it fails, and computes the prompt."""
         if self._answers:
             request_id = next(iter(self._answers))
-            logger.info(
-                "request %s: its answer is no longer held for the next turn, since blocks are short", request_id
+            self.repeats.log(
+                logging.INFO,
+                "answer_withdrawn",
+                "request %s: its answer is no longer held for the next turn, since blocks are short",
+                request_id,
+                extra=fields("answer_withdrawn", request_id=request_id),
             )
             yield from self._withdraw(request_id)
 
@@ -223,6 +232,7 @@ class Producer:
                 "request %s: its answer is not published for the next turn, since the next step or a draft has taken its state or ring "
                 "further; decode engines of such models publish every answer with --no-async-scheduling and without speculation",
                 request_id,
+                extra=fields("answer_not_published", request_id=request_id),
             )
 
     def describe(
@@ -274,9 +284,8 @@ class Producer:
                 level,
                 "request %s of %d tokens is not published, and so are others of this size: %s; the decode engine computes such prompts. "
                 "Larger pages help (--block-size)",
-                prefill.lease.request,
-                prefill.num_tokens,
-                error,
+                *(prefill.lease.request, prefill.num_tokens, error),
+                extra=fields("params_too_large", request_id=prefill.lease.request),
             )
             return None
 
@@ -284,7 +293,11 @@ class Producer:
         """Revoke all leases that may be read: the engine may have got other weights."""
         published = self._leases.published
         if published:
-            logger.warning("kvreshard: the cache was reset; %d requests are no longer published", len(published))
+            logger.warning(
+                "the cache was reset; %d requests are no longer published",
+                len(published),
+                extra=fields("cache_reset", count=len(published)),
+            )
         for request_id in published:
             yield from self._withdraw(request_id)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 
 logger = get_logger(__name__)
 
@@ -57,9 +57,9 @@ class Quarantine:
                 pool.num_gpu_blocks += num_blocks
             if is_reset and num_blocks:
                 logger.warning(
-                    "kvreshard: the prefix cache was reset; %d blocks of %d failed loads stay out of the pool, since a read may still write "
-                    "them",
+                    "the prefix cache was reset; %d blocks of %d failed loads stay out of the pool, since a read may still write them",
                     *(num_blocks, len(self._blocks)),
+                    extra=fields("quarantine_kept", count=num_blocks),
                 )
             return is_reset
 
@@ -92,7 +92,9 @@ class Quarantine:
                 self._manager.block_pool.free_blocks(blocks.values())
                 num_blocks += len(blocks)
                 logger.warning(
-                    "kvreshard: %d blocks of request %s are free: their reads have settled", len(blocks), request
+                    "%d blocks of request %s are free: their reads have settled",
+                    *(len(blocks), request),
+                    extra=fields("blocks_freed", request_id=request, count=len(blocks)),
                 )
         return num_blocks
 
@@ -118,6 +120,8 @@ class Quarantine:
             held |= fresh
             self._references.update(fresh.keys())
             logger.error(
-                "kvreshard: %d blocks of request %s are quarantined: a read may still write them", len(fresh), request
+                "%d blocks of request %s are quarantined: a read may still write them",
+                *(len(fresh), request),
+                extra=fields("blocks_quarantined", request_id=request, count=len(fresh)),
             )
         return len(fresh)

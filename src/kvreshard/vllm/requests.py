@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvreshard.model import KvReshardError
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.vllm.adapters import Adapters
 from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.groups import CacheGroup, read_groups
@@ -146,7 +146,11 @@ def refuse(request: Request, reason: str) -> None:
     `kv_load_failure_policy=recompute` vLLM computes the prompt. Whatever the policy, vLLM ends a request whose grammar could not be
     compiled (0.32.0, `Scheduler.grammar_compile_error_reqs`). So this hands the scheduler such a request.
     """
-    logger.error("request %s is refused: %s", request.request_id, reason)
+    logger.error(
+        "request %s is refused: %s",
+        *(request.request_id, reason),
+        extra=fields("request_refused", request_id=request.request_id),
+    )
     request.structured_output_request = StructuredOutputRequest(
         StructuredOutputsParams(json_object=True), RequestRefused(reason)
     )

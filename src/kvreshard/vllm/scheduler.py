@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import Cancel, Command, Failure, Load, Publish
 from kvreshard.session.engine_metadata import encode_engine_metadata
 from kvreshard.vllm.admission import Admission, DeadlockDetector
@@ -23,11 +23,13 @@ from kvreshard.vllm.describe.model_config import has_draft
 from kvreshard.vllm.handshake import EngineHandshake, RankPart
 from kvreshard.vllm.metrics import ReshardStats
 from kvreshard.vllm.options import Options
+from kvreshard.vllm.outcomes import FailureLog, merge_failures
 from kvreshard.vllm.params import names_source
 from kvreshard.vllm.producer import Producer
 from kvreshard.vllm.quarantine import Quarantine
 from kvreshard.vllm.requests import read_config, refuse
 from kvreshard.vllm.sources import SourceHosts
+from kvreshard.vllm.start_lines import log_open_sources, log_start, warn_of_policy
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -61,17 +63,20 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
     """What ranks report to the scheduler beside their results.
 
     `quarantined`, `settled`: (request, rank) whose pages a read of that rank may still write, and whose it no longer can. `keys`: sources'
-    keys after a handshake, by request; `unmet`: why a handshake failed, by request.
+    keys after a handshake, by request; `unmet`: why a handshake failed, by request. `failed`: why a load failed, by request and rank.
+    `expired`: leases that ran out before they were read.
     """
 
     quarantined: set[tuple[str, int]] = field(default_factory=set)
     settled: set[tuple[str, int]] = field(default_factory=set)
     keys: dict[str, bytes] = field(default_factory=dict, repr=False)
     unmet: dict[str, Failure] = field(default_factory=dict)
+    failed: dict[str, dict[int, Failure]] = field(default_factory=dict)
+    expired: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.quarantined or self.settled or self.keys or self.unmet)
+        return not (self.quarantined or self.settled or self.keys or self.unmet or self.failed or self.expired)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ReshardWorkerMetadata:
         """Both ranks' together."""
@@ -82,6 +87,8 @@ class ReshardWorkerMetadata(KVConnectorWorkerMetadata):
             self.settled | other.settled,
             self.keys | other.keys,
             self.unmet | other.unmet,
+            merge_failures(self.failed, other.failed),
+            self.expired | other.expired,
         )
 
 
@@ -107,25 +114,18 @@ class DelayedLoads:
         return [command for command in commands if not isinstance(command, Load | Cancel)] + self._steps.popleft()
 
 
-def log_open_sources(options: Options) -> None:
-    """Log that requests may name any host as their source, where no list of hosts is given."""
-    if not options.source_hosts:
-        is_guarded = options.curve_secret_key_file is not None
-        log = logger.info if is_guarded else logger.warning
-        log(
-            "kvreshard: requests may name any host as their source, and the ranks contact it%s; list the hosts of the prefill engines in "
-            "source_hosts, or let only the router send kv_transfer_params (SECURITY.md)",
-            ", though only an engine with a trusted key is read from" if is_guarded else "",
-        )
-
-
 class SchedulerSide:
     """The connector in the process of vLLM's scheduler, one per engine."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, engine: str, options: Options) -> None:
         transfer_config, config = vllm_config.kv_transfer_config, read_config(vllm_config, kv_cache_config)
         self._handshake = EngineHandshake(vllm_config, engine, options)
+        self._vllm_config, self._options = vllm_config, options
         self._engine, self._has_instance = engine, False
+        may_fail = transfer_config.kv_load_failure_policy == "fail"
+        self._failures = FailureLog("it ends with an error" if may_fail else "it is computed here")
+        # Leases that ran out on some rank before they were read.
+        self._expired: set[str] = set()
         self._is_producer = bool(transfer_config.is_kv_producer)
         key = self._handshake.key
         reads_back = options.bidirectional_kv_xfer
@@ -146,10 +146,7 @@ class SchedulerSide:
         if config.may_load or reads_back:
             log_open_sources(options)
         if reads_back and transfer_config.kv_load_failure_policy == "fail":
-            logger.warning(
-                "kvreshard: with kv_load_failure_policy fail a request ends with an error when the answer that it goes on from is given up "
-                "while it is read; set the policy to recompute on engines that prefill"
-            )
+            warn_of_policy()
         # When requests arrived that name a source, and the gauges that were told last.
         self._arrived_s: dict[str, float] = {}
         self._gauges: dict[str, int] = {}
@@ -175,12 +172,18 @@ class SchedulerSide:
             self._handshake.begin_instance()
             self._consumer.known.begin_instance((self._engine, self._handshake.instance_id), self._handshake.key)
             self._add(self._producer.begin_instance(self._handshake.key))
-            logger.info("kvreshard: engine %s is awake; its peers meet it anew", self._engine)
-        self._has_instance = True
+            logger.info(
+                "engine %s is awake; its peers meet it anew",
+                self._engine,
+                extra=fields("engine_awake", engine=self._engine),
+            )
         engine_metadata = self._handshake.make_engine_metadata(parts)
         self._metadata.engine_metadata = encode_engine_metadata(engine_metadata)
         if self._listens:
             self._producer.address = self._handshake.listen(engine_metadata)
+        if not self._has_instance:
+            log_start(self._vllm_config, self._options, engine_metadata.decode_layout(), self._producer.address)
+        self._has_instance = True
 
     def arrive(self, request: Request) -> None:
         """A new request."""
@@ -263,6 +266,9 @@ class SchedulerSide:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReshardWorkerMetadata):
             self._update_quarantine(meta)
+            self._failures.add(meta.failed)
+            self._expired |= meta.expired
+            self._log_unmet(meta.unmet)
             if meta.keys or meta.unmet:
                 self._add(self._consumer.meet(meta.keys, meta.unmet))
         for request_id in output.failed_recving or ():
@@ -271,9 +277,13 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             if request_id in self._arrived_s:
                 self.stats.sample("wait_seconds", time.monotonic() - self._arrived_s.pop(request_id))
+            self._failures.end(request_id, self._consumer.find_source(request_id))
             self._add(self._consumer.ended(request_id))
         if output.finished_sending:
             # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
+            for lease in self._expired.intersection(output.finished_sending):
+                self._expired.discard(lease)
+                self._failures.expired(self._producer.find_request(lease))
             output.finished_sending = {self._producer.find_request(lease) for lease in output.finished_sending}
             for request_id in output.finished_sending:
                 self._producer.freed(request_id)
@@ -288,6 +298,8 @@ class SchedulerSide:
             "quarantine_blocks_held": self._quarantine.num_blocks,
             "pool_blocks": 0 if self._manager is None else int(self._manager.block_pool.num_gpu_blocks),
         }
+        for lines in (self._failures, self._consumer.log, self._producer.repeats):
+            lines.flush()
         self.stats.data["gauges"] = dict(gauges.items() - self._gauges.items())
         self._gauges = gauges
         return self.stats.take()
@@ -315,6 +327,12 @@ class SchedulerSide:
     def _is_waiting(self) -> bool:
         """Whether requests wait to be loaded, and none is being loaded."""
         return self._consumer.num_waiting > 0 and not self._consumer.num_loading
+
+    def _log_unmet(self, unmet: Mapping[str, Failure]) -> None:
+        for request_id, failure in unmet.items():
+            remote = self._consumer.find_source(request_id)
+            if remote is not None and failure.kind != "stale lease":
+                self._failures.cannot_read(remote, failure)
 
     def _update_quarantine(self, meta: ReshardWorkerMetadata) -> None:
         """Counted here, where ranks come together: the same request may be quarantined on each of them."""

@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.vllm.handshake import RankPart
 from kvreshard.vllm.options import Options, read_options
 from kvreshard.vllm.shadow_scheduler import ShadowCommands, ShadowScheduler
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 PARAMS = "kvreshard_shadow"
 COMMANDS = "kvreshard_shadow"
-STOPPED = "kvreshard shadow: it stops comparing; NixlConnector goes on"
+STOPPED = "shadow: it stops comparing; NixlConnector goes on"
 
 
 class ShadowHandshake(KVConnectorHandshakeMetadata):
@@ -67,7 +67,7 @@ class ShadowConnector(NixlPullConnector):
         try:
             self._side = self._make_side(vllm_config, role, kv_cache_config)
         except Exception:
-            logger.exception(STOPPED)
+            logger.exception(STOPPED, extra=fields("shadow_stopped"))
         self._is_silent = self._side is None
 
     def _make_side(
@@ -89,7 +89,7 @@ class ShadowConnector(NixlPullConnector):
             return method(self._side, *args, **kwargs)
         except Exception:
             self._is_silent = True
-            logger.exception(STOPPED)
+            logger.exception(STOPPED, extra=fields("shadow_stopped"))
             return None
 
     # Scheduler side

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvreshard.model import KvReshardError, wire
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.session.commands import Command, Publish, Results
 from kvreshard.session.endpoint import Endpoint
 from kvreshard.session.engine_metadata import RankMetadata, decode_engine_metadata
@@ -75,7 +75,7 @@ class WorkerSide:
         check_outer(self._vllm_config.kv_transfer_config)
         place = read_place(self._vllm_config)
         if place.is_replica:
-            logger.info("kvreshard: prefill context rank %d is a replica of rank 0, and is not read", place.pcp_rank)
+            logger.debug("prefill context rank %d is a replica of rank 0, and is not read", place.pcp_rank)
             return
         part = describe_rank(
             engine=self._engine,
@@ -125,8 +125,8 @@ class WorkerSide:
             read_compatibility(self._vllm_config),
         )
         endpoint.start()
-        logger.info(
-            "kvreshard: rank %d has %d fields in %d groups, %d MiB of cache",
+        logger.debug(
+            "rank %d has %d fields in %d groups, %d MiB of cache",
             *(rank.rank, len(part.fields), len(part.groups), sum(r.size_bytes for r in rank.regions) >> 20),
         )
 
@@ -148,7 +148,11 @@ class WorkerSide:
         self._quarantined.clear()
         self._endpoint = self._transport = self._buffer = self.part = None
         self._is_asleep = True
-        logger.info("kvreshard: rank %d sleeps: its caches are registered nowhere", self._rank)
+        logger.info(
+            "rank %d sleeps: its caches are registered nowhere",
+            self._rank,
+            extra=fields("rank_asleep", rank=self._rank),
+        )
 
     def restore(self) -> None:
         """The caches have memory again, at the same addresses: begin another session and another agent."""
@@ -184,15 +188,14 @@ class WorkerSide:
 
     def _note(self, results: Results) -> KVConnectorTransferResults:
         self.stats.note(results)
-        for request, cause in results.freed.items():
-            if cause == "expired":
-                logger.warning("kvreshard: the lease of request %s ran out before it was read", request)
         quarantined = {request for request, failure in results.failed.items() if failure.is_quarantined}
         self._quarantined = (self._quarantined | quarantined) - results.settled
         self._metadata.quarantined.update((request, self._rank) for request in quarantined)
         self._metadata.settled.update((request, self._rank) for request in results.settled)
         self._metadata.keys.update(results.keys)
         self._metadata.unmet.update(results.unmet)
+        self._metadata.failed.update({request: {self._rank: failure} for request, failure in results.failed.items()})
+        self._metadata.expired.update(lease for lease, cause in results.freed.items() if cause == "expired")
         return KVConnectorTransferResults(
             finished_sending=set(results.freed),
             finished_recving={*results.received, *results.failed},
@@ -235,8 +238,9 @@ class WorkerSide:
     def _warn_of_host_buffer(self) -> None:
         if self._vllm_config.kv_transfer_config.kv_buffer_device == "cpu" and self._devices:
             logger.warning(
-                "kvreshard: kv_buffer_device cpu is ignored: caches are read from and into %s; leave it out",
+                "kv_buffer_device cpu is ignored: caches are read from and into %s; leave it out",
                 ", ".join(self._devices),
+                extra=fields("buffer_device_ignored"),
             )
 
     def _make_recorder(self) -> Recorder | None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvreshard.model.logs import MAX_QUOTED, get_logger
+from kvreshard.model.logs import FIRST_LINES, MAX_KEYS, MAX_QUOTED, PERIOD_S, Repeats, fields, get_logger
 
 NASTY = "cmpl-1\nERROR kvreshard: all is lost\x1b[31m\u202e\r\u2028\x85"
 
@@ -41,3 +41,75 @@ def test_a_module_has_one_logger_and_its_exceptions_keep_their_lines(caplog: pyt
         logger.exception("request %s", "a\nb")
     assert lines(caplog) == ["request a\\nb"]
     assert "two\nlines" in caplog.text
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def repeats(clock: Clock, caplog: pytest.LogCaptureFixture) -> Repeats:
+    caplog.set_level(logging.INFO, "kvreshard.tests.logs")
+    return Repeats(get_logger("kvreshard.tests.logs"), clock)
+
+
+def log(repeats: Repeats, key: object, request: str) -> None:
+    repeats.log(logging.WARNING, key, "request %s failed", request, extra=fields("load_failed", request_id=request))
+
+
+def test_of_lines_that_repeat_some_are_logged_and_the_rest_counted(
+    repeats: Repeats, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(10):
+        log(repeats, "a", f"r{number}")
+    log(repeats, "b", "other")
+    assert lines(caplog) == [*(f"request r{number} failed" for number in range(FIRST_LINES)), "request other failed"]
+    clock.now_s += PERIOD_S
+    repeats.flush()
+    assert lines(caplog)[FIRST_LINES + 1 :] == ["7 more lines like this one in 60 s: request r9 failed"]
+    last = caplog.records[-1]
+    assert (last.levelno, last.event, last.count, last.request_id) == (logging.WARNING, "load_failed", 7, "r9")  # type: ignore[attr-defined]
+    repeats.flush()
+    log(repeats, "a", "late")
+    assert lines(caplog)[FIRST_LINES + 2 :] == ["request late failed"]
+
+
+def test_what_is_left_out_is_at_debug(repeats: Repeats, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "kvreshard.tests.logs")
+    for number in range(10):
+        log(repeats, "a", f"r{number}")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * FIRST_LINES + [logging.DEBUG] * 7
+
+
+def test_many_keys_are_counted_together(repeats: Repeats, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2 * MAX_KEYS):
+        log(repeats, number, f"r{number}")
+    assert len(repeats._lines) <= MAX_KEYS + 1
+    assert len(lines(caplog)) == MAX_KEYS + FIRST_LINES
+    clock.now_s += PERIOD_S
+    repeats.flush()
+    assert (
+        lines(caplog)[-1]
+        == f"{MAX_KEYS - FIRST_LINES} more lines like this one in 60 s: request r{2 * MAX_KEYS - 1} failed"
+    )
+    assert not repeats._lines
+
+
+def test_a_summed_up_line_is_one_line(repeats: Repeats, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(FIRST_LINES + 1):
+        log(repeats, "a", NASTY + "%s%d")
+    clock.now_s += PERIOD_S
+    repeats.flush()
+    assert all(line.isprintable() for line in lines(caplog))
+    assert len(lines(caplog)) == FIRST_LINES + 1

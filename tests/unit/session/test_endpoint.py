@@ -62,6 +62,22 @@ def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World)
     assert world.words() == {FREE}
 
 
+def test_peers_are_told_as_they_come_and_go(world: World) -> None:
+    def changes() -> set[int]:
+        return {endpoint.collect().peers_change for endpoint in world.dst.endpoints.values()}
+
+    world.acquire_and_publish()
+    order_load(world)
+    world.turn()
+    assert changes() == {0}
+    meet(world)
+    world.turn()
+    assert changes() == {1}
+    world.turn()
+    assert changes() == {0}
+    assert {endpoint.end().peers_change for endpoint in world.dst.endpoints.values()} == {-1}
+
+
 def test_nothing_is_reported_while_a_byte_may_still_move(world: World) -> None:
     world.acquire_and_publish()
     world.faults[-1] = Fault(delay_steps=3)
@@ -361,19 +377,6 @@ def test_an_endpoint_ends_while_a_source_does_not_answer(world: World) -> None:
         ending.start()
         ending.join(PATIENCE_S)
         assert not ending.is_alive()
-
-
-def test_the_line_of_a_failed_load_names_where_its_source_listens(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    order_load(world)  # nothing was granted
-    world.turn()
-    meet(world)
-    for _ in range(20):
-        world.turn()
-        world.fabric.step()
-    assert set(collect(world.dst)[1]) == {"d"}
-    assert "request d was not loaded from engine prefill at 127.0.0.1:1 (stale lease): " in caplog.text
 
 
 def test_before_the_memory_goes_loads_have_failed_and_every_word_is_cleared(world: World) -> None:

@@ -340,7 +340,8 @@ def test_what_a_route_warns_of_is_said_once_per_engine(room: Room, caplog: pytes
             known.get(room.me, room.remote).result(PATIENCE_S)
             known.forget(room.remote)
     said = [record.message for record in caplog.records if "draft" in record.message]
-    assert said == ["engine prefill: field 'draft.0.k': the draft's cache is missing"]
+    where = f"engine prefill at {room.remote.address.host_port}"
+    assert said == [f"{where}: field 'draft.0.k': the draft's cache is missing"]
 
 
 def test_why_a_source_cannot_be_met_is_reported_although_it_may_be_asked_again_at_once(room: Room) -> None:

@@ -97,7 +97,7 @@ def test_loads_end_in_time_when_the_sessions_thread_does_not_come_back(
     assert world.clock.now_s <= 1000.0 + OPTIONS.load_timeout_s + OPTIONS.settle_timeout_s + 3.0
     assert found.failed["d"].is_quarantined
     assert "has not come back from a turn within 110 s" in found.failed["d"].text
-    assert found.stuck == ["turn"]
+    assert (found.stuck, found.stuck_change) == (["turn"], 1)
     late = request(world.src.layout, world.dst.layout, 21)
     endpoint.submit(Load("late", REMOTE, LEASE, late, seal(late), gives_back=True))
     found = endpoint.collect()
@@ -106,10 +106,13 @@ def test_loads_end_in_time_when_the_sessions_thread_does_not_come_back(
     turning.join(60.0)
     assert not turning.is_alive()
     seen: set[str] = set()
+    changes = list[int]()
     while seen != {"d", "late"}:
         world.turn(1)
         meet(world)
         results = endpoint.collect()
+        changes.append(results.stuck_change)
         assert {*results.failed, *results.received} == set()
         seen |= results.settled
+    assert sum(changes) == -1
     assert "'turn' has come back after all" in caplog.text

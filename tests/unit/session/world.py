@@ -223,6 +223,10 @@ class ScriptedPeers(Peers):
         if future is not None and future.cancel():
             del self.known[remote]
 
+    @property
+    def num_met(self) -> int:
+        return sum(peer.done() and peer.exception() is None for peer in self.known.values())
+
     def take_handshakes(self) -> list[tuple[float, bool]]:
         """None is timed here."""
         return []

@@ -289,9 +289,9 @@ class Engine:
         consumer._count = counted
         note_partial = consumer._note_partial
 
-        def partial(waiting: Any, cause: str, *numbers: Any) -> None:
+        def partial(waiting: Any, cause: str, *numbers: Any, **more: Any) -> None:
             self.partial[waiting.request.request_id] = cause
-            note_partial(waiting, cause, *numbers)
+            note_partial(waiting, cause, *numbers, **more)
 
         consumer._note_partial = partial
         preempt = self.scheduler._preempt_request

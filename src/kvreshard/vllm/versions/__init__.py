@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import os
 
-from kvreshard.model.logs import get_logger
+from kvreshard.model.logs import fields, get_logger
 from kvreshard.vllm.versions.newest import Release
 
 logger = get_logger(__name__)
@@ -50,7 +50,11 @@ def check_version(version: str | None = None) -> None:
             f"ReshardConnector was tested with vLLM {tested}, and this is {found}: install a tested version, or set "
             f"{OVERRIDE}=1 to try it all the same"
         )
-    logger.warning("ReshardConnector was tested with vLLM %s, and this is %s", tested, found)
+    logger.warning(
+        "ReshardConnector was tested with vLLM %s, and this is %s",
+        *(tested, found),
+        extra=fields("vllm_untested", vllm=found),
+    )
 
 
 def minor(version: str) -> tuple[int, int]:
