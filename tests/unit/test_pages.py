@@ -1,0 +1,110 @@
+"""Do options, series, alerts, causes, commands and bounds exist that the operator's pages name?"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from kvreshard.cli.app import app
+from kvreshard.vllm.fallbacks import REASONS
+from kvreshard.vllm.options import OF_NIXL_CONNECTOR, Options
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+LIMITS = DOCS / "reference" / "limits.md"
+PAGES = [
+    *(DOCS / "howto" / f"{name}.md" for name in (
+        "quick-start", "migrate-from-nixl-connector", "upgrade", "network", "capacity", "tuning", "troubleshooting"
+    )),
+    LIMITS,
+]  # fmt: skip
+# In backticks, lower case with underscores, and no option: fields of vLLM's configuration and of `kv_transfer_params`, labels, names of the system.
+OTHERS = {
+    "kv_role", "kv_both", "kv_producer", "kv_consumer", "kv_load_failure_policy", "kv_transfer_params", "kv_buffer_device", "kv_connector",
+    "kv_connector_extra_config", "kv_connector_module_path", "engine_id", "sleep_mode_backend", "remote_host", "remote_port", "vllm_version",
+    "max_tokens", "engine_config", "expandable_segments", "cuda_ipc", "nvidia_peermem",
+}  # fmt: skip
+BOUNDS = {
+    "ranks of an instance": "model.wire.MAX_RANKS",
+    "tensors of a cache": "model.wire.MAX_FIELDS",
+    "cache groups": "model.wire.MAX_GROUPS",
+    "a layout": "model.wire.MAX_MESSAGE_BYTES",
+    "an instance's answer to a handshake": "session.engine_metadata.MAX_ENGINE_METADATA_BYTES",
+    "NIXL's metadata of one rank": "session.engine_metadata.MAX_RANK_METADATA_BYTES",
+    "a question at the handshake port": "session.handshake_messages.MAX_MESSAGE_BYTES",
+    "questions that a rank asks at once": "session.handshake_client.MAX_AT_ONCE",
+    "instances of one host that are asked at once": "session.peers.MAX_PER_HOST",
+    "public keys that are trusted": "session.keys.MAX_PEER_KEYS",
+    "`kv_transfer_params`": "vllm.params.MAX_BYTES",
+    "blocks in them, all groups": "vllm.params.MAX_PAGES",
+    "pictures, audio and videos of a prompt": "vllm.prompt.MAX_ITEMS",
+    "characters of a name": "model.text.MAX_NAME",
+    "decode instances that report one prefill": "session.lease.MAX_CONSUMERS_PER_LEASE",
+    "`kv_lease_duration`": "vllm.options.MAX_LEASE_S",
+    "a NIXL notification": "transport.base.MAX_NOTIFICATION_BYTES",
+    "one copy": "plan.copies.MAX_COPY_BYTES",
+    "`kvreshard plan --tokens`": "cli.plan.MAX_TOKENS",
+    "a `config.json`": "catalog.entries.MAX_CONFIG_BYTES",
+    "a flight record": "tools.flight.MAX_FLIGHT_BYTES",
+}
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def texts() -> list[tuple[str, str]]:
+    return [(page.name, page.read_text()) for page in PAGES]
+
+
+@cache
+def reference(name: str) -> str:
+    return (DOCS / "reference" / name).read_text()
+
+
+@pytest.mark.parametrize(("page", "text"), texts())
+def test_options_exist(page: str, text: str) -> None:
+    named = set(re.findall(r"(?<=[`\"])[a-z]+(?:_[a-z]+)+(?=[`\"])", text))
+    known = set(Options.__struct_fields__) | set(OF_NIXL_CONNECTOR) | OTHERS
+    assert {name for name in named if not name.startswith("kvreshard_")} <= known, page
+
+
+@pytest.mark.parametrize(("page", "text"), texts())
+def test_series_labels_and_alerts_exist(page: str, text: str) -> None:
+    series = reference("metrics.md")
+    assert [name for name in re.findall(r"`(kvreshard_\w+)", text) if f"`{name}" not in series] == [], page
+    values = re.findall(r'`kvreshard_\w+\{\w+="(\w+)"\}`', text)
+    assert [value for value in values if f"`{value}`" not in series + reference("failures.md")] == [], page
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yaml").read_text()
+    assert [name for name in re.findall(r"`(Kvreshard\w+)`", text) if f"alert: {name}\n" not in rules] == [], page
+    causes = re.findall(r'`cause="(\w+)"`', text)
+    assert [
+        cause for cause in causes if cause not in REASONS and f"| `{cause}` |" not in reference("failures.md")
+    ] == []
+
+
+@pytest.mark.parametrize(("page", "text"), texts())
+def test_commands_and_their_options_exist(page: str, text: str) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    text = text.replace("\\\n", "")
+    lines = re.findall(r"`(kvreshard [a-z][^`\n]*)`", text) + re.findall(r"^(kvreshard [a-z].*)$", text, re.MULTILINE)
+    for line in lines:
+        _, name, *words = shlex.split(line, comments=True)
+        known = {
+            option for parameter in commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word for word in words if word.startswith("--")} <= known, f"{page}: {line}"
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets, page
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| ([\d,]+) ?(\w*) \| [^|]+ \|$", LIMITS.read_text(), re.MULTILINE)
+    assert [what for what, _, _ in rows] == list(BOUNDS)
+    for what, number, unit in rows:
+        module, _, name = BOUNDS[what].rpartition(".")
+        found = getattr(importlib.import_module(f"kvreshard.{module}"), name)
+        assert found == int(number.replace(",", "")) * UNITS.get(unit, 1), what
