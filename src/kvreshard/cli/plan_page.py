@@ -188,7 +188,7 @@ def _reading(subject: Subject, fields: str, reading: Reading) -> dict[str, str]:
         "fields": fields,
         "part": parts_text(reading),
         "size": f"{bytes_text(reading.num_bytes)} per {'request' if subject.is_state else f'token{window}'}",
-        "why": f"{reading.choice.way}: {why_text(reading.choice, 'state' if subject.is_state else 'page')}",
+        "why": f"{reading.choice.way}, {why_text(reading.choice, 'state' if subject.is_state else 'page')}",
     }
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -267,3 +269,96 @@ def test_many_ranks_make_a_page_of_moderate_size(
     assert file.stat().st_size < most_bytes
     page = Page(file)
     assert len(page.data["decode"]) > 30
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path to open the page with")
+# What a person does, before the document is printed: see what is there, move the slider, focus a link, choose a rank.
+VISIT = """
+const told = {}, by = id => document.getElementById(id);
+const tell = name => { told[name] = ["takes", "bytes", "copies", "facts"].map(id => by(id).textContent); };
+tell("opened");
+by("size").value = by("size").max;
+by("size").dispatchEvent(new Event("input"));
+tell("moved");
+document.querySelector(".hit").dispatchEvent(new Event("focus"));
+tell("focused");
+told.rows = by("reads").tBodies[0].rows.length;
+by("only").value = "decode 1";
+by("only").dispatchEvent(new Event("change"));
+tell("chosen");
+told.lines = document.querySelectorAll(".link").length - 3;
+told.cards = [...document.querySelectorAll(".rank")].filter(card => !card.hidden).map(card => card.textContent);
+told.less = by("reads").tBodies[0].rows.length;
+told.wide = document.documentElement.scrollWidth > innerWidth;
+told.title = document.title;
+const script = document.createElement("script");
+script.type = "application/json";
+script.id = "told";
+script.textContent = JSON.stringify(told).replaceAll("<", "\\\\u003c");
+document.body.append(script);
+"""
+
+
+def visit(file: Path, width: int = 1440) -> tuple[dict[str, Any], list[str]]:
+    """What a page says while it is used, and its tags then."""
+    page = file.read_text().replace("</body>", f"<script>{{{VISIT}}}</script></body>")
+    file.write_text(page)
+    command = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={file.parent / 'profile'}",
+    ]
+    command += [f"--window-size={width},1000", "--virtual-time-budget=3000", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    shown = file.with_suffix(".shown.html")
+    shown.write_text(done.stdout)
+    assert "data-ready" in done.stdout
+    told = re.search(r'<script type="application/json" id="told">(.*?)</script>', done.stdout, re.DOTALL)
+    assert told is not None
+    return json.loads(told[1]), Page(shown).tags
+
+
+@BROWSER
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1440, 390])
+def test_a_browser_shows_the_plan(run, tmp_path: Path, width: int) -> None:
+    file = tmp_path / "page.html"
+    run(*words(*PAIRS["heads"]), "--html", file)
+    told, _ = visit(file, width)
+    assert told["opened"][:3] == ["A request of 1,024 tokens takes 640 copies and 15.5 ms.", "320 MiB", "640"]
+    assert told["moved"][0].startswith("A request of 131,072 tokens takes 2,560 copies and ")
+    assert told["moved"][1:3] == ["40 GiB", "2,560"]
+    assert told["focused"][3].startswith("decode 0 reads from prefill 0")
+    assert "50 % of what decode 0 reads, 100 % of what is read from prefill 0" in told["focused"][3]
+    assert "layers.{0-79}.attn.{k,v}" in told["focused"][3]
+    assert told["chosen"][3].startswith("decode 1 (pp 0, tp 1)")
+    assert (told["rows"], told["less"], told["lines"]) == (8, 2, 2)
+    assert [card.split("layers")[0] for card in told["cards"]] == [
+        "pp 0, tp 2prefill 2",
+        "pp 0, tp 3prefill 3",
+        "pp 0, tp 1decode 1",
+    ]
+    assert not told["wide"]
+
+
+@BROWSER
+@pytest.mark.slow
+def test_a_browser_runs_no_name(run, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    run("plan", *hostile_pair(tmp_path), "--html", file)
+    told, tags = visit(file)
+    assert told["title"].startswith("kvreshard plan: prefill ")
+    assert HOSTILE[0] in told["focused"][3] or HOSTILE[1] in told["focused"][3]
+    assert "img" not in tags
+
+
+@BROWSER
+@pytest.mark.slow
+def test_a_browser_draws_512_ranks(run, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    run(*words("llama-3.1-8b", "tp=64,pp=8", "tp=32,pp=16"), "--html", file)
+    told, _ = visit(file)
+    assert (told["rows"], told["less"], told["lines"]) == (500, 1, 1)
