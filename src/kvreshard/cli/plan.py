@@ -7,7 +7,8 @@
    engine); or else of a size that both engines hold.
 4. Either the explanation of the routes with what the request costs, or with `--copies` the request's copy list as JSON lines: one object
    per copy, in no promised order. `--fills` adds the ranges that are zeroed; `--explain` writes in words what each copy is. The whole
-   request is checked before the first line.
+   request is checked before the first line. With `--html FILE` the explanation is a page for a browser (`plan_page`), with the request in
+   sizes from one page to 128k tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from kvreshard.cli.inputs import (
     read_cost_model,
     read_pair,
     warn,
+    write_whole,
 )
-from kvreshard.cli.output import write_json
+from kvreshard.cli.output import bytes_text, write_json
+from kvreshard.cli.plan_page import LARGEST_TOKENS, plan_page, request_sizes
 from kvreshard.cli.plan_view import Priced, plan_document, show_plan
 from kvreshard.cli.tables_file import read_tables
 from kvreshard.cli.totals import count_totals
@@ -45,7 +48,7 @@ from kvreshard.model import BindError
 from kvreshard.model.tables import Request
 from kvreshard.model.text import counted
 from kvreshard.plan import CopyList, Route, bind, compile_routes, find_unwritten
-from kvreshard.plan.cost import Way
+from kvreshard.plan.cost import CostModel, Way
 from kvreshard.plan.explain import explain
 from kvreshard.testing.scenario import plain_request
 
@@ -89,6 +92,10 @@ def plan(
     in_words: Annotated[
         bool, typer.Option("--explain", help="With --copies: which field, tokens and heads each copy is.")
     ] = False,
+    page_file: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page for a browser: who reads what, at sizes up to 128k tokens."),
+    ] = None,
     details: Annotated[bool, typer.Option("--details", help="Show every field, run and reason.")] = False,
     incomplete: Annotated[
         bool, typer.Option("--incomplete", help="Plan a decode layout that lacks ranks, heads or fields.")
@@ -96,14 +103,15 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show who reads what from whom between two engines, or exactly which bytes a request copies."""
-    _check_options(copies, fills, in_words, tables, tokens, hit)
+    _check_options(copies, fills, in_words, page_file, tables, tokens, hit)
     if layouts and (len(layouts) != 2 or prefill_layout or decode_layout):
         raise InputError(
             f"arguments: {counted(len(layouts), 'layout file')}; give two, prefill then decode, and no options for them"
         )
     sides = [layouts[0], layouts[1]] if layouts else [prefill_layout, decode_layout]
     options = SideOptions("prefill", prefill, sides[0]), SideOptions("decode", decode, sides[1])
-    room = None if tables is not None else tokens or USUAL_TOKENS
+    most = max(tokens or USUAL_TOKENS, LARGEST_TOKENS if page_file else 0)
+    room = None if tables is not None else most
     pair = read_pair(model, *options, pages, draft, may_lack=incomplete, num_tokens=room)
     cost = read_cost_model(cost_model, device)
     routes = compile_routes(pair.prefill, pair.decode, rank, cost=cost, way=way)
@@ -121,16 +129,23 @@ def plan(
         except BindError:  # forced staging has no room for a page; the plan of the routes is shown without a request
             if tables is not None or tokens is not None:
                 raise
-    if as_json:
+    if page_file is not None:
+        sizes = [] if tables is not None else request_sizes(pair)
+        steps, first = _price_sizes(pair, routes, cost, request, priced, sizes, hit)
+        page = plan_page(pair, explain(routes), steps, first, cost)
+        _write_page(page_file, pair, page.encode(), steps, as_json)
+    elif as_json:
         write_json(plan_document(explain(routes), pair, priced))
     else:
         show_plan(Console(), explain(routes), pair, priced, details)
 
 
 def _check_options(
-    copies: bool, fills: bool, in_words: bool, tables: Path | None, tokens: int | None, hit: int
+    copies: bool, fills: bool, in_words: bool, page_file: Path | None, tables: Path | None, tokens: int | None, hit: int
 ) -> None:
     """Raises InputError for options that do not go together."""
+    if page_file is not None and (copies or fills):
+        raise InputError(f"--html {page_file} shows the sums of a request; give --copies and --fills without --html")
     if (copies or fills) and tables is None and tokens is None:
         raise InputError("--copies and --fills need a request: give --tables FILE, or --tokens N to make one up")
     if tables is not None and tokens is not None:
@@ -149,15 +164,58 @@ def _request(pair: Pair, tables: Path | None, tokens: int | None, hit: int) -> t
     if tables is not None:
         return read_tables(tables, pair.prefill, pair.decode), f"the request of {tables}"
     if tokens is not None:
-        what = f"a request of {tokens:,} tokens" + (f", {hit:,} of them there already" if hit else "")
-        return plain_request(pair.prefill, pair.decode, tokens, hit), what
+        return _invent(pair, tokens, hit)
     tokens = USUAL_TOKENS
     while tokens:
         try:
-            return plain_request(pair.prefill, pair.decode, tokens), f"a request of {tokens:,} tokens"
+            return _invent(pair, tokens, hit)
         except BindError:
             tokens //= 2
     return None, ""
+
+
+def _invent(pair: Pair, tokens: int, hit: int) -> tuple[Request, str]:
+    what = f"a request of {tokens:,} tokens" + (f", {hit:,} of them there already" if hit else "")
+    return plain_request(pair.prefill, pair.decode, tokens, hit), what
+
+
+def _price_sizes(
+    pair: Pair,
+    routes: list[Route],
+    cost: CostModel,
+    request: Request | None,
+    priced: Priced | None,
+    sizes: list[int],
+    hit: int,
+) -> tuple[list[Priced], int]:
+    """The request among made-up ones of other sizes, as far as the pools hold them; and its place. Raises InputError."""
+    if request is None or priced is None:
+        raise InputError("--html shows a request, and none fits these engines; --tokens 1 says why")
+    steps: list[Priced] = []
+    first = 0
+    own = max(table.num_tokens for table in request.dst_tables.values())
+    for size in sorted({own, *sizes}):
+        if size == own:
+            first = len(steps)
+            steps.append(priced)
+        elif size > hit:
+            try:
+                made, what = _invent(pair, size, hit)
+            except BindError:
+                break
+            steps.append(Priced(what, tuple(count_totals(routes, made, cost))))
+    return steps, first
+
+
+def _write_page(page_file: Path, pair: Pair, content: bytes, steps: list[Priced], as_json: bool) -> None:
+    """Write the page, and a line or a document about it."""
+    write_whole(page_file, content)
+    if as_json:
+        about = {"output": str(page_file), "bytes": len(content), "title": pair.title}
+        write_json({**about, "requests": [step.what for step in steps], "warnings": list(pair.warnings)})
+    else:
+        sizes = " to ".join(step.what for step in (steps[0], *steps[1:][-1:]))
+        sys.stdout.write(f"{page_file}: {pair.title}; {sizes}; {bytes_text(len(content))}\n")
 
 
 def _print_request(

@@ -37,18 +37,23 @@ class Priced:
     totals: tuple[PairTotal, ...]
 
     @property
-    def slowest_s(self) -> float:
-        """Predicted seconds of the decode rank that takes longest."""
+    def seconds_of(self) -> dict[int, float]:
+        """Decode rank -> its predicted seconds."""
         seconds: dict[int, float] = {}
         for total in self.totals:
             seconds[total.dst_rank] = seconds.get(total.dst_rank, 0.0) + total.seconds
-        return max(seconds.values(), default=0.0)
+        return seconds
+
+    @property
+    def slowest_s(self) -> float:
+        """Predicted seconds of the decode rank that takes longest."""
+        return max(self.seconds_of.values(), default=0.0)
 
 
 def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Priced | None, details: bool) -> None:
     """Everything, totals first."""
     show_line(console, pair.title, "bold")
-    show_line(console, _moved(explanation))
+    show_line(console, moved_text(explanation))
     for note in pair.notes:
         show_line(console, f"note: {note}")
     show_line(console, "")
@@ -72,7 +77,8 @@ def show_plan(console: Console, explanation: Explanation, pair: Pair, priced: Pr
         )
 
 
-def _moved(explanation: Explanation) -> str:
+def moved_text(explanation: Explanation) -> str:
+    """What a request moves, in a line."""
     parts = []
     if explanation.bytes_per_token:
         parts.append(f"{bytes_text(explanation.bytes_per_token)} per token")
@@ -121,7 +127,7 @@ def _show_block(console: Console, block: list[Subject], details: bool) -> None:
         for index, reading in enumerate(subject.readings):
             run_text = f"{reading.choice.num_runs:,} x {bytes_text(reading.choice.run_bytes)}"
             for dst_rank in reading.dst_ranks:
-                part = _parts_text(reading), reading.num_bytes, run_text, reading.choice.way
+                part = parts_text(reading), reading.num_bytes, run_text, reading.choice.way
                 parts.setdefault((dst_rank, reading.src_rank, index if details else 0), []).append(part)
     rows: dict[tuple[str, ...], list[int]] = {}
     for dst_rank, src_rank, index in sorted(parts):
@@ -171,10 +177,11 @@ def _reasons(subject: Subject) -> Iterator[str]:
     unit = "state" if subject.is_state else "page"
     for choice, found in ranks.items():
         who = f" (decode rank {join_ranks(found)})" if len(ranks) > 1 else ""
-        yield f"{choice.way}: {_why(choice, unit)}{who}"
+        yield f"{choice.way}: {why_text(choice, unit)}{who}"
 
 
-def _why(choice: Choice, unit: str) -> str:
+def why_text(choice: Choice, unit: str) -> str:
+    """Why a page is read this way, in predicted times."""
     direct = f"{counted(choice.num_runs, 'run')} one by one {seconds_text(choice.direct_s)}"
     reads = f"{counted(choice.num_reads, 'read')} and a permutation {seconds_text(choice.staged_s)}"
     taken, other = (direct, reads) if choice.way == "direct" else (reads, direct)
@@ -193,7 +200,8 @@ def _groups_text(subject: Subject) -> str:
     return f"{groups}, pages of {' -> '.join(map(str, sizes))} token{plural}"
 
 
-def _parts_text(reading: Reading) -> str:
+def parts_text(reading: Reading) -> str:
+    """The part of each field that is read: `head 2-3 of 8`."""
     return ", ".join(str(part) for part in reading.parts if not part.is_whole) or "all"
 
 
