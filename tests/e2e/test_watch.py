@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -154,6 +155,26 @@ def test_top_shows_both_engines(pair: tuple[HttpEngine, HttpEngine]) -> None:
     assert (prefill["state"], decode["state"]) == ("ok", "ok")
     assert prefill["pool_blocks"] > 0
     assert prefill["build"]["vllm"] == RELEASE
+
+
+@pytest.mark.timeout(900)
+def test_the_doctor_says_whether_an_engine_that_is_not_started_could_read_from_one_that_runs(
+    pair: tuple[HttpEngine, HttpEngine],
+) -> None:
+    """vLLM names fields by its modules, the catalog by its own pattern."""
+    (address,) = set(re.findall(r"hands out its layout at (\S+) without keys", pair[0].log.read_text()))
+    command = [sys.executable, "-m", "kvreshard", "doctor", "--no-loopback", "--json", "--peer", address]
+    config = str(model_folder("llama") / "config.json")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, "--model", config, "--decode", "tp=2,order=HND,dtype=float32"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    (route_line,) = [line for line in json.loads(done.stdout)["lines"] if line["check"].startswith("route")]
+    assert route_line["status"] == "ok", route_line
 
 
 @pytest.mark.timeout(900)

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Column
 
 from kvreshard.catalog import load
+from kvreshard.catalog.naming import named_like
 from kvreshard.cli import doctor_host as host
 from kvreshard.cli.doctor_host import Check, Line, bounded, check_loopback, check_nixl, check_ucx, find_version
 from kvreshard.cli.inputs import (
@@ -190,8 +191,7 @@ def check_peers(peers: list[Peer], mine: Described | None, is_prefill: bool) -> 
         yield Line("route", "skipped", "the peer's layout is not known")
     elif peers and mine is not None and peers[0].met is not None:
         _, theirs = peers[0].met
-        src, dst = (mine.layout, theirs) if is_prefill else (theirs, mine.layout)
-        yield from bounded("route", partial(check_route, src, dst), SLOW_CHECK_S)
+        yield from bounded("route", partial(check_side, mine.layout, theirs, is_prefill), SLOW_CHECK_S)
 
 
 def check_peer(peer: Peer) -> Iterator[Line]:
@@ -235,6 +235,16 @@ def check_peer(peer: Peer) -> Iterator[Line]:
     yield from _ranks(peer, metadata, layout)
     text = "not part of the handshake, and nothing depends on it: leases run on the source's own"
     yield Line(f"{peer.name} clock", "skipped", text)
+
+
+def check_side(mine: EngineLayout, theirs: EngineLayout, is_prefill: bool) -> Iterator[Line]:
+    """Whether caches can go between this side, by whatever names it was described, and a peer."""
+    try:
+        mine = named_like(mine, theirs)
+    except KvReshardError as error:
+        yield Line("route", "error", str(error), "give this side as a second --peer, if it runs and listens")
+        return
+    yield from check_route(*((mine, theirs) if is_prefill else (theirs, mine)))
 
 
 def check_route(src: EngineLayout, dst: EngineLayout) -> Iterator[Line]:
