@@ -1,5 +1,7 @@
 """A real Prometheus on loopback that scrapes engines, for tests; and its answers to the dashboard's expressions, drawn.
 
+    python -m tests.prometheus PANELS.json PICTURE.png
+
 The program is the one on PATH, or that of Debian's package, as for `tests.promtool`.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -23,6 +26,7 @@ from tests.ports import free_ports
 from tests.promtool import DASHBOARD, RULES, find, with_variables
 
 START_S = 60.0
+UNITS = {"s": "seconds", "Bps": "bytes/s", "ops": "per second", "percentunit": "share"}
 
 
 @dataclass(frozen=True)
@@ -86,43 +90,50 @@ def _is_ready(server: Prometheus) -> bool:
         return False
 
 
-def draw(server: Prometheus, since_s: float, path: Path) -> None:
-    """The dashboard as Grafana would lay it out, drawn from the same expressions. Needs matplotlib."""
+def collect(server: Prometheus, since_s: float) -> list[dict[str, Any]]:
+    """What each panel of the dashboard would show: its title, unit and lines, with seconds since then."""
+    now_s, found = time.time(), []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        if panel["type"] != "timeseries":
+            continue
+        lines = []
+        for target in panel["targets"]:
+            query = with_variables(target["expr"], "30s")
+            for series in server.ask("query_range", query=query, start=since_s, end=now_s, step=1)["result"]:
+                label = target["legendFormat"]
+                for name, value in series["metric"].items():
+                    label = label.replace("{{" + name + "}}", value)
+                points = [(round(at_s - since_s, 1), float(value)) for at_s, value in series["values"]]
+                lines.append({"label": label, "points": points})
+        found.append({"title": panel["title"], "unit": panel["fieldConfig"]["defaults"]["unit"], "lines": lines})
+    return found
+
+
+def draw(panels: Sequence[dict[str, Any]], path: Path) -> None:
+    """The panels as Grafana would lay them out. Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] == "timeseries"]
     rows = -(-len(panels) // 3)
     figure, places = plt.subplots(rows, 3, figsize=(16, 2.7 * rows), layout="constrained")
-    now_s = time.time()
     for axes, panel in zip(places.flat, panels, strict=False):
-        for target in panel["targets"]:
-            found = server.ask(
-                "query_range", query=with_variables(target["expr"], "30s"), start=since_s, end=now_s, step=1
-            )
-            for series in found["result"]:
-                label = target["legendFormat"]
-                for name, value in series["metric"].items():
-                    label = label.replace("{{" + name + "}}", value)
-                times, values = zip(*series["values"], strict=True)
-                axes.plot([time_s - since_s for time_s in times], [float(value) for value in values], label=label)
+        for line in panel["lines"]:
+            axes.plot(*zip(*line["points"], strict=True), label=line["label"])
         axes.set_title(panel["title"], fontsize=10, loc="left")
-        axes.set_ylabel(
-            {"s": "seconds", "Bps": "bytes/s", "ops": "per second", "percentunit": "share"}.get(
-                panel["fieldConfig"]["defaults"]["unit"], ""
-            ),
-            fontsize=8,
-        )
-        axes.set_xlim(0, now_s - since_s)
+        axes.set_ylabel(UNITS.get(panel["unit"], ""), fontsize=8)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
-        if axes.lines:
+        if panel["lines"]:
             axes.legend(fontsize=8, frameon=False, loc="upper left")
         else:
             axes.text(0.5, 0.5, "nothing", ha="center", va="center", transform=axes.transAxes, color="grey")
     for axes in list(places.flat)[len(panels) :]:
         axes.axis("off")
     figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

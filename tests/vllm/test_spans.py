@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,20 @@ def test_each_rank_s_load_is_a_span_with_its_phases_under_the_request(
             assert (before.end_time or 0) <= (after.start_time or 0)
         assert inside[0].start_time == load.start_time
         assert (inside[-1].end_time or 0) <= (load.end_time or 0)
+
+
+def test_processes_that_are_seeded_alike_have_ids_of_their_own(world: World, exporter: InMemorySpanExporter) -> None:
+    """As vLLM seeds its workers: `random` is where OpenTelemetry's own generator takes ids from."""
+    random.seed(0)
+    run(world, HEADERS)
+    first = {span.context.span_id for span in exporter.get_finished_spans()}
+    again = make_world(2, 3, watched=ObserverOptions(digest_timeout_s=20.0))
+    random.seed(0)
+    run(again, HEADERS)
+    again.close()
+    spans = [span.context.span_id for span in exporter.get_finished_spans()]
+    assert first
+    assert len(set(spans)) == len(spans) > len(first)
 
 
 def test_a_load_that_fails_says_why_and_in_which_phase(world: World, exporter: InMemorySpanExporter) -> None:

@@ -11,8 +11,10 @@ Without `opentelemetry`, or where vLLM has set up no tracer, nothing happens.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from kvreshard.session.commands import Failure, Load
@@ -90,10 +92,31 @@ class LoadSpans:
 
 
 def _find_tracer(headers: Mapping[str, str]) -> tuple[Any, Any]:
-    """The tracer of this process and the context that the headers name; (None, None) without `opentelemetry`."""
+    """The tracer of this process and the context that the headers name; (None, None) without `opentelemetry`.
+
+    vLLM seeds `random` alike in every worker (0.32.0, `set_random_seed`), from which the usual generator takes its ids: two ranks would give
+    their spans the same ones.
+    """
     try:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
     except ImportError:
         return None, None
-    return trace.get_tracer("kvreshard"), TraceContextTextMapPropagator().extract(headers)
+    tracer = trace.get_tracer("kvreshard")
+    if hasattr(tracer, "id_generator"):  # of the SDK; without one no span goes anywhere
+        tracer.id_generator = _unique_ids()
+    return tracer, TraceContextTextMapPropagator().extract(headers)
+
+
+@cache
+def _unique_ids() -> Any:
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    class UniqueIds(IdGenerator):  # type: ignore[misc]
+        def generate_span_id(self) -> int:
+            return secrets.randbelow(2**64 - 1) + 1
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbelow(2**128 - 1) + 1
+
+    return UniqueIds()
