@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import math
 import time
 import urllib.error
@@ -159,10 +160,10 @@ def watch(
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             now = read()
-            with console.capture() as captured:
-                show(console, dict(zip(urls, map(Window, before, now), strict=True)))
-                console.print(f"every {interval_s:g} s; Ctrl-C ends", style="dim")
-            live.update(Text.from_ansi(captured.get()), refresh=True)
+            page = Console(file=io.StringIO(), force_terminal=True, width=console.width, color_system="standard")
+            show(page, dict(zip(urls, map(Window, before, now), strict=True)))
+            page.print(f"every {interval_s:g} s; Ctrl-C ends", style="dim")
+            live.update(Text.from_ansi(page.file.getvalue()), refresh=True)  # type: ignore[attr-defined]
             before = now
             time.sleep(interval_s)
 
