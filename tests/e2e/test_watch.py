@@ -30,6 +30,8 @@ from tests.e2e.prompts import ladder
 from tests.e2e.router import PREFILL_PARAMS, route
 from tests.promtool import dashboard_expressions
 
+pytestmark = pytest.mark.e2e_ci
+
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PATIENCE_S = 60.0
 
