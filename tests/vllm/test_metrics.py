@@ -140,6 +140,30 @@ def test_gauges_are_told_when_they_change_and_end_at_zero() -> None:
     assert max(seen["p"]["blocks_held"]) > max(seen["p"]["leases_held"])
 
 
+class SetOnly(Gauge):
+    """As Ray's gauges are in vLLM: they can be set, and nothing else."""
+
+    def inc(self, amount: float = 1) -> None:
+        raise AttributeError("inc")
+
+    dec = inc
+
+
+def test_changes_are_added_up_for_gauges_that_can_only_be_set() -> None:
+    registry = CollectorRegistry()
+    types = {
+        kind: lambda *words, made=made, **more: made(*words, **more, registry=registry)
+        for kind, made in ((Counter, Counter), (Gauge, SetOnly), (Histogram, Histogram))
+    }
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    metrics = ReshardPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
+    for engine, change in ((0, 3), (1, 5), (0, -1)):
+        stats = ReshardStats()
+        stats.note(Results(peers_change=change))
+        metrics.observe(stats.data, engine)
+    assert [registry.get_sample_value("kvreshard_peers", {"engine": name}) for name in "01"] == [2, 5]
+
+
 def test_ranks_tell_by_how_much_their_gauges_change() -> None:
     """They are added up over ranks and steps; one that goes back to what it was is not told."""
     stats, other = ReshardStats(), ReshardStats()

@@ -38,7 +38,7 @@ def _by_place(layout: EngineLayout) -> Mapping[tuple[int, str], str]:
     found: dict[tuple[int, str], str] = {}
     for field in layout.fields:
         words = field.name.split(".")
-        place = next((int(word) for word in words if word.isdigit()), -1), words[-1]
+        place = next((int(word) for word in words if word.isdecimal()), -1), words[-1]
         if place in found:
             raise LayoutMismatch(
                 f"engine '{layout.engine}': fields '{found[place]}' and '{field.name}' have the same layer and part, so that they cannot be "

@@ -10,45 +10,23 @@ An engine that cannot be read, or has no series of kvreshard, is a row that says
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
-import math
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
 from rich.table import Column
 from rich.text import Text
 
 from kvreshard.cli.inputs import AsJson
+from kvreshard.cli.metrics_reading import PREFIX, Reading, Window, read_all, read_url
 from kvreshard.cli.output import bytes_text, number_column, show_table, write_json
-from kvreshard.model.text import escaped
 
-TIMEOUT_S = 5.0
-MAX_BYTES = 1 << 26
 MAX_ENGINES = 256
-PREFIX = "kvreshard_"
-# Counters by cause that are shown below the table.
-CAUSES = {
-    "failures": ("failed loads of ranks", "cause"),
-    "fallbacks": ("computed here", "cause"),
-    "partial_loads": ("loaded in part", "cause"),
-    "handshakes": ("handshakes", "outcome"),
-    "digest_checks": ("compared with their source", "result"),
-    "leases": ("leases ended", "end"),
-    "stuck_calls": ("calls that did not come back", "call"),
-}
-# What is usual is not shown as a cause.
-USUAL = {("handshakes", "met"), ("leases", "reported"), ("digest_checks", "equal")}
 COLUMNS = (
     Column("engine", no_wrap=True),
     *map(
@@ -57,66 +35,6 @@ COLUMNS = (
     ),
     Column("state"),
 )
-
-Key = tuple[str, tuple[tuple[str, str], ...]]
-"""A series: its name and its labels, without those that tell engines of one process apart."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One engine's series at one time; `error` says why there are none."""
-
-    at_s: float
-    values: Mapping[Key, float] = field(default_factory=dict)
-    error: str = ""
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of a series over all labels but those given."""
-        wanted = labels.items()
-        return sum(
-            value for (found, has), value in self.values.items() if found == PREFIX + name and wanted <= set(has)
-        )
-
-
-@dataclass(frozen=True)
-class Window:
-    """Two readings of one engine, and what has happened between them."""
-
-    before: Reading
-    now: Reading
-
-    @property
-    def seconds(self) -> float:
-        return self.now.at_s - self.before.at_s
-
-    def gained(self, name: str, **labels: str) -> float:
-        """By how much a counter has grown."""
-        low, high = self.before.total(name, **labels), self.now.total(name, **labels)
-        return high - low if high >= low else high
-
-    def rate(self, name: str, **labels: str) -> float | None:
-        """The same for each second; None without two readings."""
-        return self.gained(name, **labels) / self.seconds if self.seconds > 0 else None
-
-    def quantile(self, name: str, share: float) -> float | None:
-        """Of a histogram, as Prometheus' `histogram_quantile` finds it; None where nothing was counted."""
-        bounds = {dict(has)["le"] for found, has in self.now.values if found == f"{PREFIX}{name}_bucket"}
-        counts = [(float(bound), self.gained(f"{name}_bucket", le=bound)) for bound in sorted(bounds, key=float)]
-        return find_quantile(counts, share)
-
-    def causes(self) -> list[tuple[str, str, int, int]]:
-        """(what, cause, since the engine's start, between the readings) of each cause that is not usual and was ever counted."""
-        found = []
-        for name, (what, label) in CAUSES.items():
-            values = {
-                dict(has).get(label, "")
-                for has in (has for key, has in self.now.values if key == f"{PREFIX}{name}_total")
-            }
-            for value in sorted(values):
-                count = self.now.total(f"{name}_total", **{label: value})
-                if count and (name, value) not in USUAL:
-                    found.append((what, value, int(count), int(self.gained(f"{name}_total", **{label: value}))))
-        return found
 
 
 def top(
@@ -135,117 +53,31 @@ def top(
     if len(urls) > MAX_ENGINES:
         raise typer.BadParameter(f"{len(urls)} engines: at most {MAX_ENGINES} are watched at once")
     console = Console()
-    with ThreadPoolExecutor(min(32, len(urls))) as pool:
-
-        def read() -> list[Reading]:
-            return list(pool.map(read_engine, urls))
-
-        before = read()
-        time.sleep(interval)
-        if as_json or once or not console.is_terminal:
-            windows = dict(zip(urls, map(Window, before, read()), strict=True))
-            if as_json:
-                write_json([document(url, window) for url, window in windows.items()])
-            else:
-                show(console, windows)
-            return
+    before = read_all(urls)
+    time.sleep(interval)
+    if not (as_json or once) and console.is_terminal:
         with contextlib.suppress(KeyboardInterrupt):
-            watch(console, urls, before, read, interval)
+            watch(console, urls, before, interval)
+        return
+    windows = dict(zip(urls, map(Window, before, read_all(urls)), strict=True))
+    if as_json:
+        write_json([document(url, window) for url, window in windows.items()])
+    else:
+        show(console, windows)
 
 
-def watch(
-    console: Console, urls: Sequence[str], before: list[Reading], read: Callable[[], list[Reading]], interval_s: float
-) -> None:
+def watch(console: Console, urls: Sequence[str], before: list[Reading], interval_s: float) -> None:
     """Draw the table over itself until the reader interrupts."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            now = read()
+            now = read_all(urls)
             page = Console(file=io.StringIO(), force_terminal=True, width=console.width, color_system="standard")
             show(page, dict(zip(urls, map(Window, before, now), strict=True)))
             page.print(f"every {interval_s:g} s; Ctrl-C ends", style="dim")
             live.update(Text.from_ansi(page.file.getvalue()), refresh=True)  # type: ignore[attr-defined]
-            before = now
+            # Rates are from the last good reading on.
+            before = [old if new.error else new for old, new in zip(before, now, strict=True)]
             time.sleep(interval_s)
-
-
-def read_url(engine: str) -> str:
-    """The URL of an engine's metrics. Raises BadParameter.
-
-    >>> read_url("10.0.0.1:8000"), read_url("https://decode.example/v1/metrics")
-    ('http://10.0.0.1:8000/metrics', 'https://decode.example/v1/metrics')
-    """
-    text = engine if "://" in engine else f"http://{engine}"
-    try:
-        found = urlsplit(text)
-        if (
-            found.scheme in ("http", "https")
-            and found.hostname
-            and found.port != 0
-            and text.isprintable()
-            and " " not in text
-        ):
-            return text if found.path.strip("/") else f"{text.rstrip('/')}/metrics"
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"'{escaped(engine, 100)}' is no engine to watch; give HOST:PORT, or an http or https URL")
-
-
-def read_engine(url: str) -> Reading:
-    """One reading. Whatever goes wrong is its `error`."""
-    try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
-            text = reply.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            return Reading(time.monotonic(), error=f"its metrics are larger than {MAX_BYTES >> 20} MiB")
-        if reply.length:
-            return Reading(time.monotonic(), error="cannot be read: it hung up in the middle of its answer")
-        values = parse(text.decode())
-    except urllib.error.HTTPError as error:
-        return Reading(time.monotonic(), error=f"answers {error.code} {error.reason}")
-    except urllib.error.URLError as error:
-        return Reading(time.monotonic(), error=f"cannot be reached: {_reason(error.reason)}")
-    except (OSError, http.client.HTTPException) as error:
-        return Reading(time.monotonic(), error=f"cannot be read: {_reason(error)}")
-    except ValueError:
-        return Reading(time.monotonic(), error="its answer is no text of metrics")
-    if not values:
-        return Reading(time.monotonic(), error="has no series of kvreshard: is ReshardConnector its connector?")
-    return Reading(time.monotonic(), values)
-
-
-def parse(text: str) -> dict[Key, float]:
-    """The series of kvreshard, added up over the engines of one process. Raises ValueError."""
-    found: dict[Key, float] = {}
-    for family in text_string_to_metric_families(text):
-        if not family.name.startswith(PREFIX):
-            continue
-        for sample in family.samples:
-            float(sample.labels.get("le", 0))  # a bound is a number, or the answer is no text of metrics
-            labels = tuple(
-                sorted((name, value) for name, value in sample.labels.items() if name not in ("engine", "model_name"))
-            )
-            value = float(sample.value)
-            if math.isfinite(value):
-                found[sample.name, labels] = found.get((sample.name, labels), 0.0) + value
-    return found
-
-
-def find_quantile(counts: Sequence[tuple[float, float]], share: float) -> float | None:
-    """The value below which a share of all lies. `counts`: upper bound and how many lie below it, in order.
-
-    >>> find_quantile([(1.0, 0), (2.0, 10), (math.inf, 10)], 0.5)
-    1.5
-    """
-    if not counts or counts[-1][1] <= 0:
-        return None
-    rank, low, below = share * counts[-1][1], 0.0, 0.0
-    for bound, count in counts:
-        if count >= rank:
-            if math.isinf(bound):
-                return low
-            return low + (bound - low) * (rank - below) / (count - below) if count > below else bound
-        low, below = bound, count
-    return low
 
 
 def show(console: Console, windows: Mapping[str, Window]) -> None:
@@ -350,10 +182,6 @@ def document(url: str, window: Window) -> dict[str, Any]:
 def _short(url: str) -> str:
     found = urlsplit(url)
     return found.netloc if found.path == "/metrics" else url.partition("://")[2]
-
-
-def _reason(reason: object) -> str:
-    return escaped(getattr(reason, "strerror", None) or reason, 100)
 
 
 def _number(value: float | None) -> str:

@@ -77,14 +77,14 @@ class Repeats:
         """Log the line, or count it if a few with this key were logged within the last minute."""
         self.flush()
         if key not in self._lines and len(self._lines) >= MAX_KEYS:
-            key = None
+            key = level, extra.get("event")  # too many peers: what happens to them is still told apart
         line = self._lines.setdefault(key, _Line(self._clock()))
         if line.num_logged < FIRST_LINES:
             line.num_logged += 1
             self._logger.log(level, text, *args, extra=extra)
             return
         line.num_left_out += 1
-        line.level, line.extra = level, extra
+        line.level, line.extra = max(line.level, level), extra
         line.text = text % tuple(map(_shown, args))
         self._logger.debug(text, *args, extra=extra)
 

@@ -173,6 +173,9 @@ class Endpoint:
         self._results.free(self._own.book.take_finished())
         self._results.give_up(Failure("cancelled", "the engine is put to sleep"))
         self._results.note_peers(0)
+        for _ in range(self._is_session_stuck + (self._stuck is not None)):
+            self._results.note_returned()
+        self._is_session_stuck, self._stuck = False, None
         return self._results.take(0.0)
 
     def _stop(self, wait_s: float) -> bool:
@@ -329,8 +332,6 @@ class Endpoint:
                 self._results.meet({load.request: job.peer.engine_metadata.key}, {})
             return
         self._end_lease(job)
-        if outcome is not None:
-            job.observer.ended(outcome)
         if isinstance(outcome, Failure):
             self._fail(load, outcome, job.observer.check)
             self._record_failure(job.observer, load, job.peer, outcome)
@@ -340,6 +341,8 @@ class Endpoint:
                 self._peers.check(self._me, job.peer)  # gone or slow; others may be reading from it
         elif outcome is not None:
             self._results.end(load.request, outcome, job.observer.check)
+        if outcome is not None:
+            job.observer.ended(outcome)
 
     def _end_lease(self, job: Job) -> None:
         """Whatever goes wrong with the report to the source, the request must end."""

@@ -125,7 +125,8 @@ class Peers:
     @property
     def num_met(self) -> int:
         """Instances of engines that are met, and not dropped since."""
-        return sum(known.found is not None for known in self._known.values())
+        with self._lock:
+            return sum(map(len, self._met.values()))
 
     def cancel(self, remote: RemoteEngine) -> None:
         """Stop asking an engine that nobody wants any more. One that has answered stays."""

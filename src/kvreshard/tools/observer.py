@@ -118,9 +118,13 @@ class WatchedLoad(LoadObserver):
             self._spans.noted(event)
 
     def ended(self, outcome: Moved | Failure) -> None:
-        """See `LoadObserver.ended`."""
-        if self._spans is not None:
+        """See `LoadObserver.ended`. Whatever the tracer raises, a trace must not cost the load."""
+        if self._spans is None:
+            return
+        try:
             self._spans.ended(outcome)
+        except Exception:
+            logger.debug("request %s left no spans", self._load.request, exc_info=True)
 
     def landed(self, landing: Landing) -> Generator[Transfer | None, None, None]:
         """Compare the load with its source, if its request is in the share."""

@@ -20,7 +20,7 @@ from typing import Any
 from kvreshard.session.commands import Failure, Load
 from kvreshard.session.pull import Moved
 
-# Phase -> the events that begin and end it. The first event of each name counts, but for `settled`.
+# Phase, and the events that begin and end it. The first event of each name counts.
 PHASES: tuple[tuple[str, str, str], ...] = (
     ("handshake", "ordered", "met"),
     ("bind", "met", "bound"),

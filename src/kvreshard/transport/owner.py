@@ -215,6 +215,7 @@ class Owner:
         del born, make_agent
         try:
             while self._stopping_s is None or (self._of_transfer and self._clock() < self._stopping_s):
+                self._repeats.flush()
                 self._work.run(0.0 if self._look() else self._rest_s())
         finally:
             # Also after a fault of this loop itself: whoever waits must hear of it.

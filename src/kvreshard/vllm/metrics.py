@@ -5,6 +5,7 @@ Every rank counts between two engine steps. vLLM adds the ranks up and hands the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -253,14 +254,23 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
             for name, series in COUNTERS.items()
         }
         self._gauges = {
-            name: self._gauge_cls(name=f"kvreshard_{name}", documentation=text, labelnames=labelnames)
+            name: self._gauge_cls(
+                name=f"kvreshard_{name}",
+                documentation=text,
+                labelnames=labelnames,
+                # Of several API servers one is told what happened in a step.
+                multiprocess_mode="sum" if name in RANK_GAUGES else "mostrecent",
+            )
             for name, text in {**GAUGES, **RANK_GAUGES}.items()
         }
+        # Added up here: Ray's gauges can only be set.
+        self._totals: defaultdict[tuple[str, int], int] = defaultdict(int)
         info = read_build_info(vllm_config)
         build = self._gauge_cls(
             name="kvreshard_build_info",
             documentation="Versions of this engine's parts, and NIXL's backend; always 1.",
             labelnames=[*labelnames, *info],
+            multiprocess_mode="mostrecent",
         )
         for labels in per_engine_labelvalues.values():
             build.labels(*labels, *info.values()).set(1)
@@ -285,7 +295,8 @@ class ReshardPromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data["gauges"].items():
             self._gauges[name].labels(*labels).set(value)
         for name, amount in transfer_stats_data["changes"].items():
-            self._gauges[name].labels(*labels).inc(amount)
+            self._totals[name, engine_idx] += amount
+            self._gauges[name].labels(*labels).set(self._totals[name, engine_idx])
 
     def _of(self, name: str, labels: list[object], value: str) -> Any:
         """A counter's series for one value of its label."""

@@ -54,6 +54,10 @@ class FailureLog:
             ),
         )
 
+    def drop(self, request_id: str) -> None:
+        """The request has ended: nobody waits for its load."""
+        self._failed.pop(request_id, None)
+
     def cannot_read(self, remote: RemoteEngine, failure: Failure) -> None:
         """A handshake with an engine has failed."""
         self._repeats.log(

@@ -274,6 +274,8 @@ class SchedulerSide:
         for request_id in output.failed_recving or ():
             if self._consumer.fail(request_id):
                 self._admission.fail(request_id)
+            else:
+                self._failures.drop(request_id)
         for request_id in output.finished_recving or ():
             if request_id in self._arrived_s:
                 self.stats.sample("wait_seconds", time.monotonic() - self._arrived_s.pop(request_id))

@@ -109,6 +109,7 @@ class ShadowScheduler:
 
     def take_commands(self) -> ShadowCommands:
         """This step's commands."""
+        self._consumer.log.flush()
         commands, self._commands = self._commands, ShadowCommands()
         return commands
 

@@ -64,3 +64,8 @@ def test_names_that_do_not_tell_fields_apart_are_refused() -> None:
     )
     with pytest.raises(LayoutMismatch, match="have the same layer and part"):
         named_like(engine("llama-3.1-8b", "tp=2", "planned"), theirs)
+
+
+def test_a_name_that_only_looks_like_a_number_is_no_layer() -> None:
+    theirs = renamed(engine("llama-3.1-8b", "tp=1", "runs"), lambda name: f"m.\u00b2.{name}")
+    assert set(named_like(engine("llama-3.1-8b", "tp=2", "planned"), theirs).field_by_name) == set(theirs.field_by_name)

@@ -16,7 +16,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from typer import BadParameter
 
-from kvreshard.cli.top import Reading, Window, document, find_quantile, parse, read_engine, read_url, row, state
+from kvreshard.cli.metrics_reading import Reading, Window, find_quantile, parse, read_all, read_engine, read_url
+from kvreshard.cli.top import document, row, state
 
 
 class Engine:
@@ -156,6 +157,7 @@ def saying(body: bytes, status: int = 200) -> Callable[[BaseHTTPRequestHandler],
         (b"kvreshard_x abc\n", 200, "no text of metrics"),
         (b"\xff\xfe", 200, "no text of metrics"),
         (b'kvreshard_a_bucket{le="wide"} 1\n', 200, "no text of metrics"),
+        (b"kvreshard_load_seconds_bucket 1\n", 200, "no text of metrics"),
         (b"<html>not found</html>", 404, "answers 404"),
         (b"", 503, "answers 503"),
     ],
@@ -168,6 +170,25 @@ def test_what_is_no_engine_is_a_row_that_says_so(body: bytes, status: int, told:
     assert document("u", Window(found, found)) == {"engine": "u", "error": found.error}
 
 
+def test_what_an_answer_says_cannot_write_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = 'kvreshard_failures_total{cause="\x1b[2J\\nok"} 3\n# TYPE kvreshard_failures counter\n'
+    body += "".join(f'kvreshard_fallbacks_total{{cause="c{number}"}} 1\n' for number in range(20_000))
+    with serving(saying(body.encode())) as address:
+        found = read_engine(read_url(address))
+    window = Window(found, found)
+    assert not found.error
+    causes = window.causes()
+    assert "\\x1b[2J\\nok" in {cause for _, cause, _, _ in causes}
+    assert len(causes) <= 2 * 32
+    assert all(text.isprintable() for cells in [row("u", window), *causes] for text in map(str, cells))
+
+    def rude(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.1 404 \x1b[2Jgone\r\nContent-Length: 0\r\n\r\n")
+
+    with serving(rude) as address:
+        assert read_engine(read_url(address)).error.isprintable()
+
+
 def test_nobody_is_there_and_somebody_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be reached" in read_engine("http://127.0.0.1:9/metrics").error
 
@@ -176,15 +197,62 @@ def test_nobody_is_there_and_somebody_hangs_up(monkeypatch: pytest.MonkeyPatch) 
 
     with serving(hang_up) as address:
         assert "cannot be read" in read_engine(read_url(address)).error
-    monkeypatch.setattr("kvreshard.cli.top.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvreshard.cli.metrics_reading.TIMEOUT_S", 0.2)
     stop = threading.Event()
     with serving(lambda handler: bool(stop.wait(10)) and None) as address:
         assert "timed out" in read_engine(read_url(address)).error
         stop.set()
 
 
+def test_an_answer_that_drips_or_leads_elsewhere_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvreshard.cli.metrics_reading.TIMEOUT_S", 0.5)
+    stop = threading.Event()
+
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while not stop.wait(0.05):
+            handler.wfile.write(b"#")
+
+    with serving(drip) as slow, serving(saying(b"kvreshard_peers 2\n")) as good:
+        bad, fine = read_all([read_url(slow), read_url(good)])
+        stop.set()
+    assert "timed out" in bad.error
+    assert fine.total("peers") == 2
+
+    def lead(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(302)
+        handler.send_header("Location", "ftp://127.0.0.1/metrics")
+        handler.end_headers()
+
+    with serving(lead) as address:
+        assert "redirects to what is not http" in read_engine(read_url(address)).error
+
+
+def test_numbers_that_mean_nothing_are_left_out() -> None:
+    text = "".join(
+        f'kvreshard_failures_total{{cause="a",engine="{n}"}} {value}\n'
+        for n, value in enumerate(("1e308", "1e308", "NaN", "+Inf", "3"))
+    )
+    window = Window(Reading(0.0, parse("kvreshard_peers 1\n")), Reading(1.0, parse(text)))
+    assert document("u", window)["failures_per_s"] == 3
+    assert row("u", window)[2] == "3.0"
+
+
+def test_after_a_reading_that_failed_nothing_is_said_of_what_happened_since() -> None:
+    engine = Engine()
+    engine.checks.labels("m", "0", "different").inc()
+    engine.failures.labels("m", "0", "seal").inc(10**6)
+    window = Window(Reading(0.0, error="timed out"), engine.reading(2.0))
+    assert state(window) == "ok"
+    assert row("u", window)[1:4] == ("", "", "")
+    assert document("u", window)["causes"] == [
+        {"what": "failed loads of ranks", "cause": "seal", "since_start": 10**6, "now": 0},
+        {"what": "compared with their source", "cause": "different", "since_start": 1, "now": 0},
+    ]
+
+
 def test_an_endless_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvreshard.cli.top.MAX_BYTES", 1000)
+    monkeypatch.setattr("kvreshard.cli.metrics_reading.MAX_BYTES", 1000)
     with serving(saying(b"# " + b"x" * 2000)) as address:
         assert "larger than" in read_engine(read_url(address)).error
 

@@ -92,17 +92,19 @@ def test_what_is_left_out_is_at_debug(repeats: Repeats, caplog: pytest.LogCaptur
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * FIRST_LINES + [logging.DEBUG] * 7
 
 
-def test_many_keys_are_counted_together(repeats: Repeats, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_keys_are_counted_together_and_errors_are_told_apart(
+    repeats: Repeats, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(2 * MAX_KEYS):
         log(repeats, number, f"r{number}")
-    assert len(repeats._lines) <= MAX_KEYS + 1
-    assert len(lines(caplog)) == MAX_KEYS + FIRST_LINES
+    repeats.log(logging.ERROR, "peer", "cannot read from good", extra=fields("peer_refused"))
+    assert len(repeats._lines) <= MAX_KEYS + 2
+    assert lines(caplog)[-1] == "cannot read from good"
+    assert len(lines(caplog)) == MAX_KEYS + FIRST_LINES + 1
     clock.now_s += PERIOD_S
     repeats.flush()
-    assert (
-        lines(caplog)[-1]
-        == f"{MAX_KEYS - FIRST_LINES} more lines like this one in 60 s: request r{2 * MAX_KEYS - 1} failed"
-    )
+    last = f"{MAX_KEYS - FIRST_LINES} more lines like this one in 60 s: request r{2 * MAX_KEYS - 1} failed"
+    assert lines(caplog)[-1] == last
     assert not repeats._lines
 
 

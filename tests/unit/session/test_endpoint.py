@@ -39,6 +39,7 @@ from kvreshard.session.commands import (
 )
 from kvreshard.session.handshake_messages import Address, HandshakeError
 from kvreshard.session.lease import FREE
+from kvreshard.session.observer import LoadObserver
 from kvreshard.session.peers import Peers
 from kvreshard.testing.oracle import apply_request, differing_bytes, write_values
 from kvreshard.transport.memory import Fault
@@ -60,6 +61,23 @@ def test_a_load_leaves_what_the_oracle_leaves_and_frees_the_source(world: World)
     assert differing_bytes(expected, world.dst.memory) == {}
     assert collect(world.src) == (set(), {}, {"r"})
     assert world.words() == {FREE}
+
+
+def test_an_observer_that_raises_costs_no_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> None:
+        raise StopIteration
+
+    monkeypatch.setattr(LoadObserver, "ended", ended)
+    world.acquire_and_publish()
+    order_load(world)
+    order_load(world, "stale", lease=replace(LEASE, word=LEASE.word ^ 1))
+    world.turn()
+    meet(world)
+    for _ in range(20):
+        world.turn()
+        world.fabric.step()
+    received, failed, _ = collect(world.dst)
+    assert (received, set(failed)) == ({"d"}, {"stale"})
 
 
 def test_peers_are_told_as_they_come_and_go(world: World) -> None:

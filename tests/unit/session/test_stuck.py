@@ -70,6 +70,17 @@ def test_a_source_that_is_stuck_says_so_too(world: World, monkeypatch: pytest.Mo
     assert all(endpoint.collect().is_empty for endpoint in world.src.endpoints.values())
 
 
+def test_a_session_that_ends_leaves_nothing_counted_as_stuck(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that sleeps and wakes begins another session, which knows nothing of this one."""
+    for transport in world.src.transports.values():
+        monkeypatch.setattr(transport, "stuck", lambda: STUCK)
+    world.turn()
+    for endpoint in world.src.endpoints.values():
+        assert endpoint.collect().stuck_change == 1
+        assert endpoint.end().stuck_change == -1
+        assert endpoint.collect().stuck_change == 0
+
+
 def test_loads_end_in_time_when_the_sessions_thread_does_not_come_back(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,6 +60,9 @@ def test_a_cancelled_load_and_a_good_one_are_no_line(failures: FailureLog, caplo
     failures.add({"r": {0: CANCELLED, 1: CANCELLED}})
     failures.end("r", REMOTE)
     failures.end("good", REMOTE)
+    failures.add({"aborted": {0: GONE}})
+    failures.drop("aborted")
+    failures.end("aborted", REMOTE)
     assert not lines(caplog)
 
 
