@@ -72,7 +72,7 @@ def test_a_request_is_counted_once_on_however_many_ranks() -> None:
     side = SchedulerSide.__new__(SchedulerSide)
     side.stats, side._quarantine = ReshardStats(), bound(pool, pool.get_new_blocks(2))
     side._consumer = side._producer = SimpleNamespace(ended=str, freed=str)
-    side._failures, side._expired = FailureLog("it is computed here"), set()
+    side._failures, side._expired = FailureLog(ends_requests=False), set()
     failed = Results(failed={"r": Failure("timeout", "late", is_quarantined=True)})
     for rank in (0, 1):  # what the ranks count themselves is the failure
         worker = ReshardStats()

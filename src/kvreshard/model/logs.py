@@ -19,7 +19,7 @@ from kvreshard.model.text import escaped
 
 MAX_QUOTED = 4000
 # Of lines of one key, so many are logged in each period; the others are counted.
-FIRST_LINES = 3
+FIRST_LINES = 10
 PERIOD_S = 60.0
 MAX_KEYS = 256
 

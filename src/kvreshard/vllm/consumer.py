@@ -291,10 +291,10 @@ class Consumer:
         if waiting is not None:
             yield from self._release_source(waiting.source, waiting.is_unmet)
 
-    def find_source(self, request_id: str) -> RemoteEngine | None:
-        """From where a request that has arrived is loaded."""
+    def find_source(self, request_id: str) -> tuple[RemoteEngine | None, bool]:
+        """From where a request that has arrived is loaded, and whether it has ended meanwhile."""
         waiting = self._waiting.get(request_id)
-        return None if waiting is None else waiting.prefill.remote
+        return (None, True) if waiting is None else (waiting.prefill.remote, waiting.is_aborted)
 
     def first_loaded(self, request_id: str, blocks: KVCacheBlocks) -> Iterator[tuple[CacheGroup, int]]:
         """(group, first token) where the load leaves earlier tokens of the group's blocks out: its source no longer has them."""

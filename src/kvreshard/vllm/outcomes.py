@@ -19,10 +19,10 @@ logger = get_logger(__name__)
 
 
 class FailureLog:
-    """One per engine, in the scheduler's process. `consequence`: what becomes of a request whose load failed."""
+    """One per engine, in the scheduler's process. `ends_requests`: whether a request whose load failed ends with an error."""
 
-    def __init__(self, consequence: str) -> None:
-        self._consequence = consequence
+    def __init__(self, *, ends_requests: bool) -> None:
+        self._ends_requests = ends_requests
         self._failed: dict[str, dict[int, Failure]] = {}
         self._repeats = Repeats(logger)
 
@@ -30,8 +30,11 @@ class FailureLog:
         """Why loads failed, by request and rank."""
         self._failed = merge_failures(self._failed, failed)
 
-    def end(self, request_id: str, remote: RemoteEngine | None) -> None:
-        """All ranks have ended the load from `remote`, which is None where the request is not known any more."""
+    def end(self, request_id: str, remote: RemoteEngine | None, *, is_aborted: bool = False) -> None:
+        """All ranks have ended the load from `remote`, which is None where the request is not known any more.
+
+        `is_aborted`: the request has ended before. vLLM also ends one whose load failed, where that is the policy.
+        """
         ranks: dict[tuple[str, str], list[int]] = {}
         for rank, failure in sorted(self._failed.pop(request_id, {}).items()):
             ranks.setdefault((failure.kind, failure.text), []).append(rank)
@@ -39,6 +42,7 @@ class FailureLog:
         if not causes:
             return
         kind = causes[0][0]
+        consequence = "it has ended" if is_aborted else "it is computed here"
         self._repeats.log(
             logging.WARNING,
             (kind, remote),
@@ -47,16 +51,12 @@ class FailureLog:
                 request_id,
                 remote or "its source",
                 "; ".join(_cause(*cause, ranks[cause]) for cause in causes),
-                self._consequence,
+                "it ends with an error" if self._ends_requests else consequence,
             ),
             extra=fields(
                 "load_failed", request_id=request_id, cause=kind, **({} if remote is None else remote.log_fields)
             ),
         )
-
-    def drop(self, request_id: str) -> None:
-        """The request has ended: nobody waits for its load."""
-        self._failed.pop(request_id, None)
 
     def cannot_read(self, remote: RemoteEngine, failure: Failure) -> None:
         """A handshake with an engine has failed."""

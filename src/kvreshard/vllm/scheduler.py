@@ -122,8 +122,7 @@ class SchedulerSide:
         self._handshake = EngineHandshake(vllm_config, engine, options)
         self._vllm_config, self._options = vllm_config, options
         self._engine, self._has_instance = engine, False
-        may_fail = transfer_config.kv_load_failure_policy == "fail"
-        self._failures = FailureLog("it ends with an error" if may_fail else "it is computed here")
+        self._failures = FailureLog(ends_requests=transfer_config.kv_load_failure_policy == "fail")
         # Leases that ran out on some rank before they were read.
         self._expired: set[str] = set()
         self._is_producer = bool(transfer_config.is_kv_producer)
@@ -274,12 +273,11 @@ class SchedulerSide:
         for request_id in output.failed_recving or ():
             if self._consumer.fail(request_id):
                 self._admission.fail(request_id)
-            else:
-                self._failures.drop(request_id)
         for request_id in output.finished_recving or ():
             if request_id in self._arrived_s:
                 self.stats.sample("wait_seconds", time.monotonic() - self._arrived_s.pop(request_id))
-            self._failures.end(request_id, self._consumer.find_source(request_id))
+            remote, is_aborted = self._consumer.find_source(request_id)
+            self._failures.end(request_id, remote, is_aborted=is_aborted)
             self._add(self._consumer.ended(request_id))
         if output.finished_sending:
             # Ranks know leases by their names. vLLM reads this set after this call, and knows requests.
@@ -332,7 +330,7 @@ class SchedulerSide:
 
     def _log_unmet(self, unmet: Mapping[str, Failure]) -> None:
         for request_id, failure in unmet.items():
-            remote = self._consumer.find_source(request_id)
+            remote, _ = self._consumer.find_source(request_id)
             if remote is not None and failure.kind != "stale lease":
                 self._failures.cannot_read(remote, failure)
 

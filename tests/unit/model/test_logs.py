@@ -71,15 +71,22 @@ def log(repeats: Repeats, key: object, request: str) -> None:
 def test_of_lines_that_repeat_some_are_logged_and_the_rest_counted(
     repeats: Repeats, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in range(10):
+    for number in range(FIRST_LINES + 7):
         log(repeats, "a", f"r{number}")
     log(repeats, "b", "other")
     assert lines(caplog) == [*(f"request r{number} failed" for number in range(FIRST_LINES)), "request other failed"]
     clock.now_s += PERIOD_S
     repeats.flush()
-    assert lines(caplog)[FIRST_LINES + 1 :] == ["7 more lines like this one in 60 s: request r9 failed"]
+    assert lines(caplog)[FIRST_LINES + 1 :] == [
+        f"7 more lines like this one in 60 s: request r{FIRST_LINES + 6} failed"
+    ]
     last = caplog.records[-1]
-    assert (last.levelno, last.event, last.count, last.request_id) == (logging.WARNING, "load_failed", 7, "r9")  # type: ignore[attr-defined]
+    assert (last.levelno, last.event, last.count, last.request_id) == (
+        logging.WARNING,
+        "load_failed",
+        7,
+        f"r{FIRST_LINES + 6}",
+    )  # type: ignore[attr-defined]
     repeats.flush()
     log(repeats, "a", "late")
     assert lines(caplog)[FIRST_LINES + 2 :] == ["request late failed"]
@@ -87,7 +94,7 @@ def test_of_lines_that_repeat_some_are_logged_and_the_rest_counted(
 
 def test_what_is_left_out_is_at_debug(repeats: Repeats, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvreshard.tests.logs")
-    for number in range(10):
+    for number in range(FIRST_LINES + 7):
         log(repeats, "a", f"r{number}")
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * FIRST_LINES + [logging.DEBUG] * 7
 

@@ -22,7 +22,7 @@ STALE, GONE, CANCELLED = (
 @pytest.fixture
 def failures(caplog: pytest.LogCaptureFixture) -> FailureLog:
     caplog.set_level(logging.INFO, "kvreshard")
-    return FailureLog("it is computed here")
+    return FailureLog(ends_requests=False)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -60,10 +60,25 @@ def test_a_cancelled_load_and_a_good_one_are_no_line(failures: FailureLog, caplo
     failures.add({"r": {0: CANCELLED, 1: CANCELLED}})
     failures.end("r", REMOTE)
     failures.end("good", REMOTE)
-    failures.add({"aborted": {0: GONE}})
-    failures.drop("aborted")
-    failures.end("aborted", REMOTE)
     assert not lines(caplog)
+
+
+@pytest.mark.parametrize(
+    ("ends_requests", "is_aborted", "told"),
+    [
+        (False, False, "it is computed here"),
+        (False, True, "it has ended"),
+        # vLLM has ended it by then.
+        (True, True, "it ends with an error"),
+    ],
+)
+def test_what_becomes_of_the_request_is_said(
+    ends_requests: bool, is_aborted: bool, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = FailureLog(ends_requests=ends_requests)
+    failures.add({"r": {0: GONE}})
+    failures.end("r", REMOTE, is_aborted=is_aborted)
+    assert lines(caplog)[0].endswith(f"the peer has gone (transfer, rank 0); {told}")
 
 
 def test_an_engine_that_fails_every_load_does_not_fill_the_log(
