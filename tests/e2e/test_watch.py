@@ -74,6 +74,7 @@ def collector() -> Iterator[Collector]:
     found = Collector()
     yield found
     found.server.shutdown()
+    found.server.server_close()
 
 
 @pytest.fixture(scope="module")
