@@ -1,7 +1,7 @@
 """`kvreshard top`: what one or more engines do now, read from their `/metrics` again and again.
 
 1. Each engine's `/metrics` is read at once with the others', every `--interval` seconds.
-2. Two readings make rates and quantiles; gauges are shown as they are. A counter that goes down was started anew, and counts from 0.
+2. Two readings make rates and quantiles; gauges are shown as they are. An engine whose counter goes down was started anew: it counts from 0.
 3. A terminal shows a table that is drawn over; a pipe or `--once` gets one table, `--json` one document.
 
 An engine that cannot be read, or has no series of kvreshard, is a row that says so. Refused: what is no address.
@@ -71,10 +71,11 @@ def watch(console: Console, urls: Sequence[str], before: list[Reading], interval
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             now = read_all(urls)
-            page = Console(file=io.StringIO(), force_terminal=True, width=console.width, color_system="standard")
+            text = io.StringIO()
+            page = Console(file=text, force_terminal=True, width=console.width, color_system="standard")
             show(page, dict(zip(urls, map(Window, before, now), strict=True)))
             page.print(f"every {interval_s:g} s; Ctrl-C ends", style="dim")
-            live.update(Text.from_ansi(page.file.getvalue()), refresh=True)  # type: ignore[attr-defined]
+            live.update(Text.from_ansi(text.getvalue()), refresh=True)
             # Rates are from the last good reading on.
             before = [old if new.error else new for old, new in zip(before, now, strict=True)]
             time.sleep(interval_s)
@@ -193,7 +194,8 @@ def _bytes(value: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """
+    """Seconds for people.
+
     >>> _seconds(0.0123), _seconds(2.5)
     ('12.3 ms', '2.50 s')
     """

@@ -57,10 +57,10 @@ class EngineLayout:
     def holders(self, field: str) -> Mapping[int, Geometry]:
         """Rank -> how it holds its part of a field, for every rank that does."""
         found = {}
-        for _, ranks in self.templates:
+        for template, ranks in self.templates:
             number = ranks[0].shard_number.get(field)
             if number is not None:
-                geometry = ranks[0].template.shards[number].geometry
+                geometry = template.shards[number].geometry
                 found.update({rank.rank: rank.geometries[geometry] for rank in ranks})
         return found
 
