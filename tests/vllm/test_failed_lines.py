@@ -19,9 +19,7 @@ pytestmark = pytest.mark.vllm
 NEVER = 10_000
 
 
-@pytest.mark.parametrize(
-    ("policy", "told"), [("fail", "it ends with an error"), ("recompute", "it is computed here")]
-)
+@pytest.mark.parametrize(("policy", "told"), [("fail", "it ends with an error"), ("recompute", "it is computed here")])
 def test_a_request_that_fails_on_both_ranks_is_one_line(
     policy: str, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
