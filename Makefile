@@ -28,9 +28,9 @@ demo-vllm: ## two real vLLM servers without a GPU, prefill TP 1 -> decode TP 2, 
 	@scripts/venv vllm
 	@.venv-vllm/bin/python examples/vllm/demo.py $(if $(KEEP),--keep) $(ARGS)
 
-test: ## the test suite; about ten minutes on 2 cores
+test: ## the test suite; about eight minutes on 2 cores
 	@scripts/venv test
-	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) --hypothesis-profile=ci --ignore=tests/e2e --ignore=tests/vllm $(ARGS)
+	@KVRESHARD_REQUIRE_NIXL=1 $(PYTEST) --hypothesis-profile=ci -m "not long" --ignore=tests/e2e --ignore=tests/vllm $(ARGS)
 
 test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a few pairs of real engines (installs vLLM: 3 GB)
 	@scripts/venv vllm
@@ -39,6 +39,7 @@ test-ci: ## what CI runs after `make test`: vLLM's own views and operators, a fe
 	@for release in $(OTHER_RELEASES); do echo "== vLLM $$release"; \
 	  PYTHONPATH="$$PWD/.vllm-$$release:$$PWD/src:$$PWD" $(VLLM_PYTEST) tests/vllm -m 'not one_release' $(ARGS) || exit 1; done
 	@$(VLLM_PYTEST) tests/e2e -m e2e_ci $(ARGS)
+	@$(VLLM_PYTEST) tests/unit/transport tests/soak -m long $(ARGS)
 	@PYTHON=.venv-vllm/bin/python bench/gpu/run --rehearse
 	@KVRESHARD_FUZZ_SECONDS=60 $(VLLM_PYTEST) tests/fuzz $(ARGS)
 	@.venv-vllm/bin/python -m tests.faults.leaks --cycles 1000 $(if $(SEED),--seed $(SEED))

@@ -18,6 +18,7 @@ from tests.soak.tally import Tally
 
 @pytest.mark.nixl
 @pytest.mark.slow
+@pytest.mark.long
 def test_some_seconds_of_everything(run_seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in ENVIRONMENT.items():
         monkeypatch.setenv(key, value)  # taken back afterwards: later tests have surroundings of their own

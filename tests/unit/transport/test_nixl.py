@@ -256,7 +256,7 @@ class TestAgent:
             near.close()
             far.close()
 
-    @pytest.mark.parametrize("num_cycles", [30, pytest.param(200, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("num_cycles", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.long])])
     def test_whole_lives_leak_nothing(self, num_cycles: int) -> None:
         """Some 70 ms a cycle. NIXL 1.5.1 leaks one socket per remove_peer and add_peer of a peer that lives on, so
         that both sides' ends are part of a cycle here.
